@@ -1,0 +1,159 @@
+"""The border between engine and device: what a backend is told and what it answers. Numpy only.
+
+A backend module (`backends/<name>.py`) exposes ``supports(artifact)``, ``compile(plan, target)`` and
+``load(plan, compiled) -> Backend``; the folder is the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag
+from typing import Literal, Protocol, Union
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class Want(Flag):
+    """What a step shall return for its rows."""
+
+    NOTHING = 0
+    """A prompt chunk that is not the last: fill the cache only."""
+    TOKENS = 1
+    """Token ids sampled on the device."""
+    LOGITS = 2
+    """Logits of each row's last valid column."""
+    ALL_LOGITS = 4
+    """Logits of every column (verification of drafts, log-probabilities of the prompt)."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts of the loaded, compiled model; never user wishes."""
+
+    num_slots: int
+    """Rows of the KV cache: the most sequences at once."""
+    max_model_len: int
+    """Tokens per slot, prompt and output together."""
+    prefill_buckets: tuple[int, ...]
+    """Ascending; the last is the longest prompt."""
+    vocab_size: int
+    eos_ids: frozenset[int] = frozenset()
+    max_prefill_batch: int = 1
+    """Rows that one prefill call really runs together (1 for continuous batching in TNX and NxDI)."""
+    token_buckets: tuple[int, ...] = ()
+    """Ascending cache lengths that decode graphs exist for; empty: one graph of max_model_len."""
+    outputs: Want = Want.LOGITS
+    """What the model can return per step; TOKENS alone: it samples on the device and gives no logits."""
+    mixed_steps: bool = False
+    """Prompt chunks and decodes can run in one call."""
+    joins: Literal["free", "reencode"] = "free"
+    """`reencode`: static batching, a joiner costs everyone a prefill, so joiners are gathered."""
+    lookahead: int = 0
+    """Free positions that a step needs beyond its own token (speculation)."""
+    prefix_block: int = 0
+    """Granularity of prefix reuse in tokens; 0: none."""
+    can_fork: bool = False
+    adapters: tuple[str, ...] = ("",)
+    """LoRA adapter names; index 0 is the base model."""
+
+
+@dataclass
+class Rows:
+    """The rows of a device call, ascending by slot.
+
+    The arrays may be views of buffers that the engine reuses: valid until `run` returns.
+    """
+
+    input_ids: Int32Array
+    """int32[B, S]: tokens not yet in the cache, right-padded with 0. S == 1: plain decode."""
+    lens: Int32Array
+    """int32[B]: valid columns of each row."""
+    starts: Int32Array
+    """int32[B]: tokens of the row already in the cache; 0: a fresh prompt."""
+    slots: Int32Array
+    """int32[B], strictly ascending."""
+    adapters: Int32Array
+    """int32[B]: index into `ModelSpec.adapters`."""
+    wants: Want
+    sampling: Float32Array
+    """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy is (1, 1.0, 1.0)."""
+
+
+@dataclass
+class Prefill:
+    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched."""
+
+    rows: Rows
+
+
+@dataclass
+class Decode:
+    """One token for every live slot: a slot left out may be overwritten by the device."""
+
+    rows: Rows
+
+
+@dataclass
+class Mixed:
+    """Prompt chunks and decodes in one call; only where `ModelSpec.mixed_steps`."""
+
+    prefill: Rows
+    decode: Rows
+
+
+Step = Union[Prefill, Decode, Mixed]
+
+
+@dataclass
+class HostLogits:
+    """Logits to sample on the host. The array is the caller's: the backend never writes it again."""
+
+    values: Float32Array
+    """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted."""
+
+
+@dataclass
+class DeviceTokens:
+    """Tokens that the device sampled."""
+
+    ids: Int32Array
+    """int32[B, K]; -1: none."""
+    logprobs: Float32Array | None = None
+    """float32[B, K]"""
+
+
+StepOutput = Union[HostLogits, DeviceTokens]
+
+
+class Backend(Protocol):
+    """A loaded model. Called from the engine thread only."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What was loaded; constant."""
+
+    def run(self, step: Step) -> StepOutput:
+        """Run one step on the device; blocks and releases the GIL.
+
+        Output rows are in the order of the step's rows (Mixed: prefill rows, then decode rows).
+
+        Raises:
+            BackendError: the step failed; `fatal` says whether the backend is lost.
+        """
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        """Reserve a slot for a prompt; returns how many of its tokens are already in the cache (0: none)."""
+
+    def fork(self, slot: int, into: int) -> None:
+        """Copy a slot's cache; only where `ModelSpec.can_fork`."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The sequences of these slots are over."""
+
+    def close(self) -> None:
+        """Free the device; idempotent."""

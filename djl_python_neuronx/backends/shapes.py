@@ -1,0 +1,87 @@
+"""Buckets: the fixed lengths that compiled graphs exist for. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from djl_python_neuronx.backends.base import Int32Array, ModelSpec, Rows
+from djl_python_neuronx.errors import StepError
+
+
+def make_buckets(max_len: int, smallest: int = 128) -> tuple[int, ...]:
+    """Doubling lengths from `smallest`, ending with `max_len` itself.
+
+    At most half of a padded row is padding, and a model has few graphs: eight up to 16 384.
+
+    Raises:
+        ValueError: a length is not positive.
+    """
+    if max_len < 1 or smallest < 1:
+        message = f"buckets from {smallest} to {max_len} do not exist; expected positive lengths"
+        raise ValueError(message)
+    buckets = []
+    length = smallest
+    while length < max_len:
+        buckets.append(length)
+        length *= 2
+    return (*buckets, max_len)
+
+
+def choose_bucket(length: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `length` tokens; `buckets` ascend.
+
+    Raises:
+        ValueError: no bucket is that long.
+    """
+    for bucket in buckets:
+        if length <= bucket:
+            return bucket
+    message = f"{length} tokens fit no bucket; the largest holds {buckets[-1] if buckets else 0}"
+    raise ValueError(message)
+
+
+def pad_to_bucket(ids: Int32Array, bucket: int, fill: int = 0) -> Int32Array:
+    """int32[B, bucket] out of int32[B, S], padded on the right; `ids` itself if it fits exactly.
+
+    Raises:
+        ValueError: the rows are longer than the bucket.
+    """
+    rows, width = ids.shape
+    if width > bucket:
+        message = f"rows of {width} columns do not fit a bucket of {bucket}"
+        raise ValueError(message)
+    if width == bucket:
+        return ids
+    padded = np.full((rows, bucket), fill, np.int32)
+    padded[:, :width] = ids
+    return padded
+
+
+def check_rows(rows: Rows, spec: ModelSpec) -> None:
+    """Refuse rows that no graph of the model was compiled for.
+
+    Raises:
+        StepError: the first rule that is broken, with the value and the limit.
+    """
+    count, slots = len(rows.slots), rows.slots
+    if not 0 < count <= spec.num_slots:
+        _refuse(f"{count} rows in a step", f"1 to {spec.num_slots}, the number of slots")
+    if slots.min() < 0 or slots.max() >= spec.num_slots:
+        _refuse(f"slots {slots.tolist()}", f"slots from 0 to {spec.num_slots - 1}")
+    if (np.diff(slots) <= 0).any():
+        _refuse(f"slots {slots.tolist()}", "strictly ascending slots")
+    if rows.lens.min() < 1 or rows.lens.max() > rows.input_ids.shape[1]:
+        _refuse(f"rows of {rows.lens.tolist()} tokens", f"1 to {rows.input_ids.shape[1]} columns")
+    last = int((rows.starts + rows.lens).max()) - 1
+    if rows.starts.min() < 0 or last >= spec.max_model_len:
+        _refuse(f"position {last}", f"positions from 0 to {spec.max_model_len - 1}")
+    if rows.wants & ~spec.outputs:
+        _refuse(f"an output of {rows.wants}", f"{spec.outputs}")
+
+
+def _refuse(found: str, expected: str) -> NoReturn:
+    message = f"the step asks for {found}; expected {expected}. The engine must not build such a step"
+    raise StepError(message)

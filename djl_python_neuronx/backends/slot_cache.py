@@ -1,0 +1,118 @@
+"""The KV cache of the CPU backend: one row per slot, as a compiled device keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import Cache
+
+from djl_python_neuronx.backends.base import Rows
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """Keys and values of every slot, handed to attention cut to the step's bucket.
+
+    `aim` says where the next forward pass writes and what it reads. Only valid columns are written, so
+    padding leaves nothing behind. A layer's tensors, [num_slots, kv_heads, max_model_len, head_dim],
+    are made when the layer first runs: only then is its shape known for every architecture.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        super().__init__(layers=[])
+        self._shape = (num_slots, max_model_len)
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._slots: slice | torch.Tensor = slice(0)
+        self._reach = 0
+        self._written = (torch.empty(0), torch.empty(0))
+        self._target = (torch.empty(0), torch.empty(0))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have run so far."""
+        return len(self._keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+
+    def aim(self, rows: Rows, reach: int) -> None:
+        """Write the valid columns of `rows` into their slots; let attention read `reach` columns."""
+        slots = torch.from_numpy(rows.slots).long()
+        lens = torch.from_numpy(rows.lens).long()
+        row, column = (torch.arange(rows.input_ids.shape[1]) < lens[:, None]).nonzero(as_tuple=True)
+        self._written = (row, column)
+        self._target = (slots[row], torch.from_numpy(rows.starts).long()[row] + column)
+        first, last = int(slots[0]), int(slots[-1])
+        # Neighbouring slots are read in place: a gather copies all that attention reads.
+        self._slots = slice(first, last + 1) if last - first + 1 == len(slots) else slots
+        self._reach = reach
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's new [B, kv_heads, S, head_dim]; returns its keys and values up to `reach`."""
+        while layer_idx >= len(self._keys):
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys = self._store(self._keys[layer_idx], key_states)
+        values = self._store(self._values[layer_idx], value_states)
+        return keys, values
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        num_slots, max_model_len = self._shape
+        return states.new_zeros(num_slots, states.shape[1], max_model_len, states.shape[3])
+
+    def _store(self, layer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        (row, column), (slot, position) = self._written, self._target
+        layer[slot, :, position] = states[row, :, column]
+        return layer[self._slots, :, : self._reach]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions and mask are given with every call, never derived from the cache."""
+        return 0
+
+    def get_mask_sizes(self, query: object, layer_idx: int = 0) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        return self._reach, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Positions of a slot."""
+        return self._shape[1]
+
+    def clear(self) -> None:
+        """Free every tensor."""
+        self._keys.clear()
+        self._values.clear()
+
+
+def causal_mask(
+    positions: torch.Tensor, reach: int, dtype: torch.dtype, window: int | None
+) -> torch.Tensor:
+    """Additive mask [B, 1, S, reach]: a query at position p sees the columns up to p.
+
+    With a sliding window it sees the last `window` of them, its own included.
+    """
+    columns = torch.arange(reach)
+    hidden = columns > positions[:, :, None]
+    if window is not None:
+        hidden |= columns <= positions[:, :, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+def padded_positions(starts: Sequence[int], lens: Sequence[int], width: int) -> torch.Tensor:
+    """int64[B, width]: the position of every column; padding repeats the last valid one.
+
+    A padded column past the end of a learned position table would be an index error.
+    """
+    columns = torch.arange(width)
+    last = torch.as_tensor(lens)[:, None] - 1
+    return torch.as_tensor(starts)[:, None] + torch.minimum(columns, last)

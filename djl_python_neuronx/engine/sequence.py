@@ -1,0 +1,63 @@
+"""One request under generation."""
+
+from __future__ import annotations
+
+import time
+
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+
+
+class Sequence:
+    """The tokens of one request and where they stand; owned by the engine thread."""
+
+    __slots__ = (
+        "arrived_s",
+        "finish_reason",
+        "max_new_tokens",
+        "num_cached",
+        "output_ids",
+        "request",
+        "seed",
+        "slot",
+        "stop_ids",
+    )
+
+    def __init__(
+        self, request: GenerationRequest, *, max_model_len: int, eos_ids: frozenset[int], seed: int
+    ) -> None:
+        self.request = request
+        self.output_ids: list[int] = []
+        self.slot: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.num_cached = 0
+        """Prompt tokens that the backend already held when the slot was acquired."""
+        self.seed = seed
+        self.arrived_s = time.monotonic()
+        self.stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_ids
+        fits = max_model_len - len(request.prompt_ids)
+        wanted = request.max_new_tokens
+        self.max_new_tokens = fits if wanted is None else min(wanted, fits)
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request that this sequence answers."""
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def next_position(self) -> int:
+        """Cache position of the newest token, the one not yet in the cache: what a decode step writes."""
+        return self.prompt_len + len(self.output_ids) - 1
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take a generated token; the reason if ids alone can tell that the sequence is over."""
+        self.output_ids.append(token_id)
+        if token_id in self.stop_ids:
+            self.finish_reason = FinishReason.EOS
+        elif len(self.output_ids) >= self.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason
