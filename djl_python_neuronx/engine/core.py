@@ -9,18 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from djl_python_neuronx.backends.base import Backend, Decode, HostLogits, Int32Array, Prefill, Rows, StepOutput, Want
+from djl_python_neuronx.backends.base import Backend, Decode, HostLogits, Int32Array, Prefill, Rows, StepOutput
 from djl_python_neuronx.engine.batching import Batcher
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledPrefill, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import (
     BackendError,
-    PromptTooLongError,
     RequestError,
     RequestTimeoutError,
     ServingError,
     StepError,
-    UnsupportedParameterError,
 )
 from djl_python_neuronx.sampling import Sampler
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
@@ -87,41 +86,9 @@ class Engine:
         """Sequences that wait for a slot."""
         return len(self._scheduler.waiting)
 
-    @property
-    def longest_prompt(self) -> int:
-        """Most prompt tokens that a request may have: one position is kept for the first new token."""
-        return min(self.spec.prefill_buckets[-1], self.spec.max_model_len - 1)
-
     def check(self, request: GenerationRequest) -> None:
-        """Compare a request with the loaded model. Pure; any thread.
-
-        Raises:
-            PromptTooLongError: no prefill bucket holds the prompt.
-            UnsupportedParameterError: the backend samples on the device and cannot do what is asked.
-            RequestError: anything else about it that the model cannot serve.
-        """
-        prompt_ids, spec = request.prompt_ids, self.spec
-        if not len(prompt_ids):
-            msg = "the prompt has no tokens; send at least one"
-            raise RequestError(msg)
-        if len(prompt_ids) > self.longest_prompt:
-            msg = (
-                f"the prompt has {len(prompt_ids)} tokens, this deployment takes at most {self.longest_prompt} "
-                f"(n_positions {spec.max_model_len}, largest prefill bucket {spec.prefill_buckets[-1]}); "
-                "shorten it, or raise option.n_positions or option.context_length_estimate"
-            )
-            raise PromptTooLongError(msg)
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
-            msg = f"a prompt token id lies outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
-            raise RequestError(msg)
-        if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
-            raise UnsupportedParameterError(msg)
-        if not 0 <= request.adapter < len(spec.adapters):
-            msg = f"adapter {request.adapter} is not loaded; there are {len(spec.adapters)} (0: base model)"
-            raise UnsupportedParameterError(msg)
-        if Want.LOGITS not in spec.outputs:
-            self._check_device_sampling(request)
+        """See `limits.check`: compares a request with the loaded model. Pure; any thread."""
+        check(request, self.spec)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request that `check` has passed; its id must not be in use."""
@@ -155,6 +122,11 @@ class Engine:
         if sequence is not None:
             self._end(sequence)
 
+    def abort_all(self) -> None:
+        """Forget every sequence."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+
     def expire(self, waited_s: float) -> list[TokenOutput]:
         """End the sequences that have waited longer than `waited_s` for a slot, each with its error."""
         limit = time.monotonic() - waited_s
@@ -186,19 +158,6 @@ class Engine:
             return outputs + self._fail_step(scheduled, error)
         self._failed_steps = 0
         return outputs + self._advance(scheduled, token_ids, output)
-
-    def _check_device_sampling(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        asked = {
-            "seed": sampling.seed is not None,
-            "repetition_penalty": sampling.repetition_penalty != 1.0,
-            "min_p": sampling.min_p > 0.0,
-            "details (log-probabilities)": request.logprobs,
-        }
-        refused = [name for name, wanted in asked.items() if wanted]
-        if refused:
-            msg = f"{', '.join(refused)}: this deployment samples on the device, which cannot do that"
-            raise UnsupportedParameterError(msg)
 
     def _enter(self, scheduled: ScheduledPrefill) -> list[TokenOutput]:
         """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone."""

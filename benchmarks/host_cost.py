@@ -1,0 +1,298 @@
+"""What one decode step costs on the host, with a device that takes no time.
+
+    python benchmarks/host_cost.py                       # the whole table
+    python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
+
+The backend hands out a ring of at least 64 MB of logits, so that each step's are not in the cache (one reused buffer
+flatters 3x), and notes when it was left and entered: `critical_us` is the median time between, which is what the
+device waits for, measured from outside the engine. `total_us` is the CPU time of all threads per step. `read_us` is the reference of the
+same run: one numpy maximum over the same logits, the least that any sampler must do; `ratio` is critical over it.
+
+A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields once and returns).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from djl_python_neuronx.backends.base import Decode, HostLogits, ModelSpec, Step
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.protocol.lmi import JsonFormatter, LinesFormatter
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import GenerationRequest
+
+RING_BYTES = 64 * 2**20
+PROMPT_LEN = 64
+TEMPERATURE = 0.8
+PEAKS = 40
+PEAK_MASS = 0.9
+WARM_STEPS = 8
+TOKENIZER_DIR = Path(__file__).parent.parent / "examples" / "tiny-llama"
+
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "topk_topp": SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9),
+    "topp": SamplingParams(temperature=TEMPERATURE, top_p=0.9),
+    "topk_topp_rep": SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9, repetition_penalty=1.1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    vocab: int
+    batch: int
+    setting: str
+    logits: str
+    format: str
+
+
+class RingBackend:
+    """Logits at once, from a ring larger than the caches."""
+
+    def __init__(self, case: Case, *, num_tokens: int, device_s: float) -> None:
+        self.spec = ModelSpec(
+            num_slots=case.batch,
+            max_model_len=PROMPT_LEN + num_tokens + 1,
+            prefill_buckets=(PROMPT_LEN,),
+            vocab_size=case.vocab,
+            max_prefill_batch=case.batch,
+        )
+        self.ring = _ring(case)
+        self.gaps_ns: list[int] = []
+        self._device_s = device_s
+        self._turn = itertools.cycle(range(len(self.ring)))
+        self._left_ns: int | None = None
+
+    def run(self, step: Step) -> HostLogits:
+        """See `Backend`; full decodes are timed."""
+        entered_ns = time.perf_counter_ns()
+        full = isinstance(step, Decode) and len(step.rows.slots) == self.spec.num_slots
+        if self._left_ns is not None and full:
+            self.gaps_ns.append(entered_ns - self._left_ns)
+        rows = len(step.rows.slots)  # type: ignore[union-attr]
+        values = self.ring[next(self._turn)][:rows, None]
+        time.sleep(self._device_s)
+        self._left_ns = time.perf_counter_ns() if full else None
+        return HostLogits(values)
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+        """Nothing is cached."""
+        return 0
+
+    def fork(self, slot: int, into: int) -> None:
+        """It cannot."""
+        raise NotImplementedError
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class TableTokenizer:
+    """Every id is a short word, as a byte-level vocabulary's table would say."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, vocab: int) -> None:
+        self.pieces: Sequence[bytes] | None = [b" t%d" % (i % 1000) for i in range(vocab)]
+
+    def encode(self, text: str) -> list[int]:
+        """Not used: prompts are ids here."""
+        raise NotImplementedError
+
+    def encode_chat(self, messages: Any) -> list[int]:  # noqa: ANN401
+        """Not used."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Not used while there are pieces."""
+        raise NotImplementedError
+
+
+def measure(case: Case, *, num_tokens: int, device_s: float) -> dict[str, Any]:
+    """One row: the critical path and the whole CPU time of a step."""
+    backend = RingBackend(case, num_tokens=num_tokens, device_s=device_s)
+    cpu_s = _generate(case, backend, num_tokens)
+    gaps = backend.gaps_ns[WARM_STEPS:]
+    read_us = _read_us(backend.ring)
+    critical_us = statistics.median(gaps) / 1e3
+    return {
+        **vars(case),
+        "critical_us": round(critical_us, 1),
+        "total_us": round(cpu_s / num_tokens * 1e6, 1),
+        "p99_us": round(float(np.percentile(gaps, 99)) / 1e3, 1),
+        "read_us": round(read_us, 1),
+        "ratio": round(critical_us / read_us, 2),
+        "steps": len(gaps),
+    }
+
+
+def growth(vocab: int, batch: int) -> dict[str, Any]:
+    """The critical path at token 64 and at token 4096 of the same sequences, repetition penalty on."""
+    case = Case(vocab, batch, "topk_topp_rep", "flat", "json")
+    num_tokens = 4160
+    backend = RingBackend(case, num_tokens=num_tokens, device_s=0.0)
+    _generate(case, backend, num_tokens)
+    early = statistics.median(backend.gaps_ns[32:160]) / 1e3
+    late = statistics.median(backend.gaps_ns[4032:4160]) / 1e3
+    return {
+        "growth": "topk_topp_rep",
+        "vocab": vocab,
+        "batch": batch,
+        "us_at_64": round(early, 1),
+        "us_at_4096": round(late, 1),
+        "ratio": round(late / early, 3),
+    }
+
+
+def under_load(vocab: int, batch: int) -> Iterator[dict[str, Any]]:
+    """The critical path, greedy, with and without a thread that tokenises prompts of 8k tokens all the time."""
+    from djl_python_neuronx.artifacts.tokenizer import load_tokenizer  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(TOKENIZER_DIR)
+    text = "one two three four five six seven eight nine ten " * 1000
+    while len(tokenizer.encode(text)) > 8192:  # noqa: PLR2004
+        text = text[: int(len(text) * 0.95)]
+    case = Case(vocab, batch, "greedy", "flat", "jsonlines")
+    for busy in (False, True):
+        stop = threading.Event()
+
+        def front_end(stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                tokenizer.encode(text)
+
+        thread = threading.Thread(target=front_end, daemon=True)
+        if busy:
+            thread.start()
+        row = measure(case, num_tokens=500, device_s=0.005)
+        stop.set()
+        yield {"front_end": "8k prompts" if busy else "idle", "device_ms": 5.0, **row}
+
+
+def _generate(case: Case, backend: RingBackend, num_tokens: int) -> float:
+    """Run a full batch to its end through loop, text and formatter; CPU seconds of the process."""
+    random = np.random.default_rng(1)
+    loop = EngineLoop(Engine(backend), TableTokenizer(case.vocab), max_waiting=0)
+    lines = case.format == "jsonlines"
+    inbox = Inbox()
+    formatters: dict[str, JsonFormatter | LinesFormatter] = {}
+    requests = []
+    for i in range(case.batch):
+        name = str(i)
+        prompt = random.integers(0, case.vocab, PROMPT_LEN).tolist()
+        requests.append(
+            GenerationRequest(name, prompt, SETTINGS[case.setting], max_new_tokens=num_tokens, logprobs=lines)
+        )
+        formatters[name] = (
+            LinesFormatter("", details=False, full_text=False, sse=False)
+            if lines
+            else JsonFormatter("", details=False, full_text=False)
+        )
+    for request in requests:
+        loop.submit(request, inbox)
+    loop.start()
+    started_s = time.process_time()
+    open_requests = case.batch
+    sent = 0
+    while open_requests:
+        for delta in inbox.drain(60.0):
+            sent += len(formatters[delta.request_id].feed(delta))
+            open_requests -= delta.finished
+            if delta.error is not None:
+                raise delta.error
+    cpu_s = time.process_time() - started_s
+    loop.close()
+    return cpu_s
+
+
+def _ring(case: Case) -> npt.NDArray[np.float32]:
+    """float32[N, B, V] of at least RING_BYTES."""
+    random = np.random.default_rng(0)
+    steps = max(2, -(-RING_BYTES // (case.batch * case.vocab * 4)))
+    ring = random.standard_normal((steps, case.batch, case.vocab), dtype=np.float32)
+    if case.logits == "peaked":
+        ring *= TEMPERATURE  # so that the mass is what it says after the division by the temperature
+        for rows in ring:
+            for row in rows:
+                peaks = random.choice(case.vocab, PEAKS, replace=False)
+                rest = np.exp(row / TEMPERATURE, dtype=np.float64).sum()
+                each = np.log(PEAK_MASS / (1 - PEAK_MASS) * rest / PEAKS)
+                row[peaks] = TEMPERATURE * (each + 0.3 * random.standard_normal(PEAKS))
+    return ring
+
+
+def _read_us(ring: npt.NDArray[np.float32]) -> float:
+    times = []
+    for turn in range(max(20, len(ring))):
+        started_ns = time.perf_counter_ns()
+        ring[turn % len(ring)].max()
+        times.append(time.perf_counter_ns() - started_ns)
+    return statistics.median(times) / 1e3
+
+
+def _num_tokens(case: Case) -> int:
+    """Enough steps for a steady median, few enough for the whole table in minutes."""
+    return max(60, min(400, 400 * 8 * 32_000 // (case.batch * case.vocab)))
+
+
+def main() -> int:
+    """Print the table, or one JSON object per line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--vocab", type=int, nargs="*", default=[32_000, 128_256])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--setting", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--logits", nargs="*", choices=["peaked", "flat"], default=["peaked", "flat"])
+    parser.add_argument("--format", nargs="*", choices=["json", "jsonlines"], default=["json", "jsonlines"])
+    parser.add_argument("--device-ms", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, help="tokens per request (default: by size)")
+    parser.add_argument("--only", choices=["table", "growth", "load"], help="leave the other parts out")
+    arguments = parser.parse_args()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        cases = itertools.product(
+            arguments.vocab, arguments.batch, arguments.setting, arguments.logits, arguments.format
+        )
+        if arguments.only in (None, "table"):
+            for values in cases:
+                case = Case(*values)
+                yield measure(
+                    case,
+                    num_tokens=arguments.steps or _num_tokens(case),
+                    device_s=arguments.device_ms / 1e3,
+                )
+        narrowed = "topk_topp_rep" not in arguments.setting and arguments.only != "growth"
+        if arguments.only in (None, "growth") and not narrowed:
+            yield growth(min(arguments.vocab), 8)
+        if arguments.only in (None, "load") and ("greedy" in arguments.setting or arguments.only == "load"):
+            yield from under_load(min(arguments.vocab), 8)
+
+    for row in rows():
+        if arguments.json:
+            print(orjson.dumps(row).decode(), flush=True)
+        else:
+            print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The command line: ``djl-neuronx serve [model_dir]``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.errors import ConfigError, ServingError
+from djl_python_neuronx.telemetry import setup_logging
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_DIR = Path("/opt/ml/model")
+DEFAULT_PORT = 8080
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit status."""
+    arguments = _parser().parse_args(argv)
+    setup_logging(arguments.log_level.upper())
+    try:
+        return _serve(arguments)
+    except ServingError as error:
+        print(f"djl-neuronx: {error}", file=sys.stderr)  # noqa: T201  (this is the program's own voice)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="djl-neuronx", description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="load a model and answer over HTTP",
+        description="Load a model folder and answer on /invocations, /predictions/{model}, /ping and /metrics "
+        "(SageMaker's container contract). Options come from -o, serving.properties in the folder and OPTION_* "
+        "environment variables, in that order.",
+    )
+    serve.add_argument(
+        "model_dir",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_MODEL_DIR,
+        help=f"folder with the model or with a serving.properties that names one (default {DEFAULT_MODEL_DIR})",
+    )
+    serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default %(default)s)")  # noqa: S104
+    serve.add_argument("--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT")
+    serve.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds for running requests to end")
+    serve.add_argument("-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME")
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from djl_python_neuronx.server import serve  # noqa: PLC0415  (needs the `server` extra)
+    except ImportError as error:
+        msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
+        raise ConfigError(msg) from error
+    from djl_python_neuronx.service import Service  # noqa: PLC0415  (after the arguments are known to be good)
+
+    model_dir: Path = arguments.model_dir
+    overrides = _overrides(arguments.option)
+
+    def load() -> Service:
+        return Service.load(None, model_dir, overrides=overrides)
+
+    port = arguments.port or _port_from_environment()
+    name = model_dir.resolve().name
+    return serve(load, model_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
+
+
+def _overrides(pairs: Sequence[str]) -> dict[str, str]:
+    overrides: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            msg = f"-o {pair!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
+            raise ConfigError(msg)
+        overrides[name.strip().removeprefix("option.")] = value
+    return overrides
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:  # noqa: PLR2004
+        msg = f"{text!r} is not a port; expected 1 to 65535"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+def _port_from_environment() -> int:
+    bound = environment().get("SAGEMAKER_BIND_TO_PORT", "")
+    try:
+        return _port(bound) if bound else DEFAULT_PORT
+    except argparse.ArgumentTypeError as error:
+        msg = f"environment variable SAGEMAKER_BIND_TO_PORT: {error}"
+        raise ConfigError(msg) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What the loaded model can serve: everything about a request that can be refused is refused before it is queued."""
+
+from __future__ import annotations
+
+from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
+from djl_python_neuronx.types import GenerationRequest
+
+
+def longest_prompt(spec: ModelSpec) -> int:
+    """Most prompt tokens that a request may have: one position is kept for the first new token."""
+    return min(spec.prefill_buckets[-1], spec.max_model_len - spec.lookahead - 1)
+
+
+def check(request: GenerationRequest, spec: ModelSpec) -> None:
+    """Compare a request with the loaded model. Pure; any thread.
+
+    Raises:
+        PromptTooLongError: no prefill bucket holds the prompt.
+        UnsupportedParameterError: the backend samples on the device and cannot do what is asked.
+        RequestError: anything else about it that the model cannot serve.
+    """
+    prompt_ids, longest = request.prompt_ids, longest_prompt(spec)
+    if not len(prompt_ids):
+        msg = "the prompt has no tokens; send at least one"
+        raise RequestError(msg)
+    if len(prompt_ids) > longest:
+        msg = (
+            f"the prompt has {len(prompt_ids)} tokens, this deployment takes at most {longest} "
+            f"(n_positions {spec.max_model_len}, largest prefill bucket {spec.prefill_buckets[-1]}); "
+            "shorten it, or raise option.n_positions or option.context_length_estimate"
+        )
+        raise PromptTooLongError(msg)
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
+        msg = f"a prompt token id lies outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
+        raise RequestError(msg)
+    if request.max_new_tokens is not None and request.max_new_tokens < 1:
+        msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
+        raise UnsupportedParameterError(msg)
+    if not 0 <= request.adapter < len(spec.adapters):
+        msg = f"adapter {request.adapter} is not loaded; there are {len(spec.adapters)} (0: base model)"
+        raise UnsupportedParameterError(msg)
+    if Want.LOGITS not in spec.outputs:
+        _check_device_sampling(request)
+
+
+def _check_device_sampling(request: GenerationRequest) -> None:
+    sampling = request.sampling
+    asked = {
+        "seed": sampling.seed is not None,
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "min_p": sampling.min_p > 0.0,
+        "details (log-probabilities)": request.logprobs,
+    }
+    refused = [name for name, wanted in asked.items() if wanted]
+    if refused:
+        msg = f"{', '.join(refused)}: this deployment samples on the device, which cannot do that"
+        raise UnsupportedParameterError(msg)

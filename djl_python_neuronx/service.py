@@ -1,0 +1,223 @@
+"""The one composition root: settings → artifact → backend → engine → Service. Doors get a Service and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts import formats
+from djl_python_neuronx.artifacts.formats import Artifact
+from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
+from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.shapes import make_buckets
+from djl_python_neuronx.config import device
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.resolve import Resolved, choose_loader, complete, resolve
+from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.engine.core import Engine, StepInfo
+from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.streams import Stream
+from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
+from djl_python_neuronx.protocol import parse_body
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.telemetry import Metrics
+from djl_python_neuronx.types import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """A loaded model that answers requests."""
+
+    def __init__(
+        self,
+        options: ServingOptions,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        *,
+        on_death: Callable[[ServingError], None] | None = None,
+    ) -> None:
+        """Start the engine on a loaded backend. `on_death`: see `EngineLoop`."""
+        self.options = options
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.metrics = Metrics()
+        self.loop = EngineLoop(
+            Engine(backend, decode_interleave=options.decode_interleave),
+            tokenizer,
+            max_waiting=options.max_waiting,
+            step_timeout_s=options.predict_timeout,
+            on_death=on_death,
+            observer=_Recorder(self.metrics),
+        )
+        self.loop.start()
+
+    @classmethod
+    def load(
+        cls,
+        properties: Mapping[str, Any] | None,
+        model_dir: Path | None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        overrides: Mapping[str, str] = MappingProxyType({}),
+        on_death: Callable[[ServingError], None] | None = None,
+    ) -> Service:
+        """Resolve the settings, load the model and start to serve it; takes seconds to minutes.
+
+        `properties` is what DJL Serving passes (None outside it), `overrides` the command line's.
+
+        Raises:
+            ServingError: what is wrong with the settings, the model's files or the machine.
+        """
+        started_s = time.monotonic()
+        resolved = resolve(properties, model_dir, environment() if environ is None else environ, overrides)
+        artifact = formats.detect(_local_folder(resolved))
+        name = choose_loader(
+            resolved.options, device.detect(), device.libraries(), backends.names(), artifact.backend
+        )
+        resolved = complete(resolved, artifact.config, device.detect(), name)
+        for option, value, origin in resolved.explain():
+            logger.info("option name=%s value=%s origin=%r", option, value, origin)
+        for option, reason in resolved.ignored.items():
+            logger.info("option_ignored name=%s reason=%r", option, reason)
+        options = resolved.options
+        tokenizer = load_tokenizer(
+            artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
+        )
+        backend = backends.load(name, _plan(options, artifact))
+        logger.info(
+            "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
+            name,
+            artifact.model_type,
+            backend.spec.num_slots,
+            backend.spec.max_model_len,
+            backend.spec.prefill_buckets,
+            time.monotonic() - started_s,
+        )
+        service = cls(options, backend, tokenizer, on_death=on_death)
+        service.metrics["load_seconds"].set(time.monotonic() - started_s)
+        return service
+
+    def parse(
+        self, body: bytes, *, request_id: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> ParsedRequest:
+        """Understand and check a request body; any thread. The id is made unique among the requests in flight.
+
+        Raises:
+            RequestError: what is wrong with the request.
+        """
+        context = ParseContext(
+            tokenizer=self.tokenizer,
+            request_id=self._unique(request_id),
+            headers=headers or {},
+            output_formatter=self.options.output_formatter,
+        )
+        try:
+            parsed = parse_body(body, context)
+            self.loop.engine.check(parsed.request)
+        except ServingError as error:
+            self.count_rejected(error)
+            raise
+        return parsed
+
+    def count_rejected(self, error: ServingError) -> None:
+        """Note a request that never got into the queue."""
+        self.metrics["rejected_requests_total"].labels(error.code).inc()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
+        self.loop.close(drain_s)
+        self.backend.close()
+
+    def _unique(self, request_id: str | None) -> str:
+        """The caller's id; with a suffix while another request of that id is in flight: ids come from clients."""
+        if not request_id:
+            return uuid.uuid4().hex
+        return request_id if not self.loop.knows(request_id) else f"{request_id}-{uuid.uuid4().hex[:8]}"
+
+
+def _local_folder(resolved: Resolved) -> Path:
+    """Where the model lies: `model_id` (relative to the model folder) or the model folder itself."""
+    options = resolved.options
+    if options.model_id is None:
+        return options.model_dir or Path()
+    model_id = Path(options.model_id).expanduser()
+    folder = model_id if options.model_dir is None else options.model_dir / model_id
+    if not folder.is_dir() and not model_id.is_dir():
+        msg = (
+            f"option.model_id is {options.model_id!r} (from {resolved.origins.get('model_id', 'default')}), which is no "
+            "local folder. This version loads local folders only: download the model first and name its folder"
+        )
+        raise ArtifactNotFoundError(msg)
+    return folder if folder.is_dir() else model_id
+
+
+def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
+    """The backend's orders: `complete` has filled in every value that they need."""
+    filled = (options.n_positions, options.max_rolling_batch_size, options.context_length_estimate)
+    n_positions, num_slots, prefill_buckets = filled
+    assert n_positions and num_slots and prefill_buckets  # noqa: S101  (what `complete` promises)
+    return LoadPlan(
+        model_dir=artifact.path,
+        num_slots=num_slots,
+        max_model_len=n_positions,
+        prefill_buckets=prefill_buckets,
+        token_buckets=make_buckets(n_positions),
+        dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
+        trust_remote_code=options.trust_remote_code,
+        revision=options.revision,
+        num_threads=options.cpu_threads,
+        eos_ids=artifact.eos_ids,
+    )
+
+
+class _Recorder:
+    """The engine loop's observer: metrics, and a log line per request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._generated = metrics["generated_tokens_total"]
+        self._decode_seconds = metrics["decode_seconds"]
+
+    def stepped(self, info: StepInfo, num_running: int, num_waiting: int) -> None:
+        self._metrics["slots_in_use"].set(num_running)
+        self._metrics["waiting_requests"].set(num_waiting)
+        self._generated.inc(info.rows)
+        if info.prefill:
+            self._metrics["prefill_seconds"].labels(info.bucket).observe(info.device_s)
+            self._metrics["padding_tokens_total"].inc(max(0, info.rows * info.bucket - info.tokens))
+        else:
+            self._decode_seconds.observe(info.device_s)
+
+    def ended(self, stream: Stream, delta: Delta) -> None:
+        metrics, request = self._metrics, stream.request
+        total_s = stream.last_token_s - stream.submitted_s
+        metrics["requests_total"].labels(request.protocol, str(delta.finish_reason)).inc()
+        metrics["prompt_tokens_total"].inc(len(request.prompt_ids))
+        metrics["request_seconds"].observe(total_s)
+        first_s = 0.0
+        if stream.first_token_s is not None:
+            first_s = stream.first_token_s - stream.submitted_s
+            metrics["time_to_first_token_seconds"].observe(first_s)
+            if delta.num_generated_tokens > 1:
+                metrics["inter_token_seconds"].observe((total_s - first_s) / (delta.num_generated_tokens - 1))
+        logger.info(
+            "request_finished request_id=%s protocol=%s reason=%s prompt_tokens=%d generated_tokens=%d "
+            "first_token_s=%.4f total_s=%.4f%s",
+            request.request_id,
+            request.protocol,
+            delta.finish_reason.value if delta.finish_reason else "",
+            len(request.prompt_ids),
+            delta.num_generated_tokens,
+            first_s,
+            total_s,
+            f" error={delta.error.code}" if delta.error is not None else "",
+        )

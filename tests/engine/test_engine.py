@@ -1,0 +1,327 @@
+"""The engine on the toy device: whatever arrives, leaves or fails, every answer is the one it gets alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.errors import (
+    BackendError,
+    DeviceMemoryError,
+    PromptTooLongError,
+    RequestError,
+    RequestTimeoutError,
+    StepError,
+    UnsupportedParameterError,
+)
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+
+EOS = frozenset(TOY_SPEC.eos_ids)
+
+
+def request(name: str, prompt: list[int], max_new_tokens: int | None = 5, **fields: object) -> GenerationRequest:
+    return GenerationRequest(name, prompt, max_new_tokens=max_new_tokens, **fields)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, outputs: list[TokenOutput] | None = None) -> dict[str, list[TokenOutput]]:
+    """Step until nothing is left; the outputs by request."""
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    for output in outputs or []:
+        found[output.request_id].append(output)
+    for _ in range(10_000):
+        if not engine.has_work:
+            return found
+        for output in engine.step():
+            found[output.request_id].append(output)
+    pytest.fail("the engine does not come to an end")
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def assert_clean(engine: Engine, backend: ToyBackend) -> None:
+    assert backend.violations == []
+    assert backend.acquired == frozenset()
+    assert (engine.num_running, engine.num_waiting, engine.has_work) == (0, 0, False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
+    num_slots = data.draw(st.integers(1, 6), "slots")
+    spec = replace(TOY_SPEC, num_slots=num_slots, max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"))
+    backend = ToyBackend(spec)
+    engine = Engine(backend, decode_interleave=data.draw(st.integers(1, 3), "interleave"))
+    prompts = data.draw(
+        st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=64), min_size=1, max_size=12), "prompts"
+    )
+    lengths = [data.draw(st.integers(1, 40), "new tokens") for _ in prompts]
+    arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in prompts]
+    given_up = data.draw(st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up")
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    for turn in range(2000):
+        for i, arrival in enumerate(arrivals):
+            if arrival == turn:
+                engine.add(request(str(i), prompts[i], lengths[i]))
+        for i, when in given_up.items():
+            if when == turn:
+                engine.abort(str(i))
+        if turn > max([*arrivals, *given_up.values()]) and not engine.has_work:
+            break
+        for output in engine.step():
+            found[output.request_id].append(output)
+    for i, prompt in enumerate(prompts):
+        alone = expected(prompt, min(lengths[i], spec.max_model_len - len(prompt)), EOS)
+        outputs = found[str(i)]
+        if i in given_up:
+            assert tokens(outputs) == alone[: len(tokens(outputs))]
+            continue
+        assert tokens(outputs) == alone
+        ends = [output.finish_reason for output in outputs]
+        assert ends[:-1] == [None] * (len(ends) - 1)
+        assert ends[-1] is (FinishReason.EOS if alone[-1] in EOS else FinishReason.LENGTH)
+    assert_clean(engine, backend)
+
+
+def test_what_does_not_fit_is_cut_to_the_slot() -> None:
+    backend = ToyBackend()
+    engine = Engine(backend)
+    prompt = list(range(10, 70))
+    engine.add(request("a", prompt, 1000, ignore_eos=True))
+    engine.add(request("b", prompt, None, ignore_eos=True))
+    found = run(engine)
+    fits = TOY_SPEC.max_model_len - len(prompt)
+    for name in "ab":
+        assert tokens(found[name]) == expected(prompt, fits)
+        assert found[name][-1].finish_reason is FinishReason.LENGTH
+    assert_clean(engine, backend)
+
+
+def test_eos_and_stop_tokens() -> None:
+    prompt = [5, 6, 7]
+    free = expected(prompt, 12)
+    spec = replace(TOY_SPEC, eos_ids=frozenset({free[3]}))
+    backend = ToyBackend(spec)
+    engine = Engine(backend)
+    first = free.index(free[3])
+    engine.add(request("eos", prompt, 12))
+    engine.add(request("ignored", prompt, 12, ignore_eos=True))
+    stop = next(token for token in free[4:] if token not in free[:4])
+    engine.add(request("stop", prompt, 12, ignore_eos=True, stop_token_ids=frozenset({stop})))
+    found = run(engine)
+    assert tokens(found["eos"]) == free[: first + 1]
+    assert found["eos"][-1].finish_reason is FinishReason.EOS
+    assert tokens(found["ignored"]) == free
+    assert tokens(found["stop"]) == free[: free.index(stop) + 1]
+    assert found["stop"][-1].finish_reason is FinishReason.EOS
+    assert_clean(engine, backend)
+
+
+def test_finish_frees_the_slot_before_the_next_step() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    engine = Engine(backend)
+    engine.add(request("a", [5, 6], 50, ignore_eos=True))
+    engine.add(request("b", [7, 8], 3, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.finish("a", FinishReason.STOP, 2)
+    engine.finish("a", FinishReason.STOP, 2)
+    found = run(engine)
+    assert "a" not in found
+    assert tokens(found["b"]) == expected([7, 8], 3)
+    assert_clean(engine, backend)
+
+
+@pytest.mark.parametrize("error", [StepError("broken"), RuntimeError("XLA says no")])
+@pytest.mark.parametrize("at", range(7))
+def test_a_step_that_fails_answers_its_sequences_and_no_other(at: int, error: Exception) -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    backend.fail_at = {at: error}
+    engine = Engine(backend)
+    prompts = {name: [10 + i, 20 + i, 30] for i, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 4, ignore_eos=True))
+    found = run(engine)
+    failed = backend.steps[at]
+    errors = 0
+    for name, prompt in prompts.items():
+        last = found[name][-1]
+        if last.finish_reason is FinishReason.ERROR:
+            errors += 1
+            assert isinstance(last.error, BackendError)
+            assert str(error) in str(last.error)
+            assert last.error.status == 424
+        else:
+            assert tokens(found[name]) == expected(prompt, 4)
+    assert errors == len(failed.slots)
+    engine.add(request("next", [9, 9], 4, ignore_eos=True))
+    assert tokens(run(engine)["next"]) == expected([9, 9], 4)
+    assert_clean(engine, backend)
+
+
+def test_a_lost_device_answers_everyone_at_once() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    fatal = DeviceMemoryError("gone")
+    fatal.fatal = True
+    backend.fail_at = {1: fatal}
+    engine = Engine(backend)
+    for name in "abc":
+        engine.add(request(name, [5, 6], 4))
+    found = run(engine)
+    assert {name: found[name][-1].error for name in "abc"} == dict.fromkeys("abc", fatal)
+    assert engine.dead is fatal
+    assert engine.num_waiting == 0
+
+
+def test_a_device_that_fails_every_call_is_given_up() -> None:
+    backend = ToyBackend()
+    backend.fail_at = {i: RuntimeError("gone") for i in range(100)}
+    engine = Engine(backend)
+    for i in range(10):
+        engine.add(request(str(i), [5, 6], 4))
+    found = run(engine)
+    assert all(found[str(i)][-1].finish_reason is FinishReason.ERROR for i in range(10))
+    assert backend.num_steps == MAX_FAILED_STEPS
+    assert engine.dead is not None
+
+
+def test_a_sequence_that_the_backend_refuses_leaves_alone() -> None:
+    class Refusing(ToyBackend):
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            ids = list(prompt_ids)  # type: ignore[call-overload]
+            if ids[0] == 13:
+                msg = "no blocks left"
+                raise DeviceMemoryError(msg)
+            return super().acquire(slot, ids, adapter)
+
+        def release(self, slots: object) -> None:
+            super().release([slot for slot in slots if slot in self.acquired])  # type: ignore[attr-defined]
+
+    backend = Refusing(replace(TOY_SPEC, max_prefill_batch=4))
+    engine = Engine(backend)
+    for name, first in (("a", 5), ("b", 13), ("c", 7)):
+        engine.add(request(name, [first, 8], 3, ignore_eos=True))
+    found = run(engine)
+    assert isinstance(found["b"][-1].error, DeviceMemoryError)
+    assert tokens(found["a"]) == expected([5, 8], 3)
+    assert tokens(found["c"]) == expected([7, 8], 3)
+    assert_clean(engine, backend)
+
+
+def test_logits_that_are_not_numbers_fail_their_row_only() -> None:
+    class Sick(ToyBackend):
+        def run(self, step: object) -> object:  # type: ignore[override]
+            output = super().run(step)  # type: ignore[arg-type]
+            for row, slot in enumerate(step.rows.slots.tolist()):  # type: ignore[attr-defined]
+                if slot == 1 and self.num_steps > 6:
+                    output.values[row] = np.nan  # type: ignore[union-attr]
+            return output
+
+    backend = Sick()
+    engine = Engine(backend)  # type: ignore[arg-type]
+    for i, name in enumerate("abc"):
+        engine.add(request(name, [5 + i, 8], 8, ignore_eos=True))
+    found = run(engine)
+    assert isinstance(found["b"][-1].error, StepError)
+    for i, name in enumerate("abc"):
+        if name != "b":
+            assert tokens(found[name]) == expected([5 + i, 8], 8)
+    assert_clean(engine, backend)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+    hot = SamplingParams(temperature=3.0, seed=7)
+    alone = Engine(ToyBackend())
+    alone.add(request("x", [5, 6, 7], 12, sampling=hot, ignore_eos=True))
+    reference = tokens(run(alone)["x"])
+    assert reference != expected([5, 6, 7], 12)
+    crowd = Engine(ToyBackend())
+    for i in range(3):
+        others = SamplingParams(temperature=1.0, top_k=i * 5)
+        crowd.add(request(str(i), [9, i + 3], 20, sampling=others, ignore_eos=True))
+    crowd.add(request("x", [5, 6, 7], 12, sampling=hot, ignore_eos=True))
+    assert tokens(run(crowd)["x"]) == reference
+
+
+def test_no_seed_differs_between_requests() -> None:
+    engine = Engine(ToyBackend())
+    for name in "ab":
+        engine.add(request(name, [5, 6, 7], 20, sampling=SamplingParams(temperature=5.0), ignore_eos=True))
+    found = run(engine)
+    assert tokens(found["a"]) != tokens(found["b"])
+
+
+def test_waiting_too_long_is_an_error() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    engine = Engine(backend)
+    engine.add(request("a", [5, 6], 4, ignore_eos=True))
+    engine.add(request("b", [5, 6], 4, ignore_eos=True))
+    engine.step()
+    assert engine.expire(60.0) == []
+    (late,) = engine.expire(0.0)
+    assert late.request_id == "b"
+    assert isinstance(late.error, RequestTimeoutError)
+    assert list(run(engine)) == ["a"]
+    assert_clean(engine, backend)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"prompt_ids": []}, RequestError, "no tokens"),
+        ({"prompt_ids": [1] * 65}, PromptTooLongError, "65 tokens.*at most 64"),
+        ({"prompt_ids": [1, 300]}, RequestError, "vocabulary of 300"),
+        ({"prompt_ids": [-1]}, RequestError, "vocabulary"),
+        ({"max_new_tokens": 0}, UnsupportedParameterError, "max_new_tokens is 0"),
+        ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
+    ],
+)
+def test_check_refuses(fields: dict[str, object], error: type[Exception], says: str) -> None:
+    good = GenerationRequest("a", [1, 2], max_new_tokens=5)
+    engine = Engine(ToyBackend())
+    engine.check(good)
+    with pytest.raises(error, match=says):
+        engine.check(replace(good, **fields))  # type: ignore[arg-type]
+
+
+def test_the_longest_prompt_leaves_room_for_a_token() -> None:
+    engine = Engine(ToyBackend(replace(TOY_SPEC, prefill_buckets=(32, 128))))
+    engine.check(request("a", [5] * 127))
+    with pytest.raises(PromptTooLongError):
+        engine.check(request("a", [5] * 128))
+
+
+def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -> None:
+    spec: ModelSpec = replace(TOY_SPEC, outputs=Want.TOKENS)
+    backend = ToyBackend(spec)
+    engine = Engine(backend)
+    engine.add(request("a", [5, 6], 9, ignore_eos=True))
+    assert tokens(run(engine)["a"]) == expected([5, 6], 9)
+    for sampling in (SamplingParams(repetition_penalty=1.2), SamplingParams(temperature=1.0, seed=3)):
+        with pytest.raises(UnsupportedParameterError, match="samples on the device"):
+            engine.check(request("b", [5, 6], sampling=sampling))
+    with pytest.raises(UnsupportedParameterError, match="log-probabilities"):
+        engine.check(request("b", [5, 6], logprobs=True))
+    assert_clean(engine, backend)
+
+
+def test_logits_travel_only_with_requests_that_want_logprobs() -> None:
+    engine = Engine(ToyBackend())
+    engine.add(request("with", [5, 6], 3, logprobs=True, ignore_eos=True))
+    engine.add(request("without", [5, 6], 3, ignore_eos=True))
+    found = run(engine)
+    assert all(output.logits is None for output in found["without"])
+    for output in found["with"]:
+        assert output.logits is not None
+        assert output.logits.shape == (1, 300)
+        assert int(output.logits[0].argmax()) == output.token_ids[0]

@@ -1,0 +1,326 @@
+"""The thread shell: delivery, stop strings, cancelling, the queue's bound, the watchdog, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestAbortedError,
+    RequestError,
+    RequestTimeoutError,
+    ServingError,
+    StepError,
+)
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.toy_tokenizer import TOKENIZER
+
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def running(backend: ToyBackend, **settings: Any) -> Iterator[EngineLoop]:
+    loop = EngineLoop(Engine(backend), TOKENIZER, **settings)
+    loop.start()
+    try:
+        yield loop
+    finally:
+        backend.resume.set()
+        loop.close()
+
+
+def request(name: str, prompt: list[int], max_new_tokens: int = 5, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(name, prompt, max_new_tokens=max_new_tokens, **{"ignore_eos": True, **fields})
+
+
+def collect(inbox: Inbox, *names: str) -> dict[str, list[Delta]]:
+    """Drain until each of the requests has its last delta."""
+    found: dict[str, list[Delta]] = {}
+    open_names = set(names)
+    deadline = time.monotonic() + PATIENCE_S
+    while open_names:
+        assert time.monotonic() < deadline, f"no end of {open_names}"
+        for delta in inbox.drain(1.0):
+            found.setdefault(delta.request_id, []).append(delta)
+            if delta.finished:
+                open_names.discard(delta.request_id)
+    return found
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def shown(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.002)
+
+
+def assert_idle(loop: EngineLoop, backend: ToyBackend) -> None:
+    wait_until(lambda: not loop.engine.has_work and loop.num_streams == 0)
+    assert backend.violations == []
+    assert backend.acquired == frozenset()
+
+
+def test_deltas_carry_the_text_and_the_counts() -> None:
+    backend = ToyBackend()
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 6), inbox)
+        deltas = collect(inbox, "a")["a"]
+        assert text(deltas) == shown(expected([5, 6], 6))
+        assert [delta.num_generated_tokens for delta in deltas] == list(range(1, 7))
+        assert {delta.num_prompt_tokens for delta in deltas} == {2}
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert_idle(loop, backend)
+
+
+def test_a_stop_string_ends_the_request_and_frees_its_slot() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1), step_s=0.001)
+    with running(backend) as loop:
+        ids = expected([5, 6], 40)
+        stop = f"<{ids[7]}><{ids[8]}>"
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 100, stop_strings=("never", stop)), inbox)
+        loop.submit(request("b", [7, 6], 5), inbox)
+        found = collect(inbox, "a", "b")
+        assert text(found["a"]) == shown(ids[:7])
+        assert found["a"][-1].finish_reason is FinishReason.STOP
+        assert text(found["b"]) == shown(expected([7, 6], 5))
+        assert_idle(loop, backend)
+
+
+def test_abort_delivers_nothing_more_and_frees_the_slot() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1), step_s=0.002)
+    with running(backend) as loop:
+        inbox, other = Inbox(), Inbox()
+        loop.submit(request("a", [5, 6], 100), inbox)
+        loop.submit(request("b", [7, 6], 3), other)
+        assert inbox.drain(PATIENCE_S)
+        loop.abort("a")
+        loop.abort("a")
+        loop.abort("unknown")
+        assert text(collect(other, "b")["b"]) == shown(expected([7, 6], 3))
+        assert not any(delta.finished for delta in inbox.drain(0.0))
+        assert_idle(loop, backend)
+
+
+def test_an_aborted_id_can_be_used_again_at_once() -> None:
+    backend = ToyBackend(step_s=0.001)
+    with running(backend) as loop:
+        for round_number in range(30):
+            inbox = Inbox()
+            loop.submit(request("same", [5, round_number + 3], 50), inbox)
+            if round_number % 2:
+                inbox.drain(PATIENCE_S)
+            loop.abort("same")
+        inbox = Inbox()
+        loop.submit(request("same", [5, 6], 4), inbox)
+        with pytest.raises(RequestError, match="already in use"):
+            loop.submit(request("same", [5, 6], 4), inbox)
+        assert text(collect(inbox, "same")["same"]) == shown(expected([5, 6], 4))
+        assert_idle(loop, backend)
+
+
+def test_the_queue_is_bounded() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    backend.hang_at = {0}
+    with running(backend, max_waiting=2) as loop:
+        inbox = Inbox()
+        for name in "abc":
+            loop.submit(request(name, [5, 6]), inbox)
+        with pytest.raises(QueueFullError, match="option.max_waiting"):
+            loop.submit(request("d", [5, 6]), inbox)
+        backend.resume.set()
+        for deltas in collect(inbox, "a", "b", "c").values():
+            assert text(deltas) == shown(expected([5, 6], 5))
+        loop.submit(request("d", [5, 6]), inbox)
+        collect(inbox, "d")
+        assert_idle(loop, backend)
+
+
+def test_what_the_model_cannot_serve_is_refused_at_the_door() -> None:
+    with running(ToyBackend()) as loop, pytest.raises(PromptTooLongError):
+        loop.submit(request("a", [5] * 100), Inbox())
+    assert loop.num_streams == 0
+
+
+def test_waiting_longer_than_allowed_is_a_timeout() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1), step_s=0.02)
+    with running(backend, queue_timeout_s=0.1) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 40), inbox)
+        loop.submit(request("b", [5, 6], 4), inbox)
+        found = collect(inbox, "a", "b")
+        assert isinstance(found["b"][-1].error, RequestTimeoutError)
+        assert text(found["a"]) == shown(expected([5, 6], 40))
+        assert_idle(loop, backend)
+
+
+def test_a_failed_step_is_an_error_delta_and_the_loop_goes_on() -> None:
+    backend = ToyBackend()
+    backend.fail_at = {3: RuntimeError("XLA says no")}
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 10), inbox)
+        (last,) = [delta for delta in collect(inbox, "a")["a"] if delta.finished]
+        assert isinstance(last.error, StepError)
+        loop.submit(request("b", [5, 6], 10), inbox)
+        assert text(collect(inbox, "b")["b"]) == shown(expected([5, 6], 10))
+        assert loop.alive
+        assert_idle(loop, backend)
+
+
+def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    deaths: list[ServingError] = []
+    answered_before_death: list[int] = []
+    inbox = Inbox()
+
+    def on_death(error: ServingError) -> None:
+        answered_before_death.append(sum(delta.finished for delta in inbox.drain(0.0)))
+        deaths.append(error)
+
+    with running(backend, step_timeout_s=0.2, queue_timeout_s=60.0, on_death=on_death) as loop:
+        loop.submit(request("warm", [5, 6], 30), inbox)
+        collect(inbox, "warm")
+        backend.hang_at = {backend.num_steps + 3}
+        for name in "abc":
+            loop.submit(request(name, [5, 6], 30), inbox)
+        wait_until(lambda: deaths)
+        assert answered_before_death == [3]
+        assert isinstance(deaths[0], BackendUnavailableError)
+        assert "option.predict_timeout" in str(deaths[0])
+        assert not loop.alive
+        with pytest.raises(BackendUnavailableError):
+            loop.submit(request("late", [5, 6]), inbox)
+        backend.resume.set()
+        wait_until(lambda: not any(t.name == "djl-neuronx-engine" and t.is_alive() for t in loop._threads))
+        assert inbox.drain(0.0) == []
+
+
+def test_the_first_call_of_a_graph_may_take_longer() -> None:
+    backend = ToyBackend(step_s=0.0, prefill_s=0.5)
+    with running(backend, step_timeout_s=0.2) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 3), inbox)
+        assert text(collect(inbox, "a")["a"]) == shown(expected([5, 6], 3))
+        assert loop.alive
+
+
+def test_a_fatal_error_ends_the_loop() -> None:
+    backend = ToyBackend()
+    fatal = StepError("the device is gone")
+    fatal.fatal = True
+    backend.fail_at = {2: fatal}
+    deaths: list[ServingError] = []
+    with running(backend, on_death=deaths.append) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 10), inbox)
+        assert collect(inbox, "a")["a"][-1].error is fatal
+        wait_until(lambda: deaths)
+        assert not loop.alive
+
+
+def test_an_outlet_that_fails_harms_nobody_else() -> None:
+    class Broken:
+        def deliver(self, deltas: list[Delta]) -> None:
+            msg = "no"
+            raise RuntimeError(msg)
+
+    backend = ToyBackend(step_s=0.001)
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 10), Broken())
+        loop.submit(request("b", [7, 6], 10), inbox)
+        assert text(collect(inbox, "b")["b"]) == shown(expected([7, 6], 10))
+        assert_idle(loop, backend)
+
+
+def test_close_lets_running_requests_end() -> None:
+    backend = ToyBackend(step_s=0.005)
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 20), inbox)
+        inbox_deltas = inbox.drain(PATIENCE_S)
+        closer = threading.Thread(target=loop.close, args=(PATIENCE_S,))
+        closer.start()
+        wait_until(lambda: loop.error is not None)
+        with pytest.raises(BackendUnavailableError, match="stopping"):
+            loop.submit(request("b", [5, 6]), inbox)
+        rest = collect(inbox, "a")["a"]
+        closer.join(PATIENCE_S)
+        assert text(inbox_deltas + rest) == shown(expected([5, 6], 20))
+
+
+def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
+    before = threading.active_count()
+    interval = sys.getswitchinterval()
+    backend = ToyBackend(step_s=0.01)
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 100), inbox)
+        inbox.drain(PATIENCE_S)
+        loop.close()
+        assert isinstance(collect(inbox, "a")["a"][-1].error, RequestAbortedError)
+        assert backend.acquired == frozenset()
+    assert threading.active_count() == before
+    assert sys.getswitchinterval() == interval
+
+
+def test_generate_in_an_event_loop_and_closing_aborts() -> None:
+    backend = ToyBackend(step_s=0.001)
+    pick = random.Random(5)
+
+    async def one(loop: EngineLoop, name: str, prompt: list[int], num_tokens: int, give_up: bool) -> str | None:
+        generation = loop.generate(request(name, prompt, num_tokens))
+        deltas = []
+        try:
+            async for delta in generation:
+                deltas.append(delta)
+                if give_up and len(deltas) == 2:
+                    return None
+        finally:
+            await generation.aclose()
+        return text(deltas)
+
+    async def many(loop: EngineLoop) -> None:
+        prompts = [[pick.randrange(3, 300) for _ in range(pick.randrange(1, 30))] for _ in range(60)]
+        sizes = [pick.randrange(3, 30) for _ in prompts]
+        answers = await asyncio.gather(
+            *(one(loop, str(i), prompts[i], sizes[i], i % 3 == 0) for i in range(len(prompts)))
+        )
+        for i, answer in enumerate(answers):
+            assert answer == (None if i % 3 == 0 else shown(expected(prompts[i], sizes[i])))
+        with pytest.raises(PromptTooLongError):
+            loop.generate(request("long", [5] * 100))
+
+    with running(backend) as loop:
+        asyncio.run(many(loop))
+        assert_idle(loop, backend)
+        asyncio.run(many(loop))
+        assert_idle(loop, backend)
+        assert len(loop._mailboxes) <= 2

@@ -1,0 +1,35 @@
+"""A tokenizer for the toy backend: token 65 is "<65>", so text shows the ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from djl_python_neuronx.types import Tokenizer
+
+
+class ToyTokenizer:
+    """Ids as text; ids below 3 are special (0 pad, 1 bos, 2 eos)."""
+
+    special_ids = frozenset({0, 1, 2})
+
+    def __init__(self, vocab_size: int = 300) -> None:
+        self.pieces: Sequence[bytes] | None = [
+            b"" if i in self.special_ids else f"<{i}>".encode() for i in range(vocab_size)
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids in the text; other characters one id each."""
+        return [1, *(int(found[1:-1]) if len(found) > 1 else 3 + ord(found) % 297 for found in re.findall(r"<\d+>|.", text))]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """All contents in a row."""
+        return self.encode("".join(message["content"] for message in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return "".join(f"<{i}>" for i in ids if i not in self.special_ids)
+
+
+TOKENIZER: Tokenizer = ToyTokenizer()
