@@ -1,0 +1,268 @@
+"""LMI bodies in, LMI bytes out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djl_python_neuronx.engine.text import Delta, Token
+from djl_python_neuronx.errors import RequestError, StepError, UnsupportedParameterError
+from djl_python_neuronx.protocol import parse_body
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.types import FinishReason
+from tests.toy_tokenizer import TOKENIZER
+
+
+def parse(payload: object, **context: Any) -> ParsedRequest:
+    body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    return parse_body(body, ParseContext(tokenizer=TOKENIZER, request_id="r", **context))
+
+
+def with_parameters(**parameters: Any) -> ParsedRequest:
+    return parse({"inputs": "<5>", "parameters": parameters})
+
+
+def deltas(finish: FinishReason = FinishReason.LENGTH) -> list[Delta]:
+    return [
+        Delta("r", "one", (Token(7, "one", -0.5, False),), num_prompt_tokens=2, num_generated_tokens=1),
+        Delta("r", "", (Token(8, "", -0.25, False),), num_prompt_tokens=2, num_generated_tokens=2),
+        Delta("r", " é", (Token(9, " é", -1.0, False), Token(2, "", -2.0, True)), finish, None, 2, 4),
+    ]
+
+
+def test_defaults() -> None:
+    parsed = parse({"inputs": "<5><6>"})
+    request = parsed.request
+    assert request.prompt_ids == [1, 5, 6]
+    assert request.sampling.temperature == 0
+    assert request.max_new_tokens == 30
+    assert (request.stop_strings, request.stop_token_ids, request.ignore_eos) == ((), frozenset(), False)
+    assert not parsed.stream
+    assert parsed.formatter.content_type == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "temperature"),
+    [
+        ({}, 0),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, 0),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0}, 0),
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 2}, 2),
+        ({"temperature": 0}, 0),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 0.5}, 1.0),
+        ({"top_p": 0.5, "temperature": None}, 1.0),
+        ({"repetition_penalty": 1.3}, 0),
+        ({"seed": 3}, 0),
+    ],
+)
+def test_when_it_samples(parameters: dict[str, Any], temperature: float) -> None:
+    assert with_parameters(**parameters).request.sampling.temperature == temperature
+
+
+def test_every_parameter_arrives() -> None:
+    request = with_parameters(
+        do_sample=True,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        seed=11,
+        max_new_tokens=3,
+        stop=["a"],
+        stop_sequences=["b", "a"],
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        details=True,
+    ).request
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
+    assert (sampling.repetition_penalty, sampling.seed) == (1.2, 11)
+    assert request.max_new_tokens == 3
+    assert request.stop_strings == ("a", "b")
+    assert request.stop_token_ids == {4, 5}
+    assert request.ignore_eos
+    assert request.logprobs
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "empty"),
+        (b"{", "not valid JSON"),
+        (b'{"inputs": "\xff"}', "not valid JSON"),
+        (b'{"inputs": NaN}', "not valid JSON"),
+        (b"[]", "array"),
+        (b'"text"', "string"),
+        (b"{}", "an empty object"),
+        (b'{"input": "x"}', "'input'"),
+        (b'{"inputs": null}', "null"),
+        (b'{"inputs": ""}', "inputs is empty"),
+        (b'{"inputs": ["x"]}', "a list"),
+        (b'{"inputs": 3}', "a number"),
+        (b'{"inputs": "x", "parameters": []}', "parameters is a list"),
+        (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs into "parameters"'),
+        (b'{"inputs": "x", "paramters": {}}', "did you mean 'parameters'"),
+        (b'{"inputs": "x", "stream": "yes"}', "'stream' is a string"),
+    ],
+)
+def test_bad_bodies(body: bytes, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        parse(body)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"temprature": 0.5}, "unknown parameter 'temprature'; did you mean 'temperature'"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": -3}, "top_k is -3"),
+        ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_new_tokens": 0}, "'max_new_tokens' is 0; expected an integer of at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"max_new_tokens": "5"}, "max_new_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"ignore_eos": "true"}, "ignore_eos"),
+        ({"details": 1}, "details"),
+        ({"do_sample": "false"}, "do_sample"),
+        ({"do_sample": False, "top_p": 7}, "top_p is 7"),
+        ({"n": 2}, "'n' is not supported"),
+        ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported"),
+        ({"decoder_input_details": True}, "'decoder_input_details' is not supported"),
+    ],
+)
+def test_bad_parameters(parameters: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        with_parameters(**parameters)
+    assert caught.value.status == 400
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    with_parameters(n=1, best_of=1, frequency_penalty=0.0, presence_penalty=0, top_n_tokens=0, typical_p=1.0, watermark=False)
+    with pytest.raises(UnsupportedParameterError):
+        with_parameters(n=True)
+
+
+def test_a_text_never_enters_a_message() -> None:
+    with pytest.raises(RequestError) as caught:
+        with_parameters(stop=[{"secret": "prompt"}], details="secret")
+    assert "secret" not in str(caught.value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=5,
+    ),
+    st.sampled_from(["inputs", "parameters", "stream", "temperature", "stop", "seed", "max_new_tokens", "details"]),
+)
+def test_any_json_is_a_request_or_a_request_error(value: Any, name: str) -> None:
+    payload: dict[str, Any] = {"inputs": "x", "parameters": {}}
+    (payload if name in {"inputs", "parameters", "stream"} else payload["parameters"])[name] = value
+    try:
+        parse(payload)
+    except RequestError as error:
+        assert error.status == 400
+
+
+def feed(parsed: ParsedRequest, parts: list[Delta]) -> list[bytes]:
+    return [parsed.formatter.feed(delta) for delta in parts]
+
+
+def test_json_answers_at_the_end() -> None:
+    assert feed(parse({"inputs": "<5>"}), deltas()) == [b"", b"", '{"generated_text":"one é"}'.encode()]
+
+
+def test_json_with_details_and_full_text() -> None:
+    parsed = with_parameters(details=True, return_full_text=True)
+    body = json.loads(feed(parsed, deltas(FinishReason.EOS))[-1])
+    assert body == {
+        "generated_text": "<5>one é",
+        "details": {
+            "finish_reason": "eos_token",
+            "generated_tokens": 4,
+            "inputs": "<5>",
+            "tokens": [
+                {"id": 7, "text": "one", "log_prob": -0.5},
+                {"id": 8, "text": "", "log_prob": -0.25},
+                {"id": 9, "text": " é", "log_prob": -1.0},
+                {"id": 2, "text": "", "log_prob": -2.0, "special_token": True},
+            ],
+        },
+    }
+
+
+def test_jsonlines_one_line_a_token() -> None:
+    parsed = parse({"inputs": "<5>", "stream": True})
+    assert parsed.stream
+    assert parsed.formatter.content_type == "application/jsonlines"
+    parts = feed(parsed, deltas())
+    assert [part.count(b"\n") for part in parts] == [1, 1, 2]
+    lines = [json.loads(line) for line in b"".join(parts).splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == "one é"
+    assert [line.get("generated_text") for line in lines] == [None, None, None, "one é"]
+    assert all("details" not in line for line in lines)
+
+
+def test_jsonlines_details_come_last_without_tokens() -> None:
+    parsed = parse({"inputs": "<5>", "parameters": {"details": True, "stream": True}})
+    lines = b"".join(feed(parsed, deltas(FinishReason.STOP))).splitlines()
+    details = json.loads(lines[-1])["details"]
+    assert details == {"finish_reason": "stop_sequence", "generated_tokens": 4, "inputs": "<5>"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "option", "accept", "content_type"),
+    [
+        (False, None, "text/event-stream", "application/json"),
+        (True, None, "*/*", "application/jsonlines"),
+        (True, None, "text/event-stream", "text/event-stream"),
+        (False, "sse", "", "text/event-stream"),
+        (False, "jsonlines", "", "application/jsonlines"),
+        (True, "json", "", "application/json"),
+    ],
+)
+def test_who_chooses_the_format(stream: bool, option: str | None, accept: str, content_type: str) -> None:
+    parsed = parse({"inputs": "<5>", "stream": stream}, output_formatter=option, headers={"accept": accept})
+    assert parsed.formatter.content_type == content_type
+    assert parsed.stream == (content_type != "application/json")
+
+
+def test_events_are_framed() -> None:
+    parts = feed(parse({"inputs": "<5>"}, output_formatter="sse"), deltas())
+    for event in b"".join(parts).removesuffix(b"\n\n").split(b"\n\n"):
+        assert event.startswith(b"data: ")
+        json.loads(event.removeprefix(b"data: "))
+
+
+def test_an_error_is_told_in_the_formats_own_shape() -> None:
+    failed = Delta("r", "", (), FinishReason.ERROR, StepError("the device failed"))
+    whole = json.loads(parse({"inputs": "<5>"}).formatter.feed(failed))
+    assert whole == {"code": 424, "error": "the device failed", "type": "step_error"}
+    streaming = parse({"inputs": "<5>", "stream": True})
+    first = deltas()[0]
+    lines = b"".join(feed(streaming, [first, failed])).splitlines()
+    last = json.loads(lines[-1])
+    assert (last["code"], last["error"], last["generated_text"]) == (424, "the device failed", "one")
+    assert last["details"]["finish_reason"] == "error"

@@ -1,0 +1,409 @@
+"""The embedded server through its front door: a real model, real sockets, known answers."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+import uvicorn  # noqa: E402
+
+from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.errors import ServingError  # noqa: E402
+from djl_python_neuronx.server import MAX_BODY_BYTES, Application, create_app  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
+from tests.toy_tokenizer import TOKENIZER  # noqa: E402
+
+PATIENCE_S = 30.0
+
+
+class Running:
+    """A server on a free port of 127.0.0.1, in a thread."""
+
+    def __init__(self, application: Application) -> None:
+        self.application = application
+        config = uvicorn.Config(
+            create_app(application), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_S)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.005)
+
+
+def toy_service(backend: ToyBackend, **options: Any) -> Service:
+    return Service(ServingOptions(model_id="toy", **options), backend, TOKENIZER)
+
+
+@pytest.fixture
+def backend() -> ToyBackend:
+    return ToyBackend(replace(TOY_SPEC, num_slots=2))
+
+
+@pytest.fixture
+def server(backend: ToyBackend) -> Iterator[Running]:
+    application = Application("toy")
+    application.service = toy_service(backend, max_waiting=2)
+    running = Running(application)
+    yield running
+    backend.resume.set()
+    running.close()
+    application.service.close()
+
+
+def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
+    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **more.pop("parameters", {})}
+    return {"inputs": "".join(f"<{i}>" for i in prompt), "parameters": parameters, **more}
+
+
+def answer(prompt: list[int], num_tokens: int = 5) -> str:
+    return TOKENIZER.decode(expected([1, *prompt], num_tokens))
+
+
+def test_json_and_streams_give_the_same_text(server: Running) -> None:
+    text = answer([5, 6])
+    for path in ("/invocations", "/predictions/toy"):
+        response = httpx.post(server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"})
+        assert response.status_code == 200
+        assert response.json() == {"generated_text": text}
+        assert response.headers["content-type"] == "application/json"
+        assert int(response.headers["content-length"]) == len(response.content)
+        assert response.headers["x-request-id"] == "mine"
+    streamed = httpx.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    assert streamed.headers["content-type"] == "application/jsonlines"
+    lines = [json.loads(line) for line in streamed.text.splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == text
+    events = httpx.post(
+        server.url + "/invocations", json=body([5, 6], stream=True), headers={"accept": "text/event-stream"}
+    )
+    assert events.headers["content-type"].startswith("text/event-stream")
+    assert json.loads(events.text.rstrip().split("\n\n")[-1].removeprefix("data: "))["generated_text"] == text
+
+
+def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) -> None:
+    backend.hang_at = {3}
+    with httpx.stream("POST", server.url + "/invocations", json=body([5, 6], stream=True), timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        first = [json.loads(next(lines))["token"]["text"] for _ in range(3)]
+        assert backend.hanging.wait(PATIENCE_S)
+        backend.resume.set()
+        rest = [json.loads(line)["token"]["text"] for line in lines]
+    assert "".join(first + rest) == answer([5, 6])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(server: Running, backend: ToyBackend, stream: bool) -> None:
+    backend.step_s = 0.01
+    assert server.application.service is not None
+    loop = server.application.service.loop
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps(body([5, 6], 100, stream=stream)))
+    wait_until(lambda: loop.engine.num_running == 1)
+    connection.close() if not stream else connection.sock.close()
+    wait_until(lambda: loop.num_streams == 0 and loop.engine.num_running == 0)
+    assert backend.num_steps < 60
+    assert backend.acquired == frozenset()
+    assert httpx.post(server.url + "/invocations", json=body([5, 6])).json() == {"generated_text": answer([5, 6])}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "kind", "says"),
+    [
+        (b"{", 400, "bad_request", "not valid JSON"),
+        (b"", 400, "bad_request", "empty"),
+        (b'{"inputs": ""}', 400, "bad_request", "inputs is empty"),
+        (b'{"inputs": ["a"]}', 400, "bad_request", "a list"),
+        (b'{"inputs": "a", "parameters": {"temprature": 1}}', 400, "unsupported_parameter", "did you mean 'temperature'"),
+        (b'{"inputs": "a", "parameters": {"top_p": 3}}', 400, "bad_request", "top_p is 3"),
+        (b'{"inputs": "' + b"a" * 100 + b'"}', 413, "prompt_too_long", "101 tokens.*at most 64"),
+        (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "prompt_too_long", "20001 tokens"),
+    ],
+)
+def test_bad_requests(server: Running, content: bytes, status: int, kind: str, says: str) -> None:
+    response = httpx.post(server.url + "/invocations", content=content)
+    assert response.status_code == response.json()["code"] == status
+    assert response.json()["type"] == kind
+    assert __import__("re").search(says, response.json()["error"])
+
+
+def test_routes_that_do_not_exist(server: Running) -> None:
+    missing = httpx.post(server.url + "/predictions/other", json=body([5]))
+    assert missing.status_code == 404
+    assert "'toy'" in missing.json()["error"]
+    assert httpx.get(server.url + "/invocations").status_code == 405
+    assert httpx.get(server.url + "/nothing").json()["code"] == 404
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    connection.putrequest("POST", "/invocations")
+    connection.putheader("content-length", str(MAX_BODY_BYTES + 1))
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 413
+    assert json.load(response)["type"] == "body_too_large"
+    connection.close()
+
+
+def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBackend) -> None:
+    backend.hang_at = {0}
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            held = [asyncio.create_task(client.post(server.url + "/invocations", json=body([5, i + 3]))) for i in range(4)]
+            assert server.application.service is not None
+            loop = server.application.service.loop
+            while loop.num_streams < 4:
+                await asyncio.sleep(0.005)
+            refused = await client.post(server.url + "/invocations", json=body([9]))
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+            backend.resume.set()
+            for i, response in enumerate(await asyncio.gather(*held)):
+                assert response.json() == {"generated_text": answer([5, i + 3])}
+
+    asyncio.run(scenario())
+
+
+def test_an_error_before_the_first_token_has_its_status_also_when_streaming(server: Running, backend: ToyBackend) -> None:
+    for stream in (False, True):
+        backend.fail_at = {backend.num_steps: RuntimeError("device says no")}
+        response = httpx.post(server.url + "/invocations", json=body([5, 6], stream=stream))
+        assert response.status_code == 424
+        assert "device says no" in response.json()["error"]
+    backend.fail_at = {backend.num_steps + 2: RuntimeError("device says no")}
+    response = httpx.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    assert response.status_code == 200
+    assert json.loads(response.text.splitlines()[-1])["code"] == 424
+    assert httpx.post(server.url + "/invocations", json=body([5, 6])).status_code == 200
+
+
+def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
+    application = Application("toy")
+    running = Running(application)
+    try:
+        assert httpx.get(running.url + "/ping").status_code == 503
+        loading = httpx.post(running.url + "/invocations", json=body([5]))
+        assert (loading.status_code, loading.json()["type"]) == (503, "backend_unavailable")
+        assert httpx.get(running.url + "/metrics").status_code == 200
+        application.service = toy_service(backend, predict_timeout=0.2)
+        assert httpx.get(running.url + "/ping").status_code == 200
+        httpx.post(running.url + "/invocations", json=body([5, 6], 40))
+        backend.hang_at = {backend.num_steps + 2}
+        hung = httpx.post(running.url + "/invocations", json=body([5, 6], 40), timeout=PATIENCE_S)
+        assert hung.status_code == 503
+        assert "option.predict_timeout" in hung.json()["error"]
+        assert httpx.get(running.url + "/ping").status_code == 503
+        assert httpx.post(running.url + "/invocations", json=body([5])).status_code == 503
+    finally:
+        backend.resume.set()
+        running.close()
+        if application.service is not None:
+            application.service.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_told() -> None:
+    application = Application("toy")
+    application.failure = ServingError("weights are missing")
+    running = Running(application)
+    try:
+        response = httpx.get(running.url + "/ping")
+        assert response.status_code == 503
+        assert "weights are missing" in response.json()["error"]
+    finally:
+        running.close()
+
+
+def test_metrics_count(server: Running) -> None:
+    for _ in range(3):
+        httpx.post(server.url + "/invocations", json=body([5, 6, 7]))
+    httpx.post(server.url + "/invocations", content=b"{")
+    assert server.application.service is not None
+    wait_until(lambda: "djl_neuronx_generated_tokens_total 15.0" in httpx.get(server.url + "/metrics").text)
+    text = httpx.get(server.url + "/metrics").text
+    assert 'djl_neuronx_requests_total{finish_reason="length",protocol="lmi"} 3.0' in text
+    assert 'djl_neuronx_rejected_requests_total{code="bad_request"} 1.0' in text
+    assert "djl_neuronx_prompt_tokens_total 12.0" in text
+    assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
+    assert "djl_neuronx_padding_tokens_total 12.0" in text
+    assert "djl_neuronx_slots_in_use 0.0" in text
+
+
+def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend) -> None:
+    """Every answer that is waited for is right; afterwards nothing is left."""
+    application = server.application
+    assert application.service is not None
+    application.service.close()
+    spec = replace(TOY_SPEC, num_slots=8, max_prefill_batch=2)
+    crowd = ToyBackend(spec, step_s=0.0005)
+    application.service = service = toy_service(crowd, max_waiting=1000)
+    pick = random.Random(3)
+    httpx.post(server.url + "/invocations", json=body([5]))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+
+    async def one(client: Any, i: int) -> None:
+        prompt = [pick.randrange(3, 300) for _ in range(pick.randrange(1, 60))]
+        num_tokens = pick.randrange(1, 60)
+        payload = body(prompt, num_tokens, stream=bool(i % 2))
+        if i % 3 == 0:
+            async with client.stream("POST", server.url + "/invocations", json=payload) as response:
+                if i % 2:
+                    async for _ in response.aiter_lines():
+                        break
+            return
+        response = await client.post(server.url + "/invocations", json=payload)
+        assert response.status_code == 200
+        if i % 2:
+            lines = [json.loads(line) for line in response.text.splitlines()]
+            assert len(lines) == num_tokens
+            text = lines[-1]["generated_text"]
+        else:
+            text = response.json()["generated_text"]
+        assert text == answer(prompt, num_tokens)
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=400)
+        async with httpx.AsyncClient(timeout=PATIENCE_S * 2, limits=limits) as client:
+            await asyncio.gather(*(one(client, i) for i in range(300)))
+
+    asyncio.run(all_of_them())
+    wait_until(lambda: service.loop.num_streams == 0 and service.loop.engine.num_running == 0)
+    assert crowd.violations == []
+    assert crowd.acquired == frozenset()
+    assert service.loop.engine.num_waiting == 0
+    assert not service.loop._mailboxes or all(not box.queues for box in service.loop._mailboxes.values())
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "djl_python_neuronx.cli", "serve", str(folder)]
+    return subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True
+    )
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_folder_without_a_model_ends_the_process_with_the_reason(tmp_path: Path) -> None:
+    process = serve_process(tmp_path, free_port())
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert str(tmp_path) in log
+    assert "config.json" in log
+    assert "Traceback" not in log
+
+
+def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.tensor_paralel_degree=2\noption.dtype=fp13\n")
+    process = serve_process(tmp_path, free_port(), "-o", "n_positions=many")
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    for said in ("tensor_paralel_degree", "tensor_parallel_degree", "fp13", "n_positions", "command line"):
+        assert said in log
+    assert "Traceback" not in log
+
+
+TINY_LLAMA = Path(__file__).parent.parent / "examples" / "tiny-llama"
+
+
+def checks() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (TINY_LLAMA / "checks.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_quick_start(tmp_path: Path) -> None:
+    """The process that `make serve` starts: 300 known answers at once, a third given up, then SIGTERM drains."""
+    pytest.importorskip("torch", reason="needs the `cpu` extra")
+    port = free_port()
+    process = serve_process(TINY_LLAMA, port, "-o", "max_rolling_batch_size=16", "--log-level", "warning")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client() as client:
+            statuses = set()
+            deadline = time.monotonic() + 120
+            while 200 not in statuses:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                try:
+                    statuses.add(client.get(url + "/ping").status_code)
+                except httpx.ConnectError:
+                    time.sleep(0.02)
+        assert statuses <= {200, 503}
+        descriptors = len(os.listdir(f"/proc/{process.pid}/fd"))
+        asyncio.run(known_answers(url))
+        wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in httpx.get(url + "/metrics").text)
+        wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")) <= descriptors + 1)
+        asyncio.run(drains(url, process))
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def known_answers(url: str) -> None:
+    async def one(client: Any, i: int, check: dict[str, Any]) -> None:
+        payload = {"inputs": check["prompt"], "parameters": {"max_new_tokens": check["max_new_tokens"]}, "stream": i % 2 == 1}
+        if i % 3 == 0:
+            try:
+                await asyncio.wait_for(client.post(url + "/invocations", json=payload), 0.05 + i / 300)
+            except (TimeoutError, asyncio.TimeoutError):
+                return
+            return
+        response = await client.post(url + "/invocations", json=payload)
+        assert response.status_code == 200, response.text
+        text = json.loads(response.text.splitlines()[-1])["generated_text"]
+        assert text == check["completion"], check["prompt"]
+
+    async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=400)) as client:
+        await asyncio.gather(*(one(client, i, check) for i, check in enumerate(checks()[:300])))
+
+
+async def drains(url: str, process: subprocess.Popen[str]) -> None:
+    """A request that runs when SIGTERM comes is answered in full."""
+    check = max(checks(), key=lambda check: len(check["completion"]))
+    payload = {"inputs": check["prompt"], "parameters": {"max_new_tokens": check["max_new_tokens"]}, "stream": True}
+    async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url + "/invocations", json=payload) as response:
+        lines = response.aiter_lines()
+        last = await lines.__anext__()
+        process.send_signal(signal.SIGTERM)
+        async for line in lines:
+            last = line
+    assert json.loads(last)["generated_text"] == check["completion"]
