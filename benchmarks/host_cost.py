@@ -48,7 +48,9 @@ SETTINGS = {
     "greedy": SamplingParams(),
     "topk_topp": SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9),
     "topp": SamplingParams(temperature=TEMPERATURE, top_p=0.9),
-    "topk_topp_rep": SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9, repetition_penalty=1.1),
+    "topk_topp_rep": SamplingParams(
+        temperature=TEMPERATURE, top_k=50, top_p=0.9, repetition_penalty=1.1
+    ),
 }
 
 
@@ -166,11 +168,11 @@ def growth(vocab: int, batch: int) -> dict[str, Any]:
 
 def under_load(vocab: int, batch: int) -> Iterator[dict[str, Any]]:
     """The critical path, greedy, with and without a thread that tokenises prompts of 8k tokens all the time."""
-    from djl_python_neuronx.artifacts.tokenizer import load_tokenizer  # noqa: PLC0415
+    from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(TOKENIZER_DIR)
     text = "one two three four five six seven eight nine ten " * 1000
-    while len(tokenizer.encode(text)) > 8192:  # noqa: PLR2004
+    while len(tokenizer.encode(text)) > 8192:
         text = text[: int(len(text) * 0.95)]
     case = Case(vocab, batch, "greedy", "flat", "jsonlines")
     for busy in (False, True):
@@ -200,7 +202,9 @@ def _generate(case: Case, backend: RingBackend, num_tokens: int) -> float:
         name = str(i)
         prompt = random.integers(0, case.vocab, PROMPT_LEN).tolist()
         requests.append(
-            GenerationRequest(name, prompt, SETTINGS[case.setting], max_new_tokens=num_tokens, logprobs=lines)
+            GenerationRequest(
+                name, prompt, SETTINGS[case.setting], max_new_tokens=num_tokens, logprobs=lines
+            )
         )
         formatters[name] = (
             LinesFormatter("", details=False, full_text=False, sse=False)
@@ -230,7 +234,9 @@ def _ring(case: Case) -> npt.NDArray[np.float32]:
     steps = max(2, -(-RING_BYTES // (case.batch * case.vocab * 4)))
     ring = random.standard_normal((steps, case.batch, case.vocab), dtype=np.float32)
     if case.logits == "peaked":
-        ring *= TEMPERATURE  # so that the mass is what it says after the division by the temperature
+        ring *= (
+            TEMPERATURE  # so that the mass is what it says after the division by the temperature
+        )
         for rows in ring:
             for row in rows:
                 peaks = random.choice(case.vocab, PEAKS, replace=False)
@@ -256,16 +262,24 @@ def _num_tokens(case: Case) -> int:
 
 def main() -> int:
     """Print the table, or one JSON object per line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--vocab", type=int, nargs="*", default=[32_000, 128_256])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--setting", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--logits", nargs="*", choices=["peaked", "flat"], default=["peaked", "flat"])
-    parser.add_argument("--format", nargs="*", choices=["json", "jsonlines"], default=["json", "jsonlines"])
+    parser.add_argument(
+        "--logits", nargs="*", choices=["peaked", "flat"], default=["peaked", "flat"]
+    )
+    parser.add_argument(
+        "--format", nargs="*", choices=["json", "jsonlines"], default=["json", "jsonlines"]
+    )
     parser.add_argument("--device-ms", type=float, default=0.0)
     parser.add_argument("--steps", type=int, help="tokens per request (default: by size)")
-    parser.add_argument("--only", choices=["table", "growth", "load"], help="leave the other parts out")
+    parser.add_argument(
+        "--only", choices=["table", "growth", "load"], help="leave the other parts out"
+    )
     arguments = parser.parse_args()
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -283,7 +297,9 @@ def main() -> int:
         narrowed = "topk_topp_rep" not in arguments.setting and arguments.only != "growth"
         if arguments.only in (None, "growth") and not narrowed:
             yield growth(min(arguments.vocab), 8)
-        if arguments.only in (None, "load") and ("greedy" in arguments.setting or arguments.only == "load"):
+        if arguments.only in (None, "load") and (
+            "greedy" in arguments.setting or arguments.only == "load"
+        ):
             yield from under_load(min(arguments.vocab), 8)
 
     for row in rows():

@@ -24,7 +24,9 @@ STATEMENTS = {
 
 def main() -> int:
     """Print median seconds over the runs, less the bare interpreter's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--runs", type=int, default=9)
     arguments = parser.parse_args()
@@ -44,7 +46,11 @@ def main() -> int:
             "above_bare_s": round(median_s - bare_s, 4),
             "ratio_to_bare": round(median_s / bare_s, 2),
         }
-        print(orjson.dumps(row).decode() if arguments.json else "  ".join(f"{k}={v}" for k, v in row.items()))
+        print(
+            orjson.dumps(row).decode()
+            if arguments.json
+            else "  ".join(f"{k}={v}" for k, v in row.items())
+        )
     return 0
 
 

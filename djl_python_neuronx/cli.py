@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="djl-neuronx", description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU."
+        prog="djl-neuronx",
+        description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(
@@ -48,21 +49,29 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_MODEL_DIR,
         help=f"folder with the model or with a serving.properties that names one (default {DEFAULT_MODEL_DIR})",
     )
-    serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default %(default)s)")  # noqa: S104
-    serve.add_argument("--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT")
-    serve.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds for running requests to end")
-    serve.add_argument("-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME")
+    serve.add_argument(
+        "--host", default="0.0.0.0", help="address to listen on (default %(default)s)"
+    )
+    serve.add_argument(
+        "--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT"
+    )
+    serve.add_argument(
+        "--drain", type=float, default=30.0, metavar="S", help="seconds for running requests to end"
+    )
+    serve.add_argument(
+        "-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME"
+    )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     return parser
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        from djl_python_neuronx.server import serve  # noqa: PLC0415  (needs the `server` extra)
+        from djl_python_neuronx.server import serve
     except ImportError as error:
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
-    from djl_python_neuronx.service import Service  # noqa: PLC0415  (after the arguments are known to be good)
+    from djl_python_neuronx.service import Service
 
     model_dir: Path = arguments.model_dir
     overrides = _overrides(arguments.option)
@@ -87,7 +96,7 @@ def _overrides(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:  # noqa: PLR2004
+    if not text.isdigit() or not 0 < int(text) < 65536:
         msg = f"{text!r} is not a port; expected 1 to 65535"
         raise argparse.ArgumentTypeError(msg)
     return int(text)

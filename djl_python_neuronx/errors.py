@@ -72,7 +72,7 @@ class UnknownOptionError(ConfigError):
 
     def __init__(self, name: str, origin: str, known: Iterable[str]) -> None:
         super().__init__(
-            f"unknown option {name!r} from {origin}{did_you_mean(name, known)} "
+            f"unknown option {name!r} from {origin}{did_you_mean(name, known)}. "
             "Remove it, or see docs/options.md for every option."
         )
         self.name = name
@@ -128,7 +128,9 @@ class ArtifactMismatchError(ArtifactError):
     code = "artifact_mismatch"
 
     def __init__(self, differences: Mapping[str, tuple[object, object]], where: str) -> None:
-        listed = "; ".join(f"{key}: compiled {a!r}, wanted {b!r}" for key, (a, b) in sorted(differences.items()))
+        listed = "; ".join(
+            f"{key}: compiled {a!r}, wanted {b!r}" for key, (a, b) in sorted(differences.items())
+        )
         super().__init__(
             f"the artifact at {where} was compiled for other settings: {listed}. "
             "Serve with the compiled values, or compile again."

@@ -6,10 +6,10 @@ It listens before it loads: `/ping` is 503 until every graph has run once, and a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -23,8 +23,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from djl_python_neuronx.engine.outlets import Generation
-from djl_python_neuronx.engine.text import Delta
-from djl_python_neuronx.errors import BackendUnavailableError, QueueFullError, RequestError, ServingError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    QueueFullError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, error_body
 from djl_python_neuronx.service import Service
 
@@ -94,7 +98,9 @@ class Application:
         if len(body) <= INLINE_BODY_BYTES:
             parsed = service.parse(body, request_id=request_id, headers=headers)
         else:
-            parsed = await asyncio.to_thread(service.parse, body, request_id=request_id, headers=headers)
+            parsed = await asyncio.to_thread(
+                service.parse, body, request_id=request_id, headers=headers
+            )
         try:
             generation = service.loop.generate(parsed.request)
         except ServingError as error:
@@ -134,19 +140,27 @@ class GenerationResponse(Response):
             chunk = self._formatter.feed(delta)
             if not started:
                 if delta.error is not None:
-                    await _error_response(delta.error, self._request_id)({}, _nothing, send)
+                    await _error_response(delta.error, self._request_id)(
+                        {"type": "http"}, _nothing, send
+                    )
                     return
                 if delta.finished:
-                    await self._whole(chunk)({}, _nothing, send)
+                    await self._whole(chunk)({"type": "http"}, _nothing, send)
                     return
                 if not chunk:
                     continue
                 await send(self._start())
                 started = True
-            await send({"type": "http.response.body", "body": chunk, "more_body": not delta.finished})
+            await send(
+                {"type": "http.response.body", "body": chunk, "more_body": not delta.finished}
+            )
 
     def _whole(self, body: bytes) -> Response:
-        return Response(body, headers={"x-request-id": self._request_id}, media_type=self._formatter.content_type)
+        return Response(
+            body,
+            headers={"x-request-id": self._request_id},
+            media_type=self._formatter.content_type,
+        )
 
     def _start(self) -> dict[str, Any]:
         headers = self._whole(b"").raw_headers
@@ -166,7 +180,11 @@ def create_app(application: Application) -> Starlette:
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model}", application.predictions, methods=["POST"]),
         ],
-        exception_handlers={ServingError: _on_serving_error, HTTPException: _on_http_error, Exception: _on_bug},
+        exception_handlers={
+            ServingError: _on_serving_error,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
     )
 
 
@@ -196,12 +214,20 @@ def serve(
             server.should_exit = True
         except Exception as error:
             logger.exception("load_failed")
-            application.failure = ServingError(f"the model could not be loaded ({type(error).__name__})")
+            application.failure = ServingError(
+                f"the model could not be loaded ({type(error).__name__})"
+            )
             server.should_exit = True
         else:
             application.service = service
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, model_name)
 
+    def on_signal(_number: int, _frame: object) -> None:
+        """Uvicorn raises the signal that stopped it once more when it is done; by default that ends the process."""
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
     loader.start()
     server.run()
@@ -239,7 +265,9 @@ def _error_response(error: ServingError, request_id: str | None = None) -> Respo
     headers = {} if request_id is None else {"x-request-id": request_id}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after_s)
-    return Response(error_body(error), status_code=error.status, headers=headers, media_type="application/json")
+    return Response(
+        error_body(error), status_code=error.status, headers=headers, media_type="application/json"
+    )
 
 
 async def _on_serving_error(_request: Request, error: Exception) -> Response:
@@ -251,7 +279,10 @@ async def _on_http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101
     body = {"code": error.status_code, "error": error.detail, "type": "http_error"}
     return Response(
-        orjson.dumps(body), status_code=error.status_code, headers=error.headers, media_type="application/json"
+        orjson.dumps(body),
+        status_code=error.status_code,
+        headers=error.headers,
+        media_type="application/json",
     )
 
 

@@ -18,8 +18,9 @@ from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import make_buckets
 from djl_python_neuronx.config import device
+from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.resolve import Resolved, choose_loader, complete, resolve
+from djl_python_neuronx.config.resolve import Resolved, complete, resolve
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine, StepInfo
 from djl_python_neuronx.engine.loop import EngineLoop
@@ -43,15 +44,21 @@ class Service:
         backend: Backend,
         tokenizer: Tokenizer,
         *,
+        warm_up: bool = False,
         on_death: Callable[[ServingError], None] | None = None,
     ) -> None:
-        """Start the engine on a loaded backend. `on_death`: see `EngineLoop`."""
+        """Start the engine on a loaded backend, after a first run of every graph if asked. `on_death`: see `EngineLoop`."""
         self.options = options
         self.backend = backend
         self.tokenizer = tokenizer
         self.metrics = Metrics()
+        engine = Engine(backend, decode_interleave=options.decode_interleave)
+        if warm_up:
+            started_s = time.monotonic()
+            engine.warm_up()
+            logger.info("warmed_up seconds=%.2f", time.monotonic() - started_s)
         self.loop = EngineLoop(
-            Engine(backend, decode_interleave=options.decode_interleave),
+            engine,
             tokenizer,
             max_waiting=options.max_waiting,
             step_timeout_s=options.predict_timeout,
@@ -78,12 +85,15 @@ class Service:
             ServingError: what is wrong with the settings, the model's files or the machine.
         """
         started_s = time.monotonic()
-        resolved = resolve(properties, model_dir, environment() if environ is None else environ, overrides)
+        resolved = resolve(
+            properties, model_dir, environment() if environ is None else environ, overrides
+        )
+        machine = device.detect()
         artifact = formats.detect(_local_folder(resolved))
         name = choose_loader(
-            resolved.options, device.detect(), device.libraries(), backends.names(), artifact.backend
+            resolved.options, machine, libraries(), backends.names(), artifact.backend
         )
-        resolved = complete(resolved, artifact.config, device.detect(), name)
+        resolved = complete(resolved, artifact.config, machine, name)
         for option, value, origin in resolved.explain():
             logger.info("option name=%s value=%s origin=%r", option, value, origin)
         for option, reason in resolved.ignored.items():
@@ -102,12 +112,18 @@ class Service:
             backend.spec.prefill_buckets,
             time.monotonic() - started_s,
         )
-        service = cls(options, backend, tokenizer, on_death=on_death)
+        service = cls(
+            options, backend, tokenizer, warm_up=not options.skip_warmup, on_death=on_death
+        )
         service.metrics["load_seconds"].set(time.monotonic() - started_s)
         return service
 
     def parse(
-        self, body: bytes, *, request_id: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        body: bytes,
+        *,
+        request_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
         """Understand and check a request body; any thread. The id is made unique among the requests in flight.
 
@@ -141,7 +157,11 @@ class Service:
         """The caller's id; with a suffix while another request of that id is in flight: ids come from clients."""
         if not request_id:
             return uuid.uuid4().hex
-        return request_id if not self.loop.knows(request_id) else f"{request_id}-{uuid.uuid4().hex[:8]}"
+        return (
+            request_id
+            if not self.loop.knows(request_id)
+            else f"{request_id}-{uuid.uuid4().hex[:8]}"
+        )
 
 
 def _local_folder(resolved: Resolved) -> Path:
@@ -200,7 +220,8 @@ class _Recorder:
     def ended(self, stream: Stream, delta: Delta) -> None:
         metrics, request = self._metrics, stream.request
         total_s = stream.last_token_s - stream.submitted_s
-        metrics["requests_total"].labels(request.protocol, str(delta.finish_reason)).inc()
+        reason = delta.finish_reason.value if delta.finish_reason else ""
+        metrics["requests_total"].labels(request.protocol, reason).inc()
         metrics["prompt_tokens_total"].inc(len(request.prompt_ids))
         metrics["request_seconds"].observe(total_s)
         first_s = 0.0
@@ -208,13 +229,15 @@ class _Recorder:
             first_s = stream.first_token_s - stream.submitted_s
             metrics["time_to_first_token_seconds"].observe(first_s)
             if delta.num_generated_tokens > 1:
-                metrics["inter_token_seconds"].observe((total_s - first_s) / (delta.num_generated_tokens - 1))
+                metrics["inter_token_seconds"].observe(
+                    (total_s - first_s) / (delta.num_generated_tokens - 1)
+                )
         logger.info(
             "request_finished request_id=%s protocol=%s reason=%s prompt_tokens=%d generated_tokens=%d "
             "first_token_s=%.4f total_s=%.4f%s",
             request.request_id,
             request.protocol,
-            delta.finish_reason.value if delta.finish_reason else "",
+            reason,
             len(request.prompt_ids),
             delta.num_generated_tokens,
             first_s,

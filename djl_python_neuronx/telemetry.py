@@ -11,7 +11,23 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 NAMESPACE = "djl_neuronx"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +41,18 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "requests_total": Metric("counter", "Requests that ended.", ("protocol", "finish_reason")),
-    "rejected_requests_total": Metric("counter", "Requests refused before they were queued.", ("code",)),
+    "rejected_requests_total": Metric(
+        "counter", "Requests refused before they were queued.", ("code",)
+    ),
     "generated_tokens_total": Metric("counter", "Tokens generated."),
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
-    "padding_tokens_total": Metric("counter", "Prompt columns computed for nothing, up to the bucket's length."),
+    "padding_tokens_total": Metric(
+        "counter", "Prompt columns computed for nothing, up to the bucket's length."
+    ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
-    "inter_token_seconds": Metric("histogram", "Mean time between the tokens of a request, after the first."),
+    "inter_token_seconds": Metric(
+        "histogram", "Mean time between the tokens of a request, after the first."
+    ),
     "request_seconds": Metric("histogram", "From submission to the last token."),
     "prefill_seconds": Metric("histogram", "Device time of a prefill call.", ("bucket",)),
     "decode_seconds": Metric("histogram", "Device time of a decode step."),
@@ -44,7 +66,7 @@ class Metrics:
     """The table's metrics in a registry of their own, so that two services in one process do not mix."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: PLC0415  (50 ms)
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry: CollectorRegistry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
@@ -55,14 +77,16 @@ class Metrics:
             elif row.kind == "gauge":
                 self._metrics[name] = Gauge(full, row.doc, row.labels, registry=self.registry)
             else:
-                self._metrics[name] = Histogram(full, row.doc, row.labels, registry=self.registry, buckets=_SECONDS)
+                self._metrics[name] = Histogram(
+                    full, row.doc, row.labels, registry=self.registry, buckets=_SECONDS
+                )
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        from prometheus_client import generate_latest  # noqa: PLC0415
+        from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
 

@@ -53,14 +53,20 @@ class TokenOutput(NamedTuple):
     `error` says why. A tuple, because one is made per row and step on the critical path.
     """
 
-    request_id: str
+    request: GenerationRequest
+    """Whose it is. The object, not its id: an id may be in use again while outputs of its last use are under way."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
     """float32[len(token_ids), V], only for requests with `logprobs`: the output thread makes log-probabilities of it."""
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # a field may hide tuple.index
     """Which of the n sequences of the request."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
 
 
 class Tokenizer(Protocol):

@@ -40,7 +40,12 @@ class Running:
     def __init__(self, application: Application) -> None:
         self.application = application
         config = uvicorn.Config(
-            create_app(application), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off"
+            create_app(application),
+            host="127.0.0.1",
+            port=0,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -82,7 +87,11 @@ def server(backend: ToyBackend) -> Iterator[Running]:
 
 
 def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
-    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **more.pop("parameters", {})}
+    parameters = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        **more.pop("parameters", {}),
+    }
     return {"inputs": "".join(f"<{i}>" for i in prompt), "parameters": parameters, **more}
 
 
@@ -93,7 +102,9 @@ def answer(prompt: list[int], num_tokens: int = 5) -> str:
 def test_json_and_streams_give_the_same_text(server: Running) -> None:
     text = answer([5, 6])
     for path in ("/invocations", "/predictions/toy"):
-        response = httpx.post(server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"})
+        response = httpx.post(
+            server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"}
+        )
         assert response.status_code == 200
         assert response.json() == {"generated_text": text}
         assert response.headers["content-type"] == "application/json"
@@ -104,15 +115,22 @@ def test_json_and_streams_give_the_same_text(server: Running) -> None:
     lines = [json.loads(line) for line in streamed.text.splitlines()]
     assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == text
     events = httpx.post(
-        server.url + "/invocations", json=body([5, 6], stream=True), headers={"accept": "text/event-stream"}
+        server.url + "/invocations",
+        json=body([5, 6], stream=True),
+        headers={"accept": "text/event-stream"},
     )
     assert events.headers["content-type"].startswith("text/event-stream")
-    assert json.loads(events.text.rstrip().split("\n\n")[-1].removeprefix("data: "))["generated_text"] == text
+    assert (
+        json.loads(events.text.rstrip().split("\n\n")[-1].removeprefix("data: "))["generated_text"]
+        == text
+    )
 
 
 def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) -> None:
     backend.hang_at = {3}
-    with httpx.stream("POST", server.url + "/invocations", json=body([5, 6], stream=True), timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", server.url + "/invocations", json=body([5, 6], stream=True), timeout=PATIENCE_S
+    ) as response:
         lines = response.iter_lines()
         first = [json.loads(next(lines))["token"]["text"] for _ in range(3)]
         assert backend.hanging.wait(PATIENCE_S)
@@ -122,7 +140,9 @@ def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_slot(server: Running, backend: ToyBackend, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_slot(
+    server: Running, backend: ToyBackend, stream: bool
+) -> None:
     backend.step_s = 0.01
     assert server.application.service is not None
     loop = server.application.service.loop
@@ -133,7 +153,9 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, backend: ToyBac
     wait_until(lambda: loop.num_streams == 0 and loop.engine.num_running == 0)
     assert backend.num_steps < 60
     assert backend.acquired == frozenset()
-    assert httpx.post(server.url + "/invocations", json=body([5, 6])).json() == {"generated_text": answer([5, 6])}
+    assert httpx.post(server.url + "/invocations", json=body([5, 6])).json() == {
+        "generated_text": answer([5, 6])
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,7 +165,12 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, backend: ToyBac
         (b"", 400, "bad_request", "empty"),
         (b'{"inputs": ""}', 400, "bad_request", "inputs is empty"),
         (b'{"inputs": ["a"]}', 400, "bad_request", "a list"),
-        (b'{"inputs": "a", "parameters": {"temprature": 1}}', 400, "unsupported_parameter", "did you mean 'temperature'"),
+        (
+            b'{"inputs": "a", "parameters": {"temprature": 1}}',
+            400,
+            "unsupported_parameter",
+            "did you mean 'temperature'",
+        ),
         (b'{"inputs": "a", "parameters": {"top_p": 3}}', 400, "bad_request", "top_p is 3"),
         (b'{"inputs": "' + b"a" * 100 + b'"}', 413, "prompt_too_long", "101 tokens.*at most 64"),
         (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "prompt_too_long", "20001 tokens"),
@@ -180,7 +207,10 @@ def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBacke
 
     async def scenario() -> None:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            held = [asyncio.create_task(client.post(server.url + "/invocations", json=body([5, i + 3]))) for i in range(4)]
+            held = [
+                asyncio.create_task(client.post(server.url + "/invocations", json=body([5, i + 3])))
+                for i in range(4)
+            ]
             assert server.application.service is not None
             loop = server.application.service.loop
             while loop.num_streams < 4:
@@ -196,7 +226,9 @@ def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBacke
     asyncio.run(scenario())
 
 
-def test_an_error_before_the_first_token_has_its_status_also_when_streaming(server: Running, backend: ToyBackend) -> None:
+def test_an_error_before_the_first_token_has_its_status_also_when_streaming(
+    server: Running, backend: ToyBackend
+) -> None:
     for stream in (False, True):
         backend.fail_at = {backend.num_steps: RuntimeError("device says no")}
         response = httpx.post(server.url + "/invocations", json=body([5, 6], stream=stream))
@@ -250,7 +282,9 @@ def test_metrics_count(server: Running) -> None:
         httpx.post(server.url + "/invocations", json=body([5, 6, 7]))
     httpx.post(server.url + "/invocations", content=b"{")
     assert server.application.service is not None
-    wait_until(lambda: "djl_neuronx_generated_tokens_total 15.0" in httpx.get(server.url + "/metrics").text)
+    wait_until(
+        lambda: "djl_neuronx_generated_tokens_total 15.0" in httpx.get(server.url + "/metrics").text
+    )
     text = httpx.get(server.url + "/metrics").text
     assert 'djl_neuronx_requests_total{finish_reason="length",protocol="lmi"} 3.0' in text
     assert 'djl_neuronx_rejected_requests_total{code="bad_request"} 1.0' in text
@@ -303,7 +337,9 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
     assert crowd.violations == []
     assert crowd.acquired == frozenset()
     assert service.loop.engine.num_waiting == 0
-    assert not service.loop._mailboxes or all(not box.queues for box in service.loop._mailboxes.values())
+    assert not service.loop._mailboxes or all(
+        not box.queues for box in service.loop._mailboxes.values()
+    )
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
     wait_until(lambda: threading.active_count() <= threads)
 
@@ -311,7 +347,9 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
 def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "djl_python_neuronx.cli", "serve", str(folder)]
     return subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True
+        [*command, "--host", "127.0.0.1", "--port", str(port), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -333,11 +371,19 @@ def test_a_folder_without_a_model_ends_the_process_with_the_reason(tmp_path: Pat
 
 
 def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path) -> None:
-    (tmp_path / "serving.properties").write_text("option.tensor_paralel_degree=2\noption.dtype=fp13\n")
+    (tmp_path / "serving.properties").write_text(
+        "option.tensor_paralel_degree=2\noption.dtype=fp13\n"
+    )
     process = serve_process(tmp_path, free_port(), "-o", "n_positions=many")
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    for said in ("tensor_paralel_degree", "tensor_parallel_degree", "fp13", "n_positions", "command line"):
+    for said in (
+        "tensor_paralel_degree",
+        "tensor_parallel_degree",
+        "fp13",
+        "n_positions",
+        "command line",
+    ):
         assert said in log
     assert "Traceback" not in log
 
@@ -346,14 +392,19 @@ TINY_LLAMA = Path(__file__).parent.parent / "examples" / "tiny-llama"
 
 
 def checks() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (TINY_LLAMA / "checks.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (TINY_LLAMA / "checks.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_the_quick_start(tmp_path: Path) -> None:
     """The process that `make serve` starts: 300 known answers at once, a third given up, then SIGTERM drains."""
     pytest.importorskip("torch", reason="needs the `cpu` extra")
     port = free_port()
-    process = serve_process(TINY_LLAMA, port, "-o", "max_rolling_batch_size=16", "--log-level", "warning")
+    process = serve_process(
+        TINY_LLAMA, port, "-o", "max_rolling_batch_size=16", "--log-level", "warning"
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client() as client:
@@ -380,10 +431,16 @@ def test_the_quick_start(tmp_path: Path) -> None:
 
 async def known_answers(url: str) -> None:
     async def one(client: Any, i: int, check: dict[str, Any]) -> None:
-        payload = {"inputs": check["prompt"], "parameters": {"max_new_tokens": check["max_new_tokens"]}, "stream": i % 2 == 1}
+        payload = {
+            "inputs": check["prompt"],
+            "parameters": {"max_new_tokens": check["max_new_tokens"]},
+            "stream": i % 2 == 1,
+        }
         if i % 3 == 0:
             try:
-                await asyncio.wait_for(client.post(url + "/invocations", json=payload), 0.05 + i / 300)
+                await asyncio.wait_for(
+                    client.post(url + "/invocations", json=payload), 0.05 + i / 300
+                )
             except (TimeoutError, asyncio.TimeoutError):
                 return
             return
@@ -399,8 +456,15 @@ async def known_answers(url: str) -> None:
 async def drains(url: str, process: subprocess.Popen[str]) -> None:
     """A request that runs when SIGTERM comes is answered in full."""
     check = max(checks(), key=lambda check: len(check["completion"]))
-    payload = {"inputs": check["prompt"], "parameters": {"max_new_tokens": check["max_new_tokens"]}, "stream": True}
-    async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url + "/invocations", json=payload) as response:
+    payload = {
+        "inputs": check["prompt"],
+        "parameters": {"max_new_tokens": check["max_new_tokens"]},
+        "stream": True,
+    }
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", url + "/invocations", json=payload) as response,
+    ):
         lines = response.aiter_lines()
         last = await lines.__anext__()
         process.send_signal(signal.SIGTERM)

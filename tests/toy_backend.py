@@ -327,7 +327,7 @@ def toy_logits(seen: npt.NDArray[np.int64], vocab_size: int) -> Float32Array:
     history = _mix(numbered.sum(keepdims=True))
     ids: UInt64Array = np.arange(1, vocab_size + 1, dtype=np.uint64)
     noise = _mix(history + ids)
-    logits = (noise >> np.uint64(40)).astype(np.float32) * np.float32(2**-22)
+    logits: Float32Array = (noise >> np.uint64(40)).astype(np.float32) * np.float32(2**-22)
     logits[int(history[0] % np.uint64(vocab_size))] = 6.0
     return logits
 

@@ -21,7 +21,13 @@ class ToyTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids in the text; other characters one id each."""
-        return [1, *(int(found[1:-1]) if len(found) > 1 else 3 + ord(found) % 297 for found in re.findall(r"<\d+>|.", text))]
+        return [
+            1,
+            *(
+                int(found[1:-1]) if len(found) > 1 else 3 + ord(found) % 297
+                for found in re.findall(r"<\d+>|.", text)
+            ),
+        ]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """All contents in a row."""

@@ -1,0 +1,1 @@
+"""What is in a model folder: its format, its facts and its tokenizer."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from types import ModuleType
-from typing import Any
 
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
 from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
 
-__all__ = ["LoadPlan", "load", "names", "supports"]
+__all__ = ["LoadPlan", "ModelFacts", "load", "names", "supports"]
 
-_SHARED = frozenset({"base", "cores", "env", "plan", "shapes", "slot_cache"})
+_SHARED = frozenset({"base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"})
 """Modules of the folder that backends share; every other one is a backend."""
 
 
@@ -22,7 +21,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({module.name for module in pkgutil.iter_modules(__path__)} - _SHARED))
 
 
-def supports(name: str, artifact: Any) -> str | None:  # noqa: ANN401
+def supports(name: str, artifact: ModelFacts) -> str | None:
     """Why a backend cannot serve an artifact; None: it can.
 
     Raises:

@@ -11,7 +11,9 @@ def count_cores(root: Path = Path("/sys")) -> int:
 
     Hyper-threads are not counted: two of them share the vector unit that a matmul keeps busy.
     """
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    usable = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
     cores = {_siblings(root, cpu) for cpu in usable}
     return max(1, int(min(len(cores), _quota(root))))
 

@@ -1,28 +1,24 @@
 """Any Hugging Face causal LM on the CPU, in the shapes and limits of a compiled device.
 
-Slots, prefill buckets and token buckets are those of the plan; what a device would refuse is refused.
+Slots and buckets are those of the plan; what a device would refuse is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import transformers
-from safetensors import safe_open
-from transformers.utils import logging as transformers_logging
 
 from djl_python_neuronx.backends.base import (
     Decode,
+    Float32Array,
     HostLogits,
+    Int32Array,
     Mixed,
     ModelSpec,
     Prefill,
@@ -30,15 +26,13 @@ from djl_python_neuronx.backends.base import (
     Step,
     Want,
 )
+from djl_python_neuronx.backends.checkpoint import check_version, load_checkpoint
 from djl_python_neuronx.backends.cores import count_cores
-from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import check_rows, choose_bucket, pad_to_bucket
+from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.shapes import check_rows, choose_bucket, pad_to_bucket, refuse
 from djl_python_neuronx.backends.slot_cache import SlotCache, causal_mask, padded_positions
 from djl_python_neuronx.errors import (
-    ArtifactError,
-    ArtifactNotFoundError,
     BackendError,
-    BackendUnavailableError,
     DeviceMemoryError,
     IncompatibleOptionsError,
     StepError,
@@ -46,18 +40,22 @@ from djl_python_neuronx.errors import (
 
 logger = logging.getLogger(__name__)
 
-_ATTENTION = {"full_attention", "sliding_attention"}
-_NAMED = 5
-"""Tensors named in a message; the rest is counted."""
+_MASKED_LAYERS = ("full_attention", "sliding_attention")
+_TRIED = 8
+"""Tokens of the trial run."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Allowed difference of the trial run (root mean square) in standard deviations of the logits.
+
+Rounding gives 2e-6 and 0.03; a token that changes its expert in bfloat16 gives more."""
 
 
-def supports(config: Mapping[str, Any]) -> str | None:
-    """Why a model with this `config.json` cannot be served; None: as far as it tells, it can."""
-    other = set(config.get("layer_types") or ()) - _ATTENTION
+def supports(artifact: ModelFacts) -> str | None:
+    """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
+    other = set(artifact.config.get("layer_types") or ()) - set(_MASKED_LAYERS)
     if other:
-        return f"layers of type {', '.join(sorted(other))} keep a state that is not keys and values"
-    if config.get("is_encoder_decoder"):
-        return "an encoder-decoder is not a causal language model"
+        return f"its {', '.join(sorted(other))} layers keep more than keys and values"
+    if artifact.config.get("is_encoder_decoder"):
+        return "it is an encoder-decoder; expected a causal language model"
     return None
 
 
@@ -69,17 +67,17 @@ def load(plan: LoadPlan) -> CpuBackend:
         BackendError: the architecture cannot be driven like this, or memory is short.
         IncompatibleOptionsError: a slot is longer than the model's positions.
     """
-    _check_version()
+    check_version()
     torch.set_num_threads(plan.num_threads or count_cores())
     began = time.monotonic()
-    model = _load_model(plan)
+    model = load_checkpoint(plan)
     backend = CpuBackend(model, plan)
     logger.info(
-        "loaded backend=cpu model=%s dtype=%s threads=%d slots=%d seconds=%.1f",
+        "loaded backend=cpu model=%s dtype=%s threads=%d cache_bytes=%d seconds=%.1f",
         type(model).__name__,
         plan.dtype,
         torch.get_num_threads(),
-        plan.num_slots,
+        backend.cache_bytes,
         time.monotonic() - began,
     )
     return backend
@@ -89,23 +87,214 @@ class CpuBackend:
     """A `Backend` that runs `model` on a cache with one row per slot."""
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Take a model on the CPU over and try it out."""
         self._model = model
-        self._plan = plan
+        self._config = model.config.get_text_config(decoder=True)
         self._cache = SlotCache(plan.num_slots, plan.max_model_len)
         self._filled = np.zeros(plan.num_slots, np.int64)
-        self._buckets = plan.token_buckets or (plan.max_model_len,)
-        self._masks = _mask_kinds(model.config.get_text_config(decoder=True))
-        accepted = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._keeps_logits = "logits_to_keep" in accepted
-        self._fit(model)
+        self._windows = _windows(self._config)
+        self._accepted = inspect.signature(model.forward).parameters
+        self._adapt(plan)
         self.spec = ModelSpec(
             num_slots=plan.num_slots,
             max_model_len=plan.max_model_len,
             prefill_buckets=plan.prefill_buckets,
-            token_buckets=plan.token_buckets,
+            token_buckets=plan.token_buckets or (plan.max_model_len,),
             vocab_size=self._try_out(),
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
         )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the KV cache."""
+        return self._cache.num_bytes
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+        """0: no prefix is ever reused."""
+        self._filled[slot] = 0
+        return 0
+
+    def fork(self, slot: int, into: int) -> None:
+        """Refused: `can_fork` is false."""
+        refuse(f"a fork of slot {slot} into {into}", "none: the cpu backend cannot fork")
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty these slots; a decode of an empty slot is refused."""
+        self._filled[list(slots)] = 0
+
+    def close(self) -> None:
+        """Free weights and cache."""
+        self._model = None
+        self._cache.clear()
+
+    def run(self, step: Step) -> HostLogits:
+        """Run a step; padding columns of ALL_LOGITS mean nothing.
+
+        Raises:
+            StepError: the step breaks a limit of the spec, or torch failed.
+            DeviceMemoryError: memory is short.
+        """
+        if self._model is None:
+            message = "the cpu backend is closed; expected no more steps. Load the model again"
+            error = StepError(message)
+            error.fatal = True
+            raise error
+        if isinstance(step, Mixed):
+            refuse("a mixed step", "Prefill or Decode")
+        rows = step.rows
+        check_rows(rows, self.spec)
+        width, reach = self._shapes(step)
+        # Until the step has succeeded, what lies beyond its start is not to be trusted.
+        self._filled[rows.slots] = rows.starts
+        try:
+            values = self._forward(rows, reach=reach, width=width)
+        except Exception as error:
+            raise _translate(error, f"a {type(step).__name__} of {len(rows.slots)} rows") from error
+        self._filled[rows.slots] += rows.lens
+        return HostLogits(values)
+
+    def _shapes(self, step: Prefill | Decode) -> tuple[int, int]:
+        """Columns of the step's rows, and columns of the cache that attention reads."""
+        rows, spec = step.rows, self.spec
+        cached = self._filled[rows.slots]
+        if (rows.starts > cached).any():
+            refuse(f"starts {rows.starts.tolist()}", f"at most the cached {cached.tolist()}")
+        if isinstance(step, Decode) and not rows.starts.all():
+            refuse(f"a decode of slots {rows.slots.tolist()}", "slots that hold a prompt")
+        longest, end = int(rows.lens.max()), int((rows.starts + rows.lens).max())
+        if isinstance(step, Decode):
+            return longest, choose_bucket(end, spec.token_buckets)
+        if longest > spec.prefill_buckets[-1]:
+            refuse(f"a prompt of {longest} tokens", f"at most {spec.prefill_buckets[-1]}")
+        width = choose_bucket(longest, spec.prefill_buckets)
+        return width, width if end <= width else choose_bucket(end, spec.token_buckets)
+
+    @torch.inference_mode()
+    def _forward(self, rows: Rows, *, reach: int, width: int = 0) -> Float32Array:
+        """float32[B, K, V] of rows padded to `width`, reading `reach` columns of the cache."""
+        longest = int(rows.lens.max())
+        width = max(width, longest)
+        ids = pad_to_bucket(rows.input_ids[:, :longest], width)
+        positions = padded_positions(rows, width)
+        arguments: dict[str, Any] = {"attention_mask": self._mask(positions, reach)}
+        if "position_ids" in self._accepted:
+            arguments["position_ids"] = positions
+        # Only the columns that are asked for go through the output layer. An index selects the same
+        # columns of every row, so rows of different lengths keep the union of their last columns.
+        columns, last = np.unique(rows.lens - 1, return_inverse=True)
+        every = Want.ALL_LOGITS in rows.wants
+        index = torch.arange(longest) if every else torch.from_numpy(columns).long()
+        if "logits_to_keep" in self._accepted:
+            arguments["logits_to_keep"] = index
+        self._cache.aim(rows, reach)
+        logits: torch.Tensor = self._model(
+            input_ids=torch.from_numpy(ids).long(),
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+            **arguments,
+        ).logits
+        if "logits_to_keep" not in self._accepted:
+            logits = logits[:, index]
+        if not rows.wants:
+            logits = logits[:, :0]
+        elif not every:
+            logits = logits[torch.arange(len(last)), torch.from_numpy(last)][:, None]
+        values: Float32Array = logits.float().contiguous().numpy()
+        return values
+
+    def _mask(self, positions: torch.Tensor, reach: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        dtype = self._model.dtype
+        masks = {kind: causal_mask(positions, reach, dtype, w) for kind, w in self._windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _adapt(self, plan: LoadPlan) -> None:
+        """Refuse what the architecture cannot do; make ALiBi accept a 4-d mask."""
+        name = type(self._model).__name__
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if limit is not None and plan.max_model_len > limit:
+            message = (
+                f"n_positions is {plan.max_model_len}, but {name} knows {limit} positions "
+                f"(max_position_embeddings). Set n_positions to at most {limit}"
+            )
+            raise IncompatibleOptionsError(message)
+        build: Callable[..., torch.Tensor] | None
+        build = getattr(self._model.base_model, "build_alibi_tensor", None)
+        if build is not None:
+            # Bloom counts positions along a 2-d mask. In a slot the column is the position and what
+            # is masked has no weight, so ones of the mask's length give the same.
+            self._model.base_model.build_alibi_tensor = lambda mask, *rest, **named: build(
+                torch.ones(mask.shape[0], mask.shape[-1]), *rest, **named
+            )
+        elif "position_ids" not in self._accepted:
+            message = (
+                f"{name} takes no position_ids; expected an architecture that does. Use another"
+            )
+            raise BackendError(message)
+
+    def _try_out(self) -> int:
+        """Compare the slot cache with the model's own forward pass; returns the vocabulary's size.
+
+        An architecture that ignores mask or positions would give wrong text without an error.
+
+        Raises:
+            BackendError: the two differ, or the model does not run on the cache.
+        """
+        name, dtype = type(self._model).__name__, self._model.dtype
+        reach = self._cache.get_max_cache_shape()
+        ids = np.arange(1, min(_TRIED, reach) + 1, dtype=np.int32)[None]
+        try:
+            with torch.inference_mode():
+                own = self._model(input_ids=torch.from_numpy(ids).long(), use_cache=False).logits
+            parts = [
+                self._forward(rows, reach=reach) for rows in _halves(ids, len(self._filled) - 1)
+            ]
+        except Exception as error:
+            raise _translate(error, f"{name} on a slot cache") from error
+        wanted = own.float().numpy()
+        difference = float(np.sqrt(np.mean((np.concatenate(parts, axis=1) - wanted) ** 2)))
+        tolerance = _TOLERANCE[dtype] * float(wanted.std())
+        if not difference <= tolerance:
+            message = (
+                f"{name} gives other logits on a slot cache than alone: they differ by "
+                f"{difference:.2g}, expected at most {tolerance:.2g}. It ignores the mask or the "
+                "positions; serve it with another backend"
+            )
+            raise BackendError(message)
+        return int(wanted.shape[-1])
+
+
+def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
+    """A row in two steps that want every column; the second reads what the first wrote."""
+    half = (ids.shape[1] + 1) // 2
+    one = np.ones(1, np.int32)
+    for start in range(0, ids.shape[1], half):
+        part = ids[:, start : start + half]
+        yield Rows(
+            input_ids=part,
+            lens=one * part.shape[1],
+            starts=one * start,
+            slots=one * slot,
+            adapters=one * 0,
+            wants=Want.ALL_LOGITS,
+            sampling=np.ones((1, 3), np.float32),
+        )
+
+
+def _windows(config: Any) -> dict[str, int | None]:  # noqa: ANN401
+    """Kind of layer → its sliding window. More than one kind: the model takes a mask for each."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [_MASKED_LAYERS[window is not None]]
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+
+
+def _translate(error: Exception, what: str) -> BackendError:
+    """An error of ours for one of torch's or transformers'."""
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return DeviceMemoryError(
+            f"{what} needs more memory than there is ({error}). "
+            "Lower max_rolling_batch_size or n_positions, or use dtype bf16"
+        )
+    return StepError(f"{what} failed: {type(error).__name__}: {error}")

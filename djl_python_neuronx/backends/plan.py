@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from djl_python_neuronx.errors import IncompatibleOptionsError
+
+
+class ModelFacts(Protocol):
+    """The part of an artifact that tells whether a backend can serve it."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A local model and the shapes to serve it with; every wish is resolved already."""
+    """A local model and the shapes to serve it with; every wish is resolved already.
+
+    Raises:
+        IncompatibleOptionsError: the shapes contradict each other.
+    """
 
     model_dir: Path
     num_slots: int
@@ -24,6 +39,24 @@ class LoadPlan:
     """NeuronCores of one model; the CPU has none."""
     trust_remote_code: bool = False
     revision: str | None = None
+    """Revision of the remote code, where it is trusted."""
     num_threads: int | None = None
     """CPU threads of one step; None: one per physical core that the process may use."""
     eos_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise IncompatibleOptionsError("; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        limit = self.max_model_len
+        if self.num_slots < 1:
+            yield f"num_slots is {self.num_slots}; expected at least 1"
+        for name, buckets in (("prefill", self.prefill_buckets), ("token", self.token_buckets)):
+            if list(buckets) != sorted({length for length in buckets if 0 < length <= limit}):
+                yield f"{name}_buckets are {buckets}; expected ascending lengths from 1 to {limit}"
+        if not self.prefill_buckets:
+            yield "prefill_buckets are empty; expected at least one length"
+        if self.token_buckets and self.token_buckets[-1] != limit:
+            yield f"token_buckets end with {self.token_buckets[-1]}; expected max_model_len {limit}"

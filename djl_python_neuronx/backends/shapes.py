@@ -61,27 +61,26 @@ def pad_to_bucket(ids: Int32Array, bucket: int, fill: int = 0) -> Int32Array:
 
 
 def check_rows(rows: Rows, spec: ModelSpec) -> None:
-    """Refuse rows that no graph of the model was compiled for.
+    """Refuse rows that a model of these shapes cannot run.
 
     Raises:
-        StepError: the first rule that is broken, with the value and the limit.
+        StepError: the first limit that is broken, with what was asked.
     """
-    count, slots = len(rows.slots), rows.slots
-    if not 0 < count <= spec.num_slots:
-        _refuse(f"{count} rows in a step", f"1 to {spec.num_slots}, the number of slots")
-    if slots.min() < 0 or slots.max() >= spec.num_slots:
-        _refuse(f"slots {slots.tolist()}", f"slots from 0 to {spec.num_slots - 1}")
-    if (np.diff(slots) <= 0).any():
-        _refuse(f"slots {slots.tolist()}", "strictly ascending slots")
-    if rows.lens.min() < 1 or rows.lens.max() > rows.input_ids.shape[1]:
-        _refuse(f"rows of {rows.lens.tolist()} tokens", f"1 to {rows.input_ids.shape[1]} columns")
-    last = int((rows.starts + rows.lens).max()) - 1
-    if rows.starts.min() < 0 or last >= spec.max_model_len:
-        _refuse(f"position {last}", f"positions from 0 to {spec.max_model_len - 1}")
+    slots, width = rows.slots, rows.input_ids.shape[1]
+    if not 0 < len(slots) <= spec.num_slots:
+        refuse(f"{len(slots)} rows", f"1 to {spec.num_slots}, the number of slots")
+    if slots.min() < 0 or slots.max() >= spec.num_slots or (np.diff(slots) <= 0).any():
+        refuse(f"slots {slots.tolist()}", f"ascending slots from 0 to {spec.num_slots - 1}")
+    if rows.lens.min() < 1 or rows.lens.max() > width:
+        refuse(f"rows of {rows.lens.tolist()} tokens", f"1 to {width}, the number of columns")
+    first, last = int(rows.starts.min()), int((rows.starts + rows.lens).max()) - 1
+    if first < 0 or last >= spec.max_model_len:
+        refuse(f"positions {first} to {last}", f"0 to {spec.max_model_len - 1}")
     if rows.wants & ~spec.outputs:
-        _refuse(f"an output of {rows.wants}", f"{spec.outputs}")
+        refuse(f"{rows.wants}", f"{spec.outputs}, what the model can return")
 
 
-def _refuse(found: str, expected: str) -> NoReturn:
-    message = f"the step asks for {found}; expected {expected}. The engine must not build such a step"
+def refuse(asked: str, expected: str) -> NoReturn:
+    """Raise the error of a step that the engine should not have built."""
+    message = f"a step asks for {asked}; expected {expected}. The step was not run"
     raise StepError(message)

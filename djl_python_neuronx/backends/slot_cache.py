@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from transformers import Cache
 
 from djl_python_neuronx.backends.base import Rows
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):
     """Keys and values of every slot, handed to attention cut to the step's bucket.
 
-    `aim` says where the next forward pass writes and what it reads. Only valid columns are written, so
-    padding leaves nothing behind. A layer's tensors, [num_slots, kv_heads, max_model_len, head_dim],
-    are made when the layer first runs: only then is its shape known for every architecture.
+    `aim` says where the next forward pass writes and what it reads. Only valid columns are written:
+    padding leaves nothing behind. A layer's [num_slots, kv_heads, max_model_len, head_dim] are made
+    when the layer first runs: only then is the shape known for every architecture.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -29,17 +27,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._target = (torch.empty(0), torch.empty(0))
 
     @property
-    def num_layers(self) -> int:
-        """Layers that have run so far."""
-        return len(self._keys)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
     def aim(self, rows: Rows, reach: int) -> None:
-        """Write the valid columns of `rows` into their slots; let attention read `reach` columns."""
+        """Write the valid columns of `rows` to their slots; let attention read `reach` columns."""
         slots = torch.from_numpy(rows.slots).long()
         lens = torch.from_numpy(rows.lens).long()
         row, column = (torch.arange(rows.input_ids.shape[1]) < lens[:, None]).nonzero(as_tuple=True)
@@ -58,7 +51,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's new [B, kv_heads, S, head_dim]; returns its keys and values up to `reach`."""
+        """Store a layer's [B, kv_heads, S, head_dim]; returns its keys and values up to `reach`."""
         while layer_idx >= len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
@@ -75,15 +68,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         layer[slot, :, position] = states[row, :, column]
         return layer[self._slots, :, : self._reach]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """0: positions and mask are given with every call, never derived from the cache."""
         return 0
 
-    def get_mask_sizes(self, query: object, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query: object, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         """Columns that attention reads, and the first of them."""
         return self._reach, 0
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Positions of a slot."""
         return self._shape[1]
 
@@ -108,11 +101,11 @@ def causal_mask(
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
 
-def padded_positions(starts: Sequence[int], lens: Sequence[int], width: int) -> torch.Tensor:
+def padded_positions(rows: Rows, width: int) -> torch.Tensor:
     """int64[B, width]: the position of every column; padding repeats the last valid one.
 
-    A padded column past the end of a learned position table would be an index error.
+    Past the end of a learned position table, padding would be an index error.
     """
-    columns = torch.arange(width)
-    last = torch.as_tensor(lens)[:, None] - 1
-    return torch.as_tensor(starts)[:, None] + torch.minimum(columns, last)
+    starts = torch.from_numpy(rows.starts).long()[:, None]
+    last = torch.from_numpy(rows.lens).long()[:, None] - 1
+    return starts + torch.minimum(torch.arange(width), last)

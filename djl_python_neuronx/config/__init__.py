@@ -1,0 +1,1 @@
+"""Options: where they come from, what they mean, what they default to."""

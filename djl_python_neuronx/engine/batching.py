@@ -49,7 +49,10 @@ class Batcher:
         for row, sequence in enumerate(sequences):
             input_ids[row, : lens[row]] = sequence.request.prompt_ids[sequence.num_cached :]
         return self._rows(
-            sequences, input_ids, np.array(lens, np.int32), [sequence.num_cached for sequence in sequences]
+            sequences,
+            input_ids,
+            np.array(lens, np.int32),
+            [sequence.num_cached for sequence in sequences],
         )
 
     def _new_decode_rows(self, sequences: list[Sequence]) -> Rows:
@@ -57,7 +60,9 @@ class Batcher:
         starts = [sequence.next_position for sequence in sequences]
         return self._rows(sequences, input_ids, np.ones(len(sequences), np.int32), starts)
 
-    def _rows(self, sequences: list[Sequence], input_ids: Int32Array, lens: Int32Array, starts: list[int]) -> Rows:
+    def _rows(
+        self, sequences: list[Sequence], input_ids: Int32Array, lens: Int32Array, starts: list[int]
+    ) -> Rows:
         slots = [sequence.slot for sequence in sequences]
         return Rows(
             input_ids=input_ids,
@@ -66,5 +71,7 @@ class Batcher:
             slots=np.array(slots, np.int32),
             adapters=np.array([sequence.request.adapter for sequence in sequences], np.int32),
             wants=self._wants,
-            sampling=np.array([self._sampler.device_row(slot) for slot in slots if slot is not None], np.float32),
+            sampling=np.array(
+                [self._sampler.device_row(slot) for slot in slots if slot is not None], np.float32
+            ),
         )

@@ -7,11 +7,17 @@ import secrets
 import time
 from typing import NamedTuple
 
-import numpy as np
-
-from djl_python_neuronx.backends.base import Backend, Decode, HostLogits, Int32Array, Prefill, Rows, StepOutput
+from djl_python_neuronx.backends.base import (
+    Backend,
+    Decode,
+    HostLogits,
+    Int32Array,
+    Prefill,
+    Rows,
+    StepOutput,
+)
 from djl_python_neuronx.engine.batching import Batcher
-from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.limits import check, longest_prompt
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledPrefill, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import (
@@ -122,6 +128,27 @@ class Engine:
         if sequence is not None:
             self._end(sequence)
 
+    def warm_up(self) -> None:
+        """Run every graph once with real sequences, so that no request pays for a first call. Before any request.
+
+        Raises:
+            ServingError: a graph does not run.
+        """
+        spec = self.spec
+        longest = longest_prompt(spec)
+        lengths = {min(bucket, longest) for bucket in spec.prefill_buckets}
+        lengths |= {min(max(bucket - 1, 1), longest) for bucket in spec.token_buckets}
+        for length in sorted(lengths):
+            self.add(
+                GenerationRequest(
+                    f"warm-up-{length}", [0] * length, max_new_tokens=2, ignore_eos=True
+                )
+            )
+            while self.has_work:
+                for output in self.step():
+                    if output.error is not None:
+                        raise output.error
+
     def abort_all(self) -> None:
         """Forget every sequence."""
         for request_id in list(self._live):
@@ -166,7 +193,9 @@ class Engine:
             request, slot = sequence.request, sequence.slot
             assert slot is not None  # noqa: S101  (narrowing for mypy: the scheduler has just set it)
             try:
-                sequence.num_cached = self._backend.acquire(slot, request.prompt_ids, request.adapter)
+                sequence.num_cached = self._backend.acquire(
+                    slot, request.prompt_ids, request.adapter
+                )
             except Exception as error:  # noqa: BLE001  (a border: see step)
                 scheduled.sequences.remove(sequence)
                 outputs.append(self._fail(sequence, _translate(error)))
@@ -201,10 +230,14 @@ class Engine:
     def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
         """int32[B, K]; -1: none."""
         if isinstance(output, HostLogits):
-            return self._sampler.sample(output.values[:, -1], rows.slots, rows.starts + rows.lens)[:, None]
+            return self._sampler.sample(output.values[:, -1], rows.slots, rows.starts + rows.lens)[
+                :, None
+            ]
         return output.ids
 
-    def _advance(self, scheduled: Scheduled, token_ids: Int32Array, output: StepOutput) -> list[TokenOutput]:
+    def _advance(
+        self, scheduled: Scheduled, token_ids: Int32Array, output: StepOutput
+    ) -> list[TokenOutput]:
         """Hand each sequence its tokens and end those whose ids say so."""
         if isinstance(scheduled, ScheduledPrefill) or token_ids.shape[1] != 1:
             self._batcher.forget()
@@ -224,11 +257,13 @@ class Engine:
                     ended.append(sequence)
                     break
             if not taken:
-                error = StepError("the model gave no finite logit for this sequence; its output is lost, retry it")
+                error = StepError(
+                    "the model gave no finite logit for this sequence; its output is lost, retry it"
+                )
                 outputs.append(self._fail(sequence, error))
                 continue
             logits = values[row] if request.logprobs and values is not None else None
-            outputs.append(TokenOutput(request.request_id, taken, sequence.finish_reason, None, logits))
+            outputs.append(TokenOutput(request, taken, sequence.finish_reason, None, logits))
         for sequence in ended:
             self._end(sequence)
         return outputs
@@ -248,7 +283,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: ServingError) -> TokenOutput:
         sequence.finish_reason = FinishReason.ERROR
         self._end(sequence)
-        return TokenOutput(sequence.request_id, (), FinishReason.ERROR, error)
+        return TokenOutput(sequence.request, (), FinishReason.ERROR, error)
 
     def _fail_step(self, scheduled: Scheduled, error: Exception) -> list[TokenOutput]:
         """Fail the sequences of a step, and everyone when the device is lost."""
@@ -256,7 +291,10 @@ class Engine:
         self._failed_steps += 1
         translated = _translate(error)
         logger.error(
-            "step_failed rows=%d failures_in_a_row=%d", len(scheduled.sequences), self._failed_steps, exc_info=error
+            "step_failed rows=%d failures_in_a_row=%d",
+            len(scheduled.sequences),
+            self._failed_steps,
+            exc_info=error,
         )
         failed = list(scheduled.sequences)
         if translated.fatal or self._failed_steps >= MAX_FAILED_STEPS:
@@ -269,6 +307,8 @@ def _translate(error: Exception) -> BackendError:
     """A backend's own error as it is, any other as StepError; a new object each time, so that no row shares one."""
     if isinstance(error, BackendError):
         return error
-    step_error = StepError(f"the device call failed ({type(error).__name__}: {error}); this request is lost, retry it")
+    step_error = StepError(
+        f"the device call failed ({type(error).__name__}: {error}); this request is lost, retry it"
+    )
     step_error.__cause__ = error
     return step_error

@@ -21,7 +21,7 @@ from djl_python_neuronx.engine.outlets import Generation, LoopMailbox, Outlet
 from djl_python_neuronx.engine.streams import Stream, Streams
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import BackendUnavailableError, RequestAbortedError, ServingError
-from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
+from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,11 @@ class EngineLoop:
         self._switch_interval_s = sys.getswitchinterval()
         self._threads = [
             threading.Thread(target=target, name=f"djl-neuronx-{name}", daemon=True)
-            for name, target in (("engine", self._step), ("output", self._output), ("watchdog", self._watch))
+            for name, target in (
+                ("engine", self._step),
+                ("output", self._output),
+                ("watchdog", self._watch),
+            )
         ]
 
     @property
@@ -132,7 +136,9 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """Give a request up: no further delta is made for it and its slot is free before the next step. Idempotent."""
-        self._streams.end(request_id, lambda: self._commands.put((self.engine.abort, (request_id,))))
+        self._streams.end(
+            request_id, lambda: self._commands.put((self.engine.abort, (request_id,)))
+        )
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -150,12 +156,16 @@ class EngineLoop:
 
         Idempotent. A thread that is stuck in the device is left behind: nothing can end it.
         """
-        self._streams.close(BackendUnavailableError("the server is stopping; send the request elsewhere"))
+        self._streams.close(
+            BackendUnavailableError("the server is stopping; send the request elsewhere")
+        )
         self._streams.wait_until_empty(drain_s)
         self._closing.set()
         self._commands.put((self.engine.abort_all, ()))
         self._commands.put(None)
-        self._messages.put(RequestAbortedError("the server stopped before this request was finished"))
+        self._messages.put(
+            RequestAbortedError("the server stopped before this request was finished")
+        )
         self._messages.put(None)
         current = threading.current_thread()
         for thread in self._threads:
@@ -167,7 +177,9 @@ class EngineLoop:
         with self._mailboxes_lock:
             mailbox = self._mailboxes.get(loop)
             if mailbox is None:
-                self._mailboxes = {known: box for known, box in self._mailboxes.items() if not known.is_closed()}
+                self._mailboxes = {
+                    known: box for known, box in self._mailboxes.items() if not known.is_closed()
+                }
                 mailbox = self._mailboxes[loop] = LoopMailbox(loop)
             return mailbox
 
@@ -178,7 +190,11 @@ class EngineLoop:
             self._step_until_closed()
         except Exception as error:
             logger.exception("engine_failed")
-            self._die(BackendUnavailableError(f"the engine failed ({type(error).__name__}: {error}); restart it"))
+            self._die(
+                BackendUnavailableError(
+                    f"the engine failed ({type(error).__name__}: {error}); restart it"
+                )
+            )
 
     def _step_until_closed(self) -> None:
         engine, commands = self.engine, self._commands
@@ -190,9 +206,13 @@ class EngineLoop:
                 function, arguments = command
                 outputs = function(*arguments)
                 if outputs:
-                    self._messages.put(_Stepped(outputs, None, engine.num_running, engine.num_waiting))
+                    self._messages.put(
+                        _Stepped(outputs, None, engine.num_running, engine.num_waiting)
+                    )
             outputs = engine.step()
-            self._messages.put(_Stepped(outputs, engine.last_step, engine.num_running, engine.num_waiting))
+            self._messages.put(
+                _Stepped(outputs, engine.last_step, engine.num_running, engine.num_waiting)
+            )
             if engine.dead is not None:
                 self._die(engine.dead)
 
@@ -212,8 +232,10 @@ class EngineLoop:
         by_outlet: dict[Outlet, list[Delta]] = defaultdict(list)
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
-            delta = None if stream is None else self._next_delta(stream, output)
-            if stream is not None and delta is not None:
+            if stream is None or stream.request is not output.request:
+                continue  # given up; its id may be in use again
+            delta = self._next_delta(stream, output)
+            if delta is not None:
                 by_outlet[stream.outlet].append(delta)
         for outlet, deltas in by_outlet.items():
             self._hand_over(outlet, deltas)
@@ -227,7 +249,9 @@ class EngineLoop:
             delta = stream.text.feed(output)
         except Exception as error:
             logger.exception("text_failed request_id=%s", request_id)
-            delta = stream.failed(ServingError(f"the text of this request cannot be made ({type(error).__name__})"))
+            delta = stream.failed(
+                ServingError(f"the text of this request cannot be made ({type(error).__name__})")
+            )
         if delta is None:
             return None
         stream.last_token_s = time.monotonic()
@@ -238,7 +262,9 @@ class EngineLoop:
         reason, num_tokens = delta.finish_reason, delta.num_generated_tokens
         end = (self.engine.finish, (request_id, reason, num_tokens))
         engine_knows = output.finish_reason is not None
-        if not self._streams.end(request_id, None if engine_knows else lambda: self._commands.put(end)):
+        if not self._streams.end(
+            request_id, None if engine_knows else lambda: self._commands.put(end)
+        ):
             return None
         if self._observer is not None:
             self._observer.ended(stream, delta)
@@ -263,7 +289,10 @@ class EngineLoop:
     # Watchdog thread
 
     def _watch(self) -> None:
-        while not self._closing.wait(min(WATCHDOG_PERIOD_S, self._step_timeout_s / 4)) and not self._dead.is_set():
+        while (
+            not self._closing.wait(min(WATCHDOG_PERIOD_S, self._step_timeout_s / 4))
+            and not self._dead.is_set()
+        ):
             call = self.engine.device_call
             if call is not None:
                 limit_s = self._step_timeout_s * (FIRST_CALL_FACTOR if call.first else 1)

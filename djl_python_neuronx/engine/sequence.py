@@ -33,7 +33,9 @@ class Sequence:
         """Prompt tokens that the backend already held when the slot was acquired."""
         self.seed = seed
         self.arrived_s = time.monotonic()
-        self.stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_ids
+        self.stop_ids = (
+            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_ids
+        )
         fits = max_model_len - len(request.prompt_ids)
         wanted = request.max_new_tokens
         self.max_new_tokens = fits if wanted is None else min(wanted, fits)

@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 from djl_python_neuronx.engine.outlets import Outlet
 from djl_python_neuronx.engine.text import Delta, TextStream
-from djl_python_neuronx.errors import BackendUnavailableError, QueueFullError, RequestError, ServingError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    QueueFullError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 

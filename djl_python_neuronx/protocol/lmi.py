@@ -54,7 +54,11 @@ class LmiProtocol:
         for name in payload:
             if name not in _FIELDS:
                 known = [*_FIELDS, *_PARAMETERS]
-                where = ' (it belongs into "parameters")' if name in _PARAMETERS else did_you_mean(name, known)
+                where = (
+                    ' (it belongs into "parameters")'
+                    if name in _PARAMETERS
+                    else did_you_mean(name, known)
+                )
                 msg = f"unknown field {name!r} beside inputs{where}; expected inputs, parameters, stream"
                 raise UnsupportedParameterError(msg)
         inputs = payload["inputs"]
@@ -69,14 +73,20 @@ class LmiProtocol:
             msg = f"parameters is {_kind(parameters)}; expected an object"
             raise RequestError(msg)
         given = _Parameters(parameters or {})
-        stream = _boolean("stream", payload["stream"]) if payload.get("stream") is not None else given.flag("stream")
+        stream = (
+            _boolean("stream", payload["stream"])
+            if payload.get("stream") is not None
+            else given.flag("stream")
+        )
         details = given.flag("details")
         output = _output_format(stream, context)
         request = GenerationRequest(
             request_id=context.request_id,
             prompt_ids=context.tokenizer.encode(inputs),
             sampling=given.sampling(),
-            max_new_tokens=given.integer("max_new_tokens", at_least=1, default=DEFAULT_MAX_NEW_TOKENS),
+            max_new_tokens=given.integer(
+                "max_new_tokens", at_least=1, default=DEFAULT_MAX_NEW_TOKENS
+            ),
             stop_token_ids=given.stop_token_ids(),
             stop_strings=given.stop_strings(),
             ignore_eos=given.flag("ignore_eos"),
@@ -88,7 +98,9 @@ class LmiProtocol:
         if output == "json":
             formatter = JsonFormatter(inputs, details=details, full_text=full_text)
         else:
-            formatter = LinesFormatter(inputs, details=details, full_text=full_text, sse=output == "sse")
+            formatter = LinesFormatter(
+                inputs, details=details, full_text=full_text, sse=output == "sse"
+            )
         return ParsedRequest(request, formatter, stream=output != "json")
 
 
@@ -123,7 +135,9 @@ class _Parameters:
         for name in ("stop", "stop_sequences"):
             value = self._values.get(name, [])
             strings = [value] if isinstance(value, str) else value
-            if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
+            if not isinstance(strings, list) or not all(
+                isinstance(string, str) and string for string in strings
+            ):
                 raise _invalid(name, value, "a list of non-empty strings")
             found += strings
         return tuple(dict.fromkeys(found))
@@ -131,7 +145,10 @@ class _Parameters:
     def stop_token_ids(self) -> frozenset[int]:
         value = self._values.get("stop_token_ids", [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        if not all(
+            isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
+            for token_id in ids
+        ):
             raise _invalid("stop_token_ids", value, "a list of token ids")
         return frozenset(ids)
 
@@ -140,7 +157,9 @@ class _Parameters:
 
         Temperature 0 is greedy in any case. Penalties work in both.
         """
-        values = {name: self._values[name] for name in SamplingParams.WIRE_NAMES if name in self._values}
+        values = {
+            name: self._values[name] for name in SamplingParams.WIRE_NAMES if name in self._values
+        }
         if "do_sample" in self._values:
             samples = self.flag("do_sample")
         else:
@@ -196,10 +215,16 @@ class LinesFormatter:
         """See `Formatter`."""
         self._answer.add(delta)
         if not delta.finished:
-            return b"".join([self._frame(orjson.dumps({"token": _token(token)})) for token in delta.tokens])
+            return b"".join(
+                [self._frame(orjson.dumps({"token": _token(token)})) for token in delta.tokens]
+            )
         last = self._answer.summary(delta, tokens=False)
         if delta.error is not None:
-            last |= {"code": delta.error.status, "error": str(delta.error), "type": delta.error.code}
+            last |= {
+                "code": delta.error.status,
+                "error": str(delta.error),
+                "type": delta.error.code,
+            }
         lines = [{"token": _token(token)} for token in delta.tokens] or [{}]
         lines[-1] |= last
         return b"".join([self._frame(orjson.dumps(line)) for line in lines])
@@ -208,7 +233,9 @@ class LinesFormatter:
 class _Answer:
     """The text so far, and the tokens if details are wanted."""
 
-    def __init__(self, inputs: str, *, details: bool, full_text: bool, keep_tokens: bool = True) -> None:
+    def __init__(
+        self, inputs: str, *, details: bool, full_text: bool, keep_tokens: bool = True
+    ) -> None:
         self._inputs = inputs
         self._details = details
         self._texts = [inputs] if full_text else []
@@ -258,7 +285,10 @@ def _event(data: bytes) -> bytes:
 
 
 def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
+    return any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+        for allowed in neutral
+    )
 
 
 def _boolean(name: str, value: object) -> bool:
@@ -274,5 +304,11 @@ def _invalid(name: str, value: object, expected: str) -> UnsupportedParameterErr
 
 def _kind(value: object) -> str:
     """What a value is, without showing it: it may be a part of a prompt."""
-    names = {list: "a list", str: "a string", dict: "an object", bool: "a boolean", type(None): "null"}
+    names = {
+        list: "a list",
+        str: "a string",
+        dict: "an object",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

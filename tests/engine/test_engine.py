@@ -28,7 +28,9 @@ from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 EOS = frozenset(TOY_SPEC.eos_ids)
 
 
-def request(name: str, prompt: list[int], max_new_tokens: int | None = 5, **fields: object) -> GenerationRequest:
+def request(
+    name: str, prompt: list[int], max_new_tokens: int | None = 5, **fields: object
+) -> GenerationRequest:
     return GenerationRequest(name, prompt, max_new_tokens=max_new_tokens, **fields)  # type: ignore[arg-type]
 
 
@@ -59,15 +61,22 @@ def assert_clean(engine: Engine, backend: ToyBackend) -> None:
 @given(data=st.data())
 def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, 6), "slots")
-    spec = replace(TOY_SPEC, num_slots=num_slots, max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"))
+    spec = replace(
+        TOY_SPEC,
+        num_slots=num_slots,
+        max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"),
+    )
     backend = ToyBackend(spec)
     engine = Engine(backend, decode_interleave=data.draw(st.integers(1, 3), "interleave"))
     prompts = data.draw(
-        st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=64), min_size=1, max_size=12), "prompts"
+        st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=64), min_size=1, max_size=12),
+        "prompts",
     )
     lengths = [data.draw(st.integers(1, 40), "new tokens") for _ in prompts]
     arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in prompts]
-    given_up = data.draw(st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up")
+    given_up = data.draw(
+        st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up"
+    )
     found: dict[str, list[TokenOutput]] = defaultdict(list)
     for turn in range(2000):
         for i, arrival in enumerate(arrivals):
@@ -256,7 +265,9 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
 def test_no_seed_differs_between_requests() -> None:
     engine = Engine(ToyBackend())
     for name in "ab":
-        engine.add(request(name, [5, 6, 7], 20, sampling=SamplingParams(temperature=5.0), ignore_eos=True))
+        engine.add(
+            request(name, [5, 6, 7], 20, sampling=SamplingParams(temperature=5.0), ignore_eos=True)
+        )
     found = run(engine)
     assert tokens(found["a"]) != tokens(found["b"])
 
@@ -307,7 +318,10 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
     engine = Engine(backend)
     engine.add(request("a", [5, 6], 9, ignore_eos=True))
     assert tokens(run(engine)["a"]) == expected([5, 6], 9)
-    for sampling in (SamplingParams(repetition_penalty=1.2), SamplingParams(temperature=1.0, seed=3)):
+    for sampling in (
+        SamplingParams(repetition_penalty=1.2),
+        SamplingParams(temperature=1.0, seed=3),
+    ):
         with pytest.raises(UnsupportedParameterError, match="samples on the device"):
             engine.check(request("b", [5, 6], sampling=sampling))
     with pytest.raises(UnsupportedParameterError, match="log-probabilities"):

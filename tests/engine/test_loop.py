@@ -46,8 +46,12 @@ def running(backend: ToyBackend, **settings: Any) -> Iterator[EngineLoop]:
         loop.close()
 
 
-def request(name: str, prompt: list[int], max_new_tokens: int = 5, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(name, prompt, max_new_tokens=max_new_tokens, **{"ignore_eos": True, **fields})
+def request(
+    name: str, prompt: list[int], max_new_tokens: int = 5, **fields: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        name, prompt, max_new_tokens=max_new_tokens, **{"ignore_eos": True, **fields}
+    )
 
 
 def collect(inbox: Inbox, *names: str) -> dict[str, list[Delta]]:
@@ -218,7 +222,9 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
         with pytest.raises(BackendUnavailableError):
             loop.submit(request("late", [5, 6]), inbox)
         backend.resume.set()
-        wait_until(lambda: not any(t.name == "djl-neuronx-engine" and t.is_alive() for t in loop._threads))
+        wait_until(
+            lambda: not any(t.name == "djl-neuronx-engine" and t.is_alive() for t in loop._threads)
+        )
         assert inbox.drain(0.0) == []
 
 
@@ -295,7 +301,9 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
     backend = ToyBackend(step_s=0.001)
     pick = random.Random(5)
 
-    async def one(loop: EngineLoop, name: str, prompt: list[int], num_tokens: int, give_up: bool) -> str | None:
+    async def one(
+        loop: EngineLoop, name: str, prompt: list[int], num_tokens: int, give_up: bool
+    ) -> str | None:
         generation = loop.generate(request(name, prompt, num_tokens))
         deltas = []
         try:
@@ -308,7 +316,9 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
         return text(deltas)
 
     async def many(loop: EngineLoop) -> None:
-        prompts = [[pick.randrange(3, 300) for _ in range(pick.randrange(1, 30))] for _ in range(60)]
+        prompts = [
+            [pick.randrange(3, 300) for _ in range(pick.randrange(1, 30))] for _ in range(60)
+        ]
         sizes = [pick.randrange(3, 30) for _ in prompts]
         answers = await asyncio.gather(
             *(one(loop, str(i), prompts[i], sizes[i], i % 3 == 0) for i in range(len(prompts)))

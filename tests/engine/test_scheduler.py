@@ -51,7 +51,9 @@ def test_running_streams_get_their_decodes_between_prefills(interleave: int) -> 
     scheduler = Scheduler(replace(TOY_SPEC, num_slots=16), decode_interleave=interleave)
     for i in range(6):
         scheduler.add(sequence(str(i), 4))
-    kinds = "".join("P" if isinstance(scheduler.schedule(), ScheduledPrefill) else "d" for _ in range(20))
+    kinds = "".join(
+        "P" if isinstance(scheduler.schedule(), ScheduledPrefill) else "d" for _ in range(20)
+    )
     assert kinds.startswith(("P" + "d" * interleave) * 3)
 
 

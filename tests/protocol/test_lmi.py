@@ -28,9 +28,13 @@ def with_parameters(**parameters: Any) -> ParsedRequest:
 
 def deltas(finish: FinishReason = FinishReason.LENGTH) -> list[Delta]:
     return [
-        Delta("r", "one", (Token(7, "one", -0.5, False),), num_prompt_tokens=2, num_generated_tokens=1),
+        Delta(
+            "r", "one", (Token(7, "one", -0.5, False),), num_prompt_tokens=2, num_generated_tokens=1
+        ),
         Delta("r", "", (Token(8, "", -0.25, False),), num_prompt_tokens=2, num_generated_tokens=2),
-        Delta("r", " é", (Token(9, " é", -1.0, False), Token(2, "", -2.0, True)), finish, None, 2, 4),
+        Delta(
+            "r", " é", (Token(9, " é", -1.0, False), Token(2, "", -2.0, True)), finish, None, 2, 4
+        ),
     ]
 
 
@@ -40,7 +44,11 @@ def test_defaults() -> None:
     assert request.prompt_ids == [1, 5, 6]
     assert request.sampling.temperature == 0
     assert request.max_new_tokens == 30
-    assert (request.stop_strings, request.stop_token_ids, request.ignore_eos) == ((), frozenset(), False)
+    assert (request.stop_strings, request.stop_token_ids, request.ignore_eos) == (
+        (),
+        frozenset(),
+        False,
+    )
     assert not parsed.stream
     assert parsed.formatter.content_type == "application/json"
 
@@ -83,7 +91,12 @@ def test_every_parameter_arrives() -> None:
         details=True,
     ).request
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.5,
+        7,
+        0.9,
+        0.1,
+    )
     assert (sampling.repetition_penalty, sampling.seed) == (1.2, 11)
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
@@ -158,7 +171,15 @@ def test_bad_parameters(parameters: dict[str, Any], says: str) -> None:
 
 
 def test_values_that_change_nothing_are_accepted() -> None:
-    with_parameters(n=1, best_of=1, frequency_penalty=0.0, presence_penalty=0, top_n_tokens=0, typical_p=1.0, watermark=False)
+    with_parameters(
+        n=1,
+        best_of=1,
+        frequency_penalty=0.0,
+        presence_penalty=0,
+        top_n_tokens=0,
+        typical_p=1.0,
+        watermark=False,
+    )
     with pytest.raises(UnsupportedParameterError):
         with_parameters(n=True)
 
@@ -171,11 +192,28 @@ def test_a_text_never_enters_a_message() -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
         max_leaves=5,
     ),
-    st.sampled_from(["inputs", "parameters", "stream", "temperature", "stop", "seed", "max_new_tokens", "details"]),
+    st.sampled_from(
+        [
+            "inputs",
+            "parameters",
+            "stream",
+            "temperature",
+            "stop",
+            "seed",
+            "max_new_tokens",
+            "details",
+        ]
+    ),
 )
 def test_any_json_is_a_request_or_a_request_error(value: Any, name: str) -> None:
     payload: dict[str, Any] = {"inputs": "x", "parameters": {}}
@@ -191,7 +229,11 @@ def feed(parsed: ParsedRequest, parts: list[Delta]) -> list[bytes]:
 
 
 def test_json_answers_at_the_end() -> None:
-    assert feed(parse({"inputs": "<5>"}), deltas()) == [b"", b"", '{"generated_text":"one é"}'.encode()]
+    assert feed(parse({"inputs": "<5>"}), deltas()) == [
+        b"",
+        b"",
+        '{"generated_text":"one é"}'.encode(),
+    ]
 
 
 def test_json_with_details_and_full_text() -> None:
@@ -243,8 +285,12 @@ def test_jsonlines_details_come_last_without_tokens() -> None:
         (True, "json", "", "application/json"),
     ],
 )
-def test_who_chooses_the_format(stream: bool, option: str | None, accept: str, content_type: str) -> None:
-    parsed = parse({"inputs": "<5>", "stream": stream}, output_formatter=option, headers={"accept": accept})
+def test_who_chooses_the_format(
+    stream: bool, option: str | None, accept: str, content_type: str
+) -> None:
+    parsed = parse(
+        {"inputs": "<5>", "stream": stream}, output_formatter=option, headers={"accept": accept}
+    )
     assert parsed.formatter.content_type == content_type
     assert parsed.stream == (content_type != "application/json")
 
@@ -264,5 +310,9 @@ def test_an_error_is_told_in_the_formats_own_shape() -> None:
     first = deltas()[0]
     lines = b"".join(feed(streaming, [first, failed])).splitlines()
     last = json.loads(lines[-1])
-    assert (last["code"], last["error"], last["generated_text"]) == (424, "the device failed", "one")
+    assert (last["code"], last["error"], last["generated_text"]) == (
+        424,
+        "the device failed",
+        "one",
+    )
     assert last["details"]["finish_reason"] == "error"

@@ -1,0 +1,133 @@
+"""Which backend loads the model: what is installed, what is asked for, what the machine is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from types import MappingProxyType
+from typing import Literal
+
+from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import BackendUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SETUP_GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/"
+_INSTALL = (
+    f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE}), or start from AWS's image "
+    "public.ecr.aws/neuron/pytorch-inference-neuronx, the base of this project's container"
+)
+
+# Source: the wheels on PyPI (transformers-neuronx 0.1, torch-neuronx 1.0, neuronx-cc 1.0.post1,
+# neuronx-distributed-inference 0.1.0): each one's description is a line with these words and all it does is raise.
+_PLACEHOLDER_WORDS = "WRONG PACKAGE"
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "neuronx-distributed-inference": "neuronx_distributed_inference",
+        "transformers-neuronx": "transformers_neuronx",
+        "torch-neuronx": "torch_neuronx",
+        "neuronx-cc": "neuronxcc",
+    }
+)
+NEURON_LOADERS: Mapping[str, str] = MappingProxyType(
+    {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
+)
+"""Neuron loader to the package it needs, the preferred one first."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A Neuron package as it is installed here."""
+
+    name: str
+    version: str | None
+    """None: missing, or importable without being installed as a package."""
+    state: Literal["installed", "placeholder", "missing"]
+
+
+def libraries() -> Mapping[str, Library]:
+    """The Neuron packages by name. Nothing is imported; a placeholder of PyPI is told from the real package."""
+    return MappingProxyType({name: _library(name, module) for name, module in _MODULES.items()})
+
+
+def choose_loader(
+    options: ServingOptions,
+    device: DeviceInfo,
+    installed: Mapping[str, Library],
+    backends: Collection[str],
+    artifact_backend: str | None = None,
+) -> str:
+    """The backend to load with: a name in `backends`, which are those of this version.
+
+    `auto` takes what the artifact was compiled for; else nxdi or tnx where the library and a Neuron device are
+    there; else, without any Neuron device, cpu with one warning. Never cpu by itself on a Neuron instance.
+
+    Raises:
+        BackendUnavailableError: nothing can serve here; the message says what is missing.
+    """
+    wanted = artifact_backend if options.model_loader == "auto" else options.model_loader
+    if wanted is None and device.has_neuron:
+        return _neuron_loader(device, installed, backends)
+    loader = wanted or "cpu"
+    if obstacle := _obstacle(loader, installed, backends):
+        asked = "option.model_loader" if options.model_loader != "auto" else "the model's format"
+        message = f"the loader {loader!r} ({asked}) cannot be used: {obstacle}"
+        raise BackendUnavailableError(message)
+    if wanted is None:
+        logger.warning("loader name=cpu reason='no Neuron device' seen=%r", device.seen)
+    return loader
+
+
+def _neuron_loader(
+    device: DeviceInfo, installed: Mapping[str, Library], backends: Collection[str]
+) -> str:
+    obstacles = {name: _obstacle(name, installed, backends) for name in NEURON_LOADERS}
+    for name, obstacle in obstacles.items():
+        if obstacle is None:
+            return name
+    listed = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+    message = (
+        f"this machine has a Neuron device ({device.seen}) and no loader that can use it. {listed}. "
+        "The CPU is never used in its place unless option.model_loader=cpu asks for it"
+    )
+    raise BackendUnavailableError(message)
+
+
+def _obstacle(
+    loader: str, installed: Mapping[str, Library], backends: Collection[str]
+) -> str | None:
+    """Why a loader cannot be used here, with what to do; None if it can."""
+    if needed := NEURON_LOADERS.get(loader):
+        fakes = [library.name for library in installed.values() if library.state == "placeholder"]
+        # Both loaders stand on torch-neuronx and neuronx-cc; only the other loader's own package does not matter.
+        fakes = [name for name in fakes if name == needed or name not in NEURON_LOADERS.values()]
+        if fakes:
+            return f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {_INSTALL}"
+        if installed[needed].state == "missing":
+            return f"{needed} is not installed. {_INSTALL}"
+    if loader not in backends:
+        names = ", ".join(sorted(backends)) or "none"
+        return f"this version of djl_python_neuronx has no {loader} backend; it has: {names}"
+    return None
+
+
+def _library(name: str, module: str) -> Library:
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return Library(name, None, "installed" if _importable(module) else "missing")
+    described = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    fake = _PLACEHOLDER_WORDS in described
+    return Library(name, distribution.version, "placeholder" if fake else "installed")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return module in sys.modules or util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

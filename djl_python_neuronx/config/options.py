@@ -1,0 +1,272 @@
+"""Every option of `serving.properties`: one annotated field is one option.
+
+The text below a field is its documentation (docs/options.md is made from it). Its name, aliases and environment
+names, its check and its place in `Resolved.explain` all follow from the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+_COUNT = "a whole number of at least 1"
+_SECONDS = "seconds, a number above 0"
+_BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option is beside its type and default."""
+
+    allowed: str = ""
+    """The values that are allowed, in words; empty where the type says it (a Literal, a bool)."""
+    aliases: tuple[str, ...] = ()
+    """Other names that users know it by."""
+    env: tuple[str, ...] = ()
+    """Environment variables that stand in for it when nothing else sets it, the first one first."""
+    to: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Loader name to the library's own name, for options that are handed through."""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """An option that users legitimately write and that does nothing here; `reason` says why."""
+
+    reason: str
+
+
+def _long_dtype(value: object) -> object:
+    return _DTYPES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        # Blanks go here: pydantic 2.6 does not take " 512" for a number.
+        parts = value.strip().removeprefix("[").removesuffix("]").split(",")
+        return [part.strip() for part in parts]
+    return [value] if isinstance(value, int) else value
+
+
+def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(lengths)))
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+Buckets = Annotated[
+    tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)
+]
+
+
+class ServingOptions(BaseModel):
+    """All options, validated one by one; `conflicts` tells what does not go together.
+
+    None means that the value follows from the model and the machine: `resolve.complete` fills it in.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model_id: Annotated[
+        str | None, Option(allowed="a folder or a Hugging Face model id", env=("HF_MODEL_ID",))
+    ] = None
+    """The model: a local folder or a Hugging Face model id. By default the model lies in the
+    model folder itself."""
+    model_dir: Annotated[Path | None, Option(allowed="a folder")] = None
+    """The folder that holds `serving.properties`. Set by whoever starts the model, not in the file."""
+    revision: Annotated[
+        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",))
+    ] = None
+    """Version of a Hugging Face model id."""
+    trust_remote_code: Annotated[bool, Option()] = False
+    """Run Python code that comes with the model. Only for models whose code was read."""
+    model_name: Annotated[
+        str, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
+    ] = "model"
+    """Name under which the embedded server offers the model: `/predictions/<name>`."""
+
+    model_loader: Annotated[Literal["auto", "cpu", "tnx", "nxdi"], Option()] = "auto"
+    """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
+    machine without any Neuron device, `cpu`."""
+    tensor_parallel_degree: Annotated[
+        Count | Literal["max"] | None,
+        Option(
+            allowed=f'{_COUNT}, or "max"',
+            env=("TENSOR_PARALLEL_DEGREE",),
+            to={"tnx": "tp_degree", "nxdi": "tp_degree"},
+        ),
+    ] = None
+    """NeuronCores that share the model. `max` and the default take all of them. The cpu loader uses
+    none: a file written for Inferentia can be tried on a CPU as it is."""
+    dtype: Annotated[
+        Dtype,
+        Option(
+            allowed="auto, fp32 or float32, fp16 or float16, bf16 or bfloat16",
+            to={"tnx": "amp", "nxdi": "torch_dtype"},
+        ),
+    ] = "auto"
+    """Type of weights and activations. `auto` keeps the checkpoint's own, except that float16 becomes float32 on a
+    CPU, which computes float16 slowly and loses accuracy."""
+    n_positions: Annotated[
+        Count | None,
+        Option(
+            allowed=_COUNT,
+            aliases=("max_model_len",),
+            to={"tnx": "n_positions", "nxdi": "seq_len"},
+        ),
+    ] = None
+    """Tokens that a sequence can have, prompt and output together. The default is what the model was trained for, at
+    most 4096; on a CPU at most 2048, and halved until the cache of all slots fits into half of the memory."""
+    context_length_estimate: Annotated[
+        Buckets | None,
+        Option(
+            allowed=_BUCKETS,
+            env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
+            to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
+        ),
+    ] = None
+    """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
+    longest prompt. The default is powers of two from 128 up to `n_positions`."""
+
+    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Option()] = "auto"
+    """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
+    at each step. `disable`: one request (or `batch_size`) at a time. DJL turns `auto` into `disable`."""
+    async_mode: Annotated[bool, Option()] = False
+    """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
+    max_rolling_batch_size: Annotated[
+        Count | None,
+        Option(allowed=_COUNT, to={"tnx": "batch_size", "nxdi": "batch_size"}),
+    ] = None
+    """Sequences that are generated at once: the slots of the cache. The default is 32, DJL Serving's own."""
+    batch_size: Annotated[Count, Option(allowed=_COUNT)] = 1
+    """Requests that DJL Serving collects before a call when `rolling_batch` is off."""
+    max_waiting: Annotated[Count, Option(allowed=_COUNT)] = 1000
+    """Requests that may wait for a slot; one more gets 503. 1000 is the length of DJL Serving's own queue."""
+    decode_interleave: Annotated[Count, Option(allowed=_COUNT)] = 1
+    """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
+    smoother and new requests wait longer."""
+
+    output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Option()] = None
+    """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
+    predict_timeout: Annotated[Seconds, Option(allowed=_SECONDS, env=("PREDICT_TIMEOUT",))] = 120.0
+    """Most time that a request waits for a slot and that a step on the device takes."""
+    model_loading_timeout: Annotated[
+        Seconds, Option(allowed=_SECONDS, env=("MODEL_LOADING_TIMEOUT",))
+    ] = 240.0
+    """Most time that DJL Serving gives the model to load; compiling on first use needs much more than the default."""
+    skip_warmup: Annotated[bool, Option()] = False
+    """Answer before every graph has run once; the first request of each length is then slower."""
+    cpu_threads: Annotated[Count | None, Option(allowed=_COUNT)] = None
+    """Threads that the cpu loader computes with. The default is the CPUs that the process may use."""
+
+
+_DJL = Ignored("DJL Serving reads it itself")
+_GRAPH = Ignored("it tunes a Neuron graph, and this version compiles none")
+_GPU = Ignored("GPU only")
+
+IGNORED: Mapping[str, Ignored] = MappingProxyType(
+    {
+        **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
+        **dict.fromkeys(("parallel_loading", "enable_venv"), _DJL),
+        "mpi_mode": Ignored("one process drives all NeuronCores of a model"),
+        "task": Ignored("only text generation is served"),
+        "low_cpu_mem_usage": Ignored("weights are always read through a memory map"),
+        "rolling_batch_strategy": Ignored("batching is always continuous"),
+        **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
+        **dict.fromkeys(("neuron_optimize_level", "unroll", "compilation_worker_count"), _GRAPH),
+        **dict.fromkeys(
+            ("enable_mixed_precision_accumulation", "enable_saturate_infinity"), _GRAPH
+        ),
+        **dict.fromkeys(("fuse_qkv", "fuse_mlp", "fused_rmsnorm_qkv", "qkv_tiling"), _GRAPH),
+        **dict.fromkeys(("weight_tiling", "mlp_out_weight_transpose"), _GRAPH),
+        **dict.fromkeys(("attention_layout", "collectives_layout", "cache_layout"), _GRAPH),
+        **dict.fromkeys(("all_reduce_dtype", "cast_logits_dtype", "group_query_attention"), _GRAPH),
+        **dict.fromkeys(("sequence_parallel", "sequence_parallel_norm_threshold"), _GRAPH),
+        **dict.fromkeys(("shard_over_sequence", "neuron_cc_pipeline_factor"), _GRAPH),
+        **dict.fromkeys(("on_device_embedding", "on_device_generation"), _GRAPH),
+    }
+)
+"""Options of DJL Serving and of the old engine that do nothing here, by name."""
+
+
+def option(name: str) -> Option:
+    """The marker of a field."""
+    metadata = ServingOptions.model_fields[name].metadata
+    return next(entry for entry in metadata if isinstance(entry, Option))
+
+
+def allowed_values(name: str) -> str:
+    """The values that an option takes, in words: ``auto, cpu, tnx or nxdi``."""
+    if words := option(name).allowed:
+        return words
+    annotation: Any = ServingOptions.model_fields[name].annotation
+    if annotation is bool:
+        return "true or false"
+    branches = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    *most, last = [
+        value for branch in branches if branch is not NoneType for value in get_args(branch)
+    ]
+    return f"{', '.join(most)} or {last}"
+
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {known: name for name in ServingOptions.model_fields for known in (name, *option(name).aliases)}
+)
+"""Every name that an option can be written with, aliases included, to the field's name."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Options that do not go together; `problem` completes a sentence that lists them with their values."""
+
+    names: tuple[str, ...]
+    problem: str
+
+
+def _one_batching(options: ServingOptions) -> Conflict | None:
+    if options.batch_size > 1 and options.rolling_batch in {"tnx", "vllm"}:
+        problem = "batch_size is for rolling_batch=disable; set only one of them"
+        return Conflict(("batch_size", "rolling_batch"), problem)
+    return None
+
+
+def _one_route(options: ServingOptions) -> Conflict | None:
+    if options.async_mode and options.rolling_batch in {"tnx", "vllm"}:
+        problem = "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
+        return Conflict(("async_mode", "rolling_batch"), problem)
+    return None
+
+
+def _prompts_fit(options: ServingOptions) -> Conflict | None:
+    buckets, limit = options.context_length_estimate, options.n_positions
+    if buckets and limit and buckets[-1] > limit:
+        problem = f"a prompt of {buckets[-1]} tokens would not fit; lower it or raise n_positions"
+        return Conflict(("context_length_estimate", "n_positions"), problem)
+    return None
+
+
+def _some_model(options: ServingOptions) -> Conflict | None:
+    if options.model_id is None and options.model_dir is None:
+        problem = "there is no model to serve; give a model folder or set option.model_id"
+        return Conflict(("model_id", "model_dir"), problem)
+    return None
+
+
+_RULES: tuple[Callable[[ServingOptions], Conflict | None], ...] = (
+    _some_model,
+    _one_batching,
+    _one_route,
+    _prompts_fit,
+)
+
+
+def conflicts(options: ServingOptions) -> Iterator[Conflict]:
+    """Every rule across options that is broken."""
+    return (found for rule in _RULES if (found := rule(options)))

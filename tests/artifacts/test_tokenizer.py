@@ -1,0 +1,283 @@
+"""Our tokenizers against the library's own: the text of ids, BOS, chat templates, threads, missing files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    RequestError,
+    UnsupportedParameterError,
+)
+from tests.artifacts import tokenizer_folders as folders
+
+MADE = {
+    "byte_level": folders.byte_level(),
+    "llama": folders.sentencepiece(),
+    "metaspace": folders.sentencepiece(metaspace=True),
+    "wordpiece": folders.wordpiece(),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        name: load_tokenizer(
+            folders.write(
+                root / name,
+                made,
+                chat_template=folders.CHAT_TEMPLATE,
+                clean_up_tokenization_spaces=True,
+                **folders.special_tokens(made),
+            )
+        )
+        for name, made in MADE.items()
+    }
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_encode_gives_the_librarys_ids(loaded, name):
+    for text in ["", "x", " two  spaces ", *folders.CORPUS[:3]]:
+        assert loaded[name].encode(text) == MADE[name].encode(text).ids
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_prompt_that_begins_with_bos_gets_no_second(loaded, name):
+    bos = MADE[name].token_to_id("<s>")
+    ids = loaded[name].encode("<s>The quick fox")
+    assert ids == MADE[name].encode("<s>The quick fox", add_special_tokens=False).ids
+    assert ids.count(bos) == 1
+    # What was written twice on purpose stays: only the tokenizer's own is dropped.
+    assert loaded[name].encode("<s><s>The").count(bos) == 2
+
+
+def test_a_bos_that_the_tokenizer_does_not_add_is_kept(tmp_path):
+    made = folders.byte_level()
+    described = json.loads(made.to_str())
+    described["post_processor"] = None
+    bare = type(made).from_str(json.dumps(described))
+    tokenizer = load_tokenizer(folders.write(tmp_path, bare, bos_token="<s>", eos_token="<s>"))
+    bos = made.token_to_id("<s>")
+    assert bos not in tokenizer.encode("The")
+    assert tokenizer.encode("<s><s>The")[:2] == [bos, bos]
+
+
+def test_a_chat_goes_through_the_template_with_one_bos(loaded):
+    ids = loaded["llama"].encode_chat([{"role": "user", "content": "The fox"}])
+    expected = (
+        MADE["llama"]
+        .encode("<s><|turn|>user: The fox<|turn|>assistant:", add_special_tokens=False)
+        .ids
+    )
+    assert ids == expected
+    assert ids.count(MADE["llama"].token_to_id("<s>")) == 1
+
+
+def test_without_a_template_messages_are_refused(tmp_path):
+    tokenizer = load_tokenizer(folders.write(tmp_path, MADE["llama"]))
+    with pytest.raises(
+        UnsupportedParameterError, match=r"no chat template.*tokenizer_config\.json"
+    ):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_in_a_file_of_its_own_is_used(tmp_path, loaded):
+    folder = folders.write(tmp_path, MADE["llama"], **folders.special_tokens(MADE["llama"]))
+    (folder / "chat_template.jinja").write_text(folders.CHAT_TEMPLATE, encoding="utf-8")
+    messages = [{"role": "user", "content": "The fox"}]
+    assert load_tokenizer(folder).encode_chat(messages) == loaded["llama"].encode_chat(messages)
+
+
+def test_the_templates_own_refusal_is_told_but_no_content(loaded):
+    with pytest.raises(RequestError, match="System role is not supported"):
+        loaded["llama"].encode_chat([{"role": "system", "content": "secret"}])
+    with pytest.raises(RequestError, match="refuses these messages") as caught:
+        loaded["llama"].encode_chat([{"role": "user", "content": ["secret"]}])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_text_that_is_not_unicode_is_the_requests_fault(loaded, name):
+    with pytest.raises(RequestError, match="cannot be tokenised") as caught:
+        loaded[name].encode("secret \ud800")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace"])
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_pieces_concatenate_to_the_librarys_text(loaded, name, data):
+    """Any ids whose bytes are valid UTF-8, after a context: the start of a text loses its space in some decoders."""
+    tokenizer, made = loaded[name], MADE[name]
+    words = data.draw(
+        st.lists(st.sampled_from([*folders.CORPUS[0].split(), "你好", "😀", "<think>", "é", "\n"]))
+    )
+    ids = made.encode(" ".join(words), add_special_tokens=False).ids
+    ids += data.draw(
+        st.lists(st.sampled_from([*sorted(tokenizer.special_ids), made.token_to_id("<think>")]))
+    )
+    context = made.encode("a", add_special_tokens=False).ids
+    text = b"".join(tokenizer.pieces[i] for i in context + ids).decode()
+    assert text.removeprefix(" ") == made.decode(context + ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace"])
+def test_every_piece_is_what_its_id_adds_to_a_text(loaded, name):
+    tokenizer, made = loaded[name], MADE[name]
+    anchor = made.encode("a", add_special_tokens=False).ids
+    before = made.decode(anchor)
+    assert len(tokenizer.pieces) == made.get_vocab_size()
+    for token_id, piece in enumerate(tokenizer.pieces):
+        assert made.decode([*anchor, token_id])[len(before) :] == piece.decode(errors="replace")
+
+
+def test_special_ids_have_no_text_and_added_words_do(loaded):
+    made, tokenizer = MADE["byte_level"], loaded["byte_level"]
+    assert tokenizer.special_ids == {made.token_to_id(t) for t in ("<s>", "</s>", "<|turn|>")}
+    assert {tokenizer.pieces[i] for i in tokenizer.special_ids} == {b""}
+    assert tokenizer.pieces[made.token_to_id("答 案")] == "答 案".encode()
+
+
+def test_a_decoder_that_looks_at_neighbours_has_no_pieces(loaded):
+    assert loaded["wordpiece"].pieces is None
+
+
+def test_pieces_that_the_decoder_contradicts_are_given_up(tmp_path):
+    """A Strip that works on each token drops every space: the decoder's parts look right, its text is not the sum."""
+    described = json.loads(MADE["llama"].to_str())
+    described["decoder"]["decoders"] = [
+        step for step in described["decoder"]["decoders"] if step["type"] != "Fuse"
+    ]
+    made = type(MADE["llama"]).from_str(json.dumps(described))
+    assert load_tokenizer(folders.write(tmp_path, made)).pieces is None
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_decode_is_the_librarys_without_cleaning_up(loaded, name):
+    ids = MADE[name].encode("<s>The fox , doesn 't it ?").ids
+    assert loaded[name].decode(ids) == MADE[name].decode(ids)
+
+
+def test_stored_padding_and_truncation_do_not_apply(tmp_path):
+    made = folders.byte_level()
+    made.enable_truncation(4)
+    made.enable_padding(length=64)
+    text = folders.CORPUS[0]
+    assert (
+        load_tokenizer(folders.write(tmp_path, made)).encode(text)
+        == MADE["byte_level"].encode(text).ids
+    )
+
+
+def test_threads_share_a_tokenizer(loaded):
+    texts = [f"{i} {text}" for i, text in enumerate(folders.CORPUS)]
+    expected = [MADE["llama"].encode(text).ids for text in texts]
+    seen: list[list[list[int]]] = []
+
+    def work():
+        seen.append([loaded["llama"].encode(text) for text in texts])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [expected] * 8
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(loaded):
+    """Counts what another thread gets done meanwhile; with the GIL held it would be next to nothing."""
+    started, done = threading.Event(), threading.Event()
+    turns = 0
+
+    def encode():
+        started.set()
+        loaded["byte_level"].encode("jumps over the lazy dog " * 50_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    started.wait()
+    while not done.is_set():
+        done.wait(0.0005)
+        turns += 1
+    thread.join()
+    assert turns > 20
+
+
+def test_a_class_name_of_transformers_5_loads_with_any_version(tmp_path):
+    folder = folders.write(tmp_path, MADE["byte_level"], tokenizer_class="TokenizersBackend")
+    assert load_tokenizer(folder).encode("fox") == MADE["byte_level"].encode("fox").ids
+
+
+@pytest.mark.parametrize("folder", [".", "absent"])
+def test_missing_files_are_named(tmp_path, folder):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(ArtifactNotFoundError, match=r"tokenizer\.json, tokenizer\.model"):
+        load_tokenizer(tmp_path / folder)
+
+
+def test_a_damaged_file_is_an_artifact_error(tmp_path):
+    folder = folders.write(tmp_path, MADE["byte_level"])
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        load_tokenizer(folder)
+
+
+REMOTE_CODE = '''
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    """Ids are letters; `~` is special."""
+    vocab_size = 128
+    def __init__(self, **kwargs):
+        super().__init__(**{**kwargs, "eos_token": "~"})
+    def get_vocab(self):
+        return {chr(i): i for i in range(128)}
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+    def _convert_token_to_id(self, token):
+        return ord(token)
+    def _convert_id_to_token(self, index):
+        return chr(index)
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+    def save_vocabulary(self, *args, **kwargs):
+        return ()
+'''
+
+
+def test_a_tokenizer_with_code_of_its_own_needs_trust(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    (folder / "letters.py").write_text(REMOTE_CODE, encoding="utf-8")
+    (folder / "vocab.txt").touch()
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    config = {
+        "tokenizer_class": "Letters",
+        "auto_map": {"AutoTokenizer": ["letters.Letters", None]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"option\.trust_remote_code=true"):
+        load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=True)
+    assert tokenizer.encode("fox") == [ord(char) for char in "fox"]
+    assert tokenizer.decode([*map(ord, "fox ")]) == "fox "
+    assert tokenizer.pieces is None
+    assert tokenizer.special_ids == {ord("~")}
+
+
+def test_importing_it_does_not_import_transformers():
+    code = "import sys, djl_python_neuronx.artifacts.tokenizer; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,462 @@
+"""The CPU backend against transformers itself: same weights, same tokens, on every architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
+transformers = pytest.importorskip(
+    "transformers", "4.57", reason="the cpu backend needs transformers 4.57 or newer"
+)
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.backends import cpu  # noqa: E402
+from djl_python_neuronx.backends.base import Decode, Float32Array, Prefill, Want  # noqa: E402
+from djl_python_neuronx.backends.cores import count_cores  # noqa: E402
+from djl_python_neuronx.errors import (  # noqa: E402
+    ArtifactError,
+    ArtifactNotFoundError,
+    BackendError,
+    BackendUnavailableError,
+    DeviceMemoryError,
+    IncompatibleOptionsError,
+    StepError,
+)
+from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows  # noqa: E402
+from tests.tiny_models import (  # noqa: E402
+    CONFIGS,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    load_reference,
+    save_tiny_model,
+)
+
+EOS_ID = 1
+LLAMA: Any = transformers.LlamaForCausalLM
+
+
+def plan_for(directory: Path, **changes: Any) -> backends.LoadPlan:
+    plan = backends.LoadPlan(
+        directory, 4, MAX_POSITIONS, (4, 8, 40), (16, 32, MAX_POSITIONS), num_threads=1
+    )
+    return replace(plan, **changes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = save_tiny_model(model_type, tmp_path_factory.mktemp(model_type))
+        return made[model_type]
+
+    return get
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A checkpoint that the test may damage."""
+    return save_tiny_model("llama", tmp_path / "llama")
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [choose.choices(range(2, VOCAB_SIZE), k=length) for length in lengths]
+
+
+def generate(model: Any, prompt: list[int], num_tokens: int) -> Text:
+    """What transformers generates greedily."""
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    text = Text(prompt)
+    for logits in found.logits:
+        text.add(logits[0].numpy())
+    assert text.tokens == found.sequences[0, len(prompt) :].tolist()
+    return text
+
+
+def plain_logits(model: Any, ids: list[int]) -> Float32Array:
+    """float32[len(ids), V] of one forward pass without a cache."""
+    with torch.inference_mode():
+        values: Float32Array = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+    return values
+
+
+@pytest.mark.parametrize("model_type", list(CONFIGS))
+def test_greedy_is_generate(model_type: str, checkpoint: Callable[[str], Path]) -> None:
+    """Prompts of mixed lengths join and leave at random; each slot is used several times."""
+    directory = checkpoint(model_type)
+    reference = load_reference(directory)
+    driver = Driver(backends.load("cpu", plan_for(directory)))
+    choose = random.Random(model_type)
+    waiting = prompts_of(1, 2, 4, 5, 8, 9, 17, 31, 40, 3, 12)
+    done: list[Text] = []
+    while waiting or driver.live:
+        slots = choose.sample(driver.free, min(len(waiting), choose.randint(0, len(driver.free))))
+        if slots:
+            driver.join({slot: waiting.pop() for slot in slots})
+        driver.decode()
+        long = {slot for slot, text in driver.live.items() if len(text.tokens) >= 20}
+        leaving = {slot for slot in driver.live if choose.random() < 0.05} | long
+        done += [driver.leave(slot) for slot in leaving]
+    ties = 0
+    for text in done:
+        wanted = generate(reference, text.prompt, len(text.tokens))
+        if EOS_ID not in wanted.tokens:
+            assert len(wanted.tokens) == len(text.tokens)
+        ties += assert_same(text, wanted)
+    assert ties <= 1
+
+
+@pytest.mark.parametrize("model_type", list(CONFIGS))
+def test_bfloat16_logits_are_those_of_the_model_in_bfloat16(
+    model_type: str, checkpoint: Callable[[str], Path]
+) -> None:
+    directory = checkpoint(model_type)
+    reference = load_reference(directory).to(torch.bfloat16)
+    backend = backends.load("cpu", plan_for(directory, dtype="bfloat16"))
+    prompt = prompts_of(24)[0]
+    wanted = plain_logits(reference, prompt)
+    found = [logits_of(backend, Prefill(make_rows({2: prompt[:16]}, wants=Want.ALL_LOGITS)))[0]]
+    for i in range(16, 24):
+        rows = make_rows({2: prompt[i : i + 1]}, {2: i})
+        found.append(logits_of(backend, Decode(rows))[0])
+    # A median: in a mixture of experts rounding sends a token to another expert now and then.
+    difference = np.median(np.abs(np.concatenate(found) - wanted).max(axis=1))
+    assert difference < 0.1 * wanted.std()
+    assert found[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("model_type", list(CONFIGS))
+def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str], Path]) -> None:
+    """Whole or in chunks, verified or decoded, last column or all: always the plain logits."""
+    directory = checkpoint(model_type)
+    reference = load_reference(directory)
+    backend = backends.load("cpu", plan_for(directory))
+    short, long = prompts_of(5, 23)
+    wanted = {0: plain_logits(reference, short), 3: plain_logits(reference, long)}
+
+    rows = make_rows({0: short, 3: long}, wants=Want.ALL_LOGITS)
+    every = logits_of(backend, Prefill(rows))
+    assert every.shape == (2, 23, VOCAB_SIZE)
+    np.testing.assert_allclose(every[0, :5], wanted[0], atol=1e-4)
+    np.testing.assert_allclose(every[1], wanted[3], atol=1e-4)
+
+    last = logits_of(backend, Prefill(make_rows({0: short, 3: long})))
+    assert last.shape == (2, 1, VOCAB_SIZE)
+    np.testing.assert_allclose(last[0, 0], wanted[0][-1], atol=1e-4)
+    np.testing.assert_allclose(last[1, 0], wanted[3][-1], atol=1e-4)
+
+    nothing = make_rows({0: short[:2], 3: long[:9]}, wants=Want.NOTHING)
+    assert logits_of(backend, Prefill(nothing)).shape == (2, 0, VOCAB_SIZE)
+    chunk = make_rows({0: short[2:], 3: long[9:20]}, {0: 2, 3: 9}, Want.ALL_LOGITS)
+    found = logits_of(backend, Prefill(chunk))
+    np.testing.assert_allclose(found[0, :3], wanted[0][2:], atol=1e-4)
+    np.testing.assert_allclose(found[1], wanted[3][9:20], atol=1e-4)
+
+    # Three drafts verified in one decode; the first try was wrong and is overwritten.
+    for drafts in ([9, 9, 9], long[20:23]):
+        verified = make_rows({3: drafts}, {3: 20}, Want.ALL_LOGITS)
+        found = logits_of(backend, Decode(verified))
+    np.testing.assert_allclose(found[0], wanted[3][20:], atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", list(CONFIGS))
+def test_padding_may_reach_beyond_the_last_position(
+    model_type: str, checkpoint: Callable[[str], Path]
+) -> None:
+    backend = backends.load("cpu", plan_for(checkpoint(model_type)))
+    prompt = prompts_of(MAX_POSITIONS)[0]
+    wanted = plain_logits(load_reference(checkpoint(model_type)), prompt)
+    backend.run(Prefill(make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
+    backend.run(Prefill(make_rows({1: prompt[40:59]}, {1: 40}, Want.NOTHING)))
+    found = logits_of(backend, Prefill(make_rows({1: prompt[59:]}, {1: 59}, Want.ALL_LOGITS)))
+    np.testing.assert_allclose(found[0], wanted[59:], atol=1e-4)
+
+
+def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) -> None:
+    directory = checkpoint("llama")
+    one, two = (
+        Driver(backends.load("cpu", plan_for(directory, num_threads=threads))) for threads in (1, 2)
+    )
+    prompt = prompts_of(30)[0]
+    assert_same(one.alone(prompt, 20), two.alone(prompt, 20))
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (Prefill(make_rows({slot: [5] for slot in range(5)})), "5 rows.* 1 to 4"),
+        (Prefill(make_rows({0: [5] * 41})), "41 tokens.* 40"),
+        (Prefill(make_rows({4: [5]})), r"\[4\].* 0 to 3"),
+        (Decode(make_rows({0: [5]}, {0: 64})), "64.* 0 to 63"),
+        (Decode(make_rows({2: [5]})), r"\[2\].* hold a prompt"),
+        (Decode(make_rows({1: [5]}, {1: 3})), r"\[3\].* \[0\]"),
+        (Decode(make_rows({0: [5]}, {0: 2}, Want.TOKENS)), "TOKENS.*LOGITS"),
+        (Prefill(make_rows({0: [VOCAB_SIZE]})), "Prefill of 1 rows failed"),
+    ],
+)
+def test_refusals_name_value_and_limit(
+    step: Prefill | Decode, named: str, checkpoint: Callable[[str], Path]
+) -> None:
+    backend = backends.load("cpu", plan_for(checkpoint("llama")))
+    backend.run(Prefill(make_rows({0: [5, 6]})))
+    with pytest.raises(StepError, match=named):
+        backend.run(step)
+
+
+def test_a_slot_longer_than_the_models_positions_is_refused(llama: Path) -> None:
+    plan = plan_for(llama, max_model_len=65, token_buckets=())
+    with pytest.raises(IncompatibleOptionsError, match=r"65.* 64"):
+        backends.load("cpu", plan)
+
+
+def test_one_position_is_enough(llama: Path) -> None:
+    backend = backends.load("cpu", backends.LoadPlan(llama, 1, 1, (1,)))
+    reference = load_reference(llama)
+    found = logits_of(backend, Prefill(make_rows({0: [7]})))
+    np.testing.assert_allclose(found[0], plain_logits(reference, [7]), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+def test_an_architecture_that_ignores_what_it_is_told_is_refused(
+    ignored: str,
+    dtype: Any,
+    llama: Path,
+) -> None:
+    class Deaf(LLAMA):  # type: ignore[misc]
+        def forward(self, input_ids: Any, position_ids: Any = None, **named: Any) -> Any:
+            named["position_ids"] = position_ids
+            if "past_key_values" in named:
+                named[ignored] = None
+            if ignored == "attention_mask" and "past_key_values" in named:
+                reach = named["past_key_values"].get_max_cache_shape()
+                shape = (len(input_ids), 1, input_ids.shape[1], reach)
+                named[ignored] = torch.zeros(shape, dtype=dtype)
+            return super().forward(input_ids, **named)
+
+    model = Deaf.from_pretrained(llama, dtype=dtype)
+    with pytest.raises(BackendError, match="Deaf gives other logits"):
+        cpu.CpuBackend(model, plan_for(llama))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    ],
+)
+def test_architectures_without_positions_or_keys_are_refused(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match="position_ids"):
+        backends.load("cpu", plan_for(tmp_path))
+
+
+def test_supports_tells_the_reason() -> None:
+    class Facts:
+        def __init__(self, **config: object) -> None:
+            self.config = config
+
+    assert backends.supports("cpu", Facts(model_type="llama")) is None
+    mixed = Facts(layer_types=["full_attention", "sliding_attention"])
+    assert backends.supports("cpu", mixed) is None
+    linear = Facts(layer_types=["full_attention", "linear_attention"])
+    assert "linear_attention" in str(backends.supports("cpu", linear))
+    assert "encoder" in str(backends.supports("cpu", Facts(is_encoder_decoder=True)))
+
+
+def test_missing_tensors_are_named(llama: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    del weights["lm_head.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, llama / "model.safetensors", {"format": "pt"})
+    named = r"2 tensors.*lm_head\.weight, model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(ArtifactError, match=named):
+        backends.load("cpu", plan_for(llama))
+
+
+def test_a_tied_output_layer_need_not_be_there(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    prompt = prompts_of(9)[0]
+    found = Driver(backends.load("cpu", plan_for(tmp_path))).alone(prompt, 10)
+    assert_same(found, generate(load_reference(tmp_path), prompt, 10))
+
+
+def test_tensors_of_another_shape_are_refused(llama: Path) -> None:
+    path = llama / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 56}))
+    with pytest.raises(ArtifactError, match=r"cannot be loaded"):
+        backends.load("cpu", plan_for(llama))
+
+
+@pytest.mark.parametrize("size", [0, 5, 300, -1])
+def test_a_truncated_file_is_named(size: int, llama: Path) -> None:
+    path = llama / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    with pytest.raises(ArtifactError, match=r"model\.safetensors cannot be read"):
+        backends.load("cpu", plan_for(llama))
+
+
+def sharded(directory: Path) -> list[Path]:
+    model = load_reference(directory)
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="20KB")
+    return sorted(directory.glob("*.safetensors"))
+
+
+def test_shards_are_put_together_and_a_damaged_one_is_named(llama: Path) -> None:
+    prompt = prompts_of(9)[0]
+    wanted = generate(load_reference(llama), prompt, 10)
+    shards = sharded(llama)
+    assert len(shards) > 2
+    assert_same(Driver(backends.load("cpu", plan_for(llama))).alone(prompt, 10), wanted)
+    shards[1].write_bytes(shards[1].read_bytes()[:-7])
+    with pytest.raises(ArtifactError, match=rf": {shards[1].name} cannot be read"):
+        backends.load("cpu", plan_for(llama))
+    shards[1].unlink()
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        backends.load("cpu", plan_for(llama))
+
+
+def test_a_folder_without_weights_or_config_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        backends.load("cpu", plan_for(llama))
+    (llama / "config.json").unlink()
+    with pytest.raises(ArtifactNotFoundError, match=r"no config\.json"):
+        backends.load("cpu", plan_for(llama))
+
+
+def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -> None:
+    prompt, path = prompts_of(9)[0], llama / "pytorch_model.bin"
+    wanted = generate(load_reference(llama), prompt, 10)
+    torch.save(load_file(llama / "model.safetensors"), path)
+    (llama / "model.safetensors").unlink()
+    assert_same(Driver(backends.load("cpu", plan_for(llama))).alone(prompt, 10), wanted)
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (llama / "sprung",))
+
+    torch.save({"lm_head.weight": Trap()}, path)
+    with pytest.raises(ArtifactError):
+        backends.load("cpu", plan_for(llama))
+    assert not (llama / "sprung").exists()
+    path.write_bytes(pickle.dumps(Trap(), protocol=2))
+    with pytest.raises(ArtifactError):
+        backends.load("cpu", plan_for(llama))
+    assert not (llama / "sprung").exists()
+
+
+REMOTE_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_remote_code_runs_only_if_it_is_trusted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    prompt = prompts_of(9)[0]
+    wanted = generate(load_reference(llama), prompt, 10)
+    (llama / "own.py").write_text(REMOTE_CODE)
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = json.loads((llama / "config.json").read_text())
+    config.update(model_type="own", architectures=["OwnModel"], auto_map=own)
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=r"option\.trust_remote_code=true"):
+        backends.load("cpu", plan_for(llama))
+    backend = backends.load("cpu", plan_for(llama, trust_remote_code=True))
+    assert_same(Driver(backend).alone(prompt, 10), wanted)
+
+
+def test_loading_prints_nothing(llama: Path) -> None:
+    """In a process of its own: nothing of pytest's or an earlier test's silences it."""
+    program = (
+        "import pathlib, sys; from djl_python_neuronx import backends;"
+        "backends.load('cpu', backends.LoadPlan(pathlib.Path(sys.argv[1]), 2, 64, (16, 64)));"
+        "import torch, transformers.utils.logging as own;"
+        "print(torch.get_num_threads(), own.get_verbosity(), own.is_progress_bar_enabled())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(llama)],
+        env={**os.environ, "OMP_NUM_THREADS": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stderr == ""
+    # DJL's OMP_NUM_THREADS does not count, and transformers' own settings are restored.
+    assert result.stdout.split() == [str(count_cores()), "30", "True"]
+
+
+def test_the_thread_count_holds_in_every_thread(llama: Path) -> None:
+    backends.load("cpu", plan_for(llama, num_threads=3))
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [3]
+
+
+def test_an_old_transformers_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "4.45.2")
+    with pytest.raises(BackendUnavailableError, match=r"4\.45\.2.* 4\.57"):
+        backends.load("cpu", plan_for(llama))
+
+
+def test_a_cache_that_does_not_fit_is_refused(llama: Path) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"more memory .* n_positions") as caught:
+        backends.load("cpu", plan_for(llama, num_slots=10**9))  # 4 TB a layer
+    assert caught.value.status == 507
+
+
+def test_close_frees_the_cache(llama: Path) -> None:
+    backend = backends.load("cpu", plan_for(llama))
+    assert isinstance(backend, cpu.CpuBackend)
+    assert backend.cache_bytes == 2 * 2 * 4 * 2 * MAX_POSITIONS * 8 * 4
+    backend.close()
+    assert backend.cache_bytes == 0

@@ -1,0 +1,94 @@
+"""The folder as registry, the plan, and the count of cores: nothing here needs torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends.cores import count_cores
+from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
+
+PLAN = backends.LoadPlan(Path("/nowhere"), 2, 64, (16, 32))
+
+
+def test_every_name_is_a_backend_and_every_other_module_is_not() -> None:
+    folder = Path(backends.__file__).parent
+    sources = {
+        path.stem: path.read_text() for path in folder.glob("*.py") if path.stem != "__init__"
+    }
+    made = {name for name, source in sources.items() if "\ndef load(plan: LoadPlan)" in source}
+    assert made == set(backends.names())
+    assert "cpu" in made
+
+
+def test_an_unknown_name_is_refused_with_what_there_is() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"'cpuu' .* cpu.*did you mean 'cpu'"):
+        backends.load("cpuu", PLAN)
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "djl_python_neuronx.backends.cpu", raising=False)
+    monkeypatch.delattr(backends, "cpu", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BackendUnavailableError, match=r"torch.*pip install .*\[cpu\]") as caught:
+        backends.load("cpu", PLAN)
+    assert caught.value.status == 503
+
+
+def test_importing_the_registry_imports_no_torch() -> None:
+    program = (
+        "import sys, djl_python_neuronx.backends as b; b.names();"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_slots": 0}, "num_slots is 0"),
+        ({"prefill_buckets": ()}, "prefill_buckets are empty"),
+        ({"prefill_buckets": (32, 16)}, r"prefill_buckets are \(32, 16\); .* 1 to 64"),
+        ({"prefill_buckets": (16, 128)}, r"prefill_buckets are \(16, 128\); .* 1 to 64"),
+        ({"token_buckets": (16, 32)}, "token_buckets end with 32; expected .* 64"),
+        ({"token_buckets": (0, 64)}, r"token_buckets are \(0, 64\)"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], named: str) -> None:
+    fields = {"num_slots": 2, "max_model_len": 64, "prefill_buckets": (16, 32), **changes}
+    with pytest.raises(IncompatibleOptionsError, match=named):
+        backends.LoadPlan(Path("/nowhere"), **fields)
+
+
+def kernel_files(root: Path, threads_per_core: int, quota: str | None) -> Path:
+    """A /sys with the process's CPUs grouped into cores of so many threads."""
+    usable = sorted(os.sched_getaffinity(0))
+    for i, cpu in enumerate(usable):
+        folder = root / f"devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        first = usable[i - i % threads_per_core]
+        (folder / "thread_siblings_list").write_text(f"{first}-{first + threads_per_core - 1}\n")
+    if quota is not None:
+        (root / "fs/cgroup").mkdir(parents=True)
+        (root / "fs/cgroup/cpu.max").write_text(quota)
+    return root
+
+
+def test_cores_are_counted_within_affinity_and_quota(tmp_path: Path) -> None:
+    usable = len(os.sched_getaffinity(0))
+    assert count_cores(tmp_path) == usable
+    assert count_cores(kernel_files(tmp_path / "whole", 1, "max 100000\n")) == usable
+    assert count_cores(kernel_files(tmp_path / "pairs", 2, None)) == -(-usable // 2)
+    assert count_cores(kernel_files(tmp_path / "quota", 1, "150000 100000\n")) == 1
+    assert count_cores(kernel_files(tmp_path / "small", 1, "20000 100000\n")) == 1
+    assert count_cores() >= 1

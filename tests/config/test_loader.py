@@ -1,0 +1,115 @@
+"""Which backend loads, over every mix of machine, libraries and wishes; and how a placeholder is recognised."""
+
+import itertools
+import logging
+import sys
+
+import pytest
+
+from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.loader import NEURON_LOADERS, Library, choose_loader, libraries
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import BackendUnavailableError
+
+CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
+INF2 = DeviceInfo("inf2.xlarge", 1, 2, 2**35, 4, "1 devices under /dev, no neuron-ls")
+ALL = ("cpu", "nxdi", "tnx")
+
+
+def installed(**states):
+    """The four packages; `tnx="placeholder"` and the like, by loader, `base` for what both stand on."""
+    names = {**NEURON_LOADERS, "base": "torch-neuronx", "compiler": "neuronx-cc"}
+    return {
+        package: Library(package, "1", states.get(short, "missing"))
+        for short, package in names.items()
+    }
+
+
+def choose(device, packages, backends=ALL, artifact=None, **options):
+    return choose_loader(ServingOptions(**options), device, packages, backends, artifact)
+
+
+STATES = ("missing", "installed", "placeholder")
+
+
+@pytest.mark.parametrize(("nxdi", "tnx"), list(itertools.product(STATES, STATES)))
+def test_auto_on_a_neuron_machine_is_never_the_cpu(nxdi, tnx):
+    packages = installed(nxdi=nxdi, tnx=tnx)
+    if nxdi == "installed":
+        assert choose(INF2, packages) == "nxdi"
+    elif tnx == "installed":
+        assert choose(INF2, packages) == "tnx"
+    else:
+        with pytest.raises(BackendUnavailableError) as caught:
+            choose(INF2, packages)
+        for word in ("https://awsdocs-neuron.readthedocs-hosted.com/", "public.ecr.aws/neuron/"):
+            assert word in str(caught.value)
+        assert ("PyPI's placeholder" in str(caught.value)) == ("placeholder" in {nxdi, tnx})
+
+
+def test_a_placeholder_under_the_real_library_is_named():
+    with pytest.raises(BackendUnavailableError, match="torch-neuronx is PyPI's placeholder"):
+        choose(INF2, installed(tnx="installed", base="placeholder"))
+
+
+def test_a_library_without_a_backend_in_this_version_is_told_plainly():
+    with pytest.raises(BackendUnavailableError, match="has no tnx backend; it has: cpu"):
+        choose(INF2, installed(tnx="installed"), backends=["cpu"])
+
+
+@pytest.mark.parametrize("tnx", STATES)
+def test_auto_without_a_device_is_the_cpu_with_one_warning(tnx, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert choose(CPU, installed(tnx=tnx)) == "cpu"
+    assert len(caplog.records) == 1
+
+
+def test_asking_for_the_cpu_gives_it_without_a_warning(caplog):
+    assert choose(CPU, installed(), model_loader="cpu") == "cpu"
+    assert choose(INF2, installed(), model_loader="cpu") == "cpu"
+    assert not caplog.records
+
+
+def test_a_loader_that_was_asked_for_is_never_replaced():
+    assert choose(CPU, installed(nxdi="installed", tnx="installed"), model_loader="tnx") == "tnx"
+    with pytest.raises(BackendUnavailableError, match="transformers-neuronx is not installed"):
+        choose(CPU, installed(), model_loader="tnx")
+    with pytest.raises(BackendUnavailableError, match="has no nxdi backend"):
+        choose(CPU, installed(nxdi="installed"), backends=["cpu"], model_loader="nxdi")
+
+
+def test_auto_takes_what_the_artifact_was_compiled_for():
+    both = installed(nxdi="installed", tnx="installed")
+    assert choose(INF2, both, artifact="tnx") == "tnx"
+    with pytest.raises(BackendUnavailableError, match="the model's format"):
+        choose(CPU, installed(), artifact="nxdi")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """An importable folder; call it to install a package with a description."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, version, description):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (info / "METADATA").write_text(f"{head}\n{description}\n")
+
+    return install
+
+
+def test_a_placeholder_of_pypi_is_told_from_the_library(site):
+    site("transformers-neuronx", "0.1", "WRONG PACKAGE. Please install the package from …")
+    site("neuronx-distributed-inference", "0.9.0", "Inference on Trainium and Inferentia")
+    found = libraries()
+    assert found["transformers-neuronx"] == Library("transformers-neuronx", "0.1", "placeholder")
+    assert found["neuronx-distributed-inference"].state == "installed"
+
+
+def test_a_checkout_on_the_path_is_installed_and_not_imported(site, tmp_path):
+    module = tmp_path / "transformers_neuronx"
+    module.mkdir()
+    (module / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert libraries()["transformers-neuronx"] == Library("transformers-neuronx", None, "installed")
+    assert "transformers_neuronx" not in sys.modules

@@ -1,0 +1,45 @@
+"""What the markers mean: a test whose needs are not met is skipped, and says what is missing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from djl_python_neuronx.config import device, loader
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def _missing_library(name):
+    return None if loader.libraries()[name].state == "installed" else f"{name} is not installed"
+
+
+def _missing(marker, config):
+    """Why tests with this marker cannot run here; None if they can."""
+    match marker:
+        case "slow":
+            return None if config.getoption("--slow") else "--slow was not given"
+        case "tnx":
+            return _missing_library("transformers-neuronx")
+        case "nxdi":
+            return _missing_library("neuronx-distributed-inference")
+        case "neuron":
+            found = device.detect()
+            return None if found.has_neuron else f"no Neuron device: {found.seen}"
+        case "djl_src":
+            source = os.environ.get("DJL_SRC")
+            there = source is not None and Path(source).is_dir()
+            return None if there else "DJL_SRC names no checkout of djl-serving"
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    reasons = {}
+    for item in items:
+        for marker in {mark.name for mark in item.iter_markers()}:
+            if marker not in reasons:
+                reasons[marker] = _missing(marker, config)
+            if reasons[marker]:
+                item.add_marker(pytest.mark.skip(reason=reasons[marker]))

@@ -1,0 +1,62 @@
+"""An entry point for `djl_peer`: the handler as it is, on the toy backend unless `model_id` names a model.
+
+Knobs come as properties `toy_*`. SIGUSR1 makes the process print what is in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+
+from djl_python_neuronx import errors, handler
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.service import Service
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_tokenizer import TOKENIZER
+
+load_model = Service.load
+
+
+def load(properties, model_dir, *, on_death=None):
+    """In place of `Service.load`."""
+    if "model_id" in properties:
+        return load_model(properties, model_dir, on_death=on_death)
+    if "toy_load_error" in properties:
+        raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
+    timeout_s = float(properties.get("predict_timeout", 120))
+    options = ServingOptions(
+        model_id="toy",
+        predict_timeout=timeout_s,
+        batch_size=int(properties.get("batch_size", 1)),
+        max_waiting=int(properties.get("toy_max_waiting", 1000)),
+    )
+    spec = dataclasses.replace(TOY_SPEC, num_slots=int(properties.get("toy_slots", 4)))
+    backend = ToyBackend(spec, step_s=float(properties.get("toy_step_s", 0)))
+    hung = Path(properties.get("toy_hung", ""))
+    if "toy_hang_at" in properties and not hung.exists():
+        # Only the first process hangs: the one after it must serve.
+        hung.touch()
+        backend.hang_at.add(int(properties["toy_hang_at"]))
+    return Service(options, backend, TOKENIZER, on_death=on_death)
+
+
+Service.load = staticmethod(load)
+
+
+def usage():
+    """Everything that is in use."""
+    service, door = handler._State.service, handler._State.door
+    engine = service.loop.engine
+    return {
+        "rows": getattr(door, "num_rows", 0),
+        "streams": service.loop.num_streams,
+        "running": engine.num_running,
+        "waiting": engine.num_waiting,
+        "slots": len(getattr(service.backend, "acquired", ())),
+        "violations": getattr(service.backend, "violations", []),
+    }
+
+
+signal.signal(signal.SIGUSR1, lambda *_: print("usage", usage(), flush=True))  # noqa: T201
+handle = handler.handle

@@ -1,0 +1,411 @@
+"""The doors without sockets: rows by position, whatever the engine does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
+from djl_python_neuronx.service import Service
+from tests import djl_engine_double
+from tests.djl_engine_double import Input
+from tests.djl_peer import decode_record
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.toy_tokenizer import TOKENIZER
+
+
+@pytest.fixture(autouse=True)
+def djl_python(monkeypatch):
+    monkeypatch.setitem(sys.modules, "djl_python", djl_engine_double.installed())
+
+
+@pytest.fixture
+def backend():
+    return ToyBackend(replace(TOY_SPEC, num_slots=2))
+
+
+@pytest.fixture
+def service(backend):
+    service = Service(ServingOptions(model_id="toy"), backend, TOKENIZER)
+    yield service
+    backend.resume.set()
+    service.close()
+
+
+@pytest.fixture
+def door(service):
+    door = RollingBatchDoor(service, 60.0)
+    yield door
+    door.close()
+
+
+def body(prompt, num_tokens=4, *, stream=False):
+    inputs = "".join(f"<{i}>" for i in prompt)
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    return json.dumps({"inputs": inputs, "parameters": parameters, "stream": stream}).encode()
+
+
+def text(prompt, num_tokens=4):
+    return TOKENIZER.decode(expected([1, *prompt], num_tokens))
+
+
+REQUEST_IDS = itertools.count()
+
+
+def call(known, new=(), **properties):
+    """A rolling-batch call: `known` empty rows, then the bodies of `new`."""
+    inputs = Input()
+    inputs.properties |= {"batch_size": str(known + len(new)), **properties}
+    for i in range(known):
+        inputs.content.add(f"batch_{i:03d}.data", bytearray())
+    for i, content in enumerate(new, known):
+        inputs.properties[f"batch_{i:03d}.requestId"] = f"r{next(REQUEST_IDS)}"
+        inputs.content.add(f"batch_{i:03d}.data", bytearray(content))
+        inputs.content.add(f"batch_{i:03d}.seed", bytearray(b"7"))
+    return inputs
+
+
+def single(content):
+    inputs = Input()
+    inputs.properties["requestId"] = "r"
+    inputs.content.add("data", bytearray(content))
+    return inputs
+
+
+def records(output):
+    assert output.code == 200
+    assert output.content.get_keys() == [f"batch_{i}.data" for i in range(output.content.size())]
+    return [decode_record(value) for value in output.content.get_values()]
+
+
+class Caller:
+    """Java's list: remembers which of its requests are where, and joins what each of them gets."""
+
+    def __init__(self, door):
+        self.door, self.live, self.answers = door, [], {}
+        self._next = 0
+
+    def step(self, bodies=()):
+        known = len(self.live)
+        for _ in bodies:
+            self.live.append(self._next)
+            self.answers[self._next] = []
+            self._next += 1
+        found = records(self.door.answer(call(known, bodies)))
+        assert len(found) == len(self.live)
+        for key, record in zip(self.live, found, strict=True):
+            assert record.keys() >= {"data", "last"}
+            assert ("code" in record) <= (record["last"] == "true")
+            self.answers[key].append(record)
+        self.live = [
+            key for key, record in zip(self.live, found, strict=True) if record["last"] == "false"
+        ]
+
+    def finish(self):
+        deadline_s = time.monotonic() + 30
+        while self.live:
+            assert time.monotonic() < deadline_s
+            self.step()
+
+    def data(self, key):
+        return "".join(record["data"] for record in self.answers[key])
+
+
+def test_every_row_gets_its_own_text(door):
+    caller = Caller(door)
+    caller.step([body([5], 9), body([6], 2)])
+    caller.step([body([7], 5, stream=True)])
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 9)}
+    assert json.loads(caller.data(1)) == {"generated_text": text([6], 2)}
+    lines = [json.loads(line) for line in caller.data(2).splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == text([7], 5)
+    assert door.num_rows == 0
+
+
+REQUEST = st.tuples(
+    st.lists(st.integers(3, 299), min_size=1, max_size=20), st.integers(1, 12), st.booleans()
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=st.lists(st.lists(st.one_of(REQUEST, st.none()), max_size=4), max_size=8))
+def test_any_arrivals(arrivals):
+    """None is a request that cannot be read."""
+    sys.modules["djl_python"] = djl_engine_double.installed()
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    service = Service(ServingOptions(model_id="toy"), backend, TOKENIZER)
+    door = RollingBatchDoor(service, 60.0)
+    try:
+        caller = Caller(door)
+        for group in arrivals:
+            caller.step(
+                [b"{" if one is None else body(one[0], one[1], stream=one[2]) for one in group]
+            )
+        caller.finish()
+        for key, one in enumerate(one for group in arrivals for one in group):
+            if one is None:
+                assert [record["code"] for record in caller.answers[key]] == ["400"]
+                continue
+            prompt, num_tokens, _ = one
+            last = json.loads(caller.data(key).splitlines()[-1])
+            assert last["generated_text"] == text(prompt, num_tokens)
+        assert door.num_rows == service.loop.num_streams == 0
+        assert backend.violations == []
+    finally:
+        door.close()
+        service.close()
+
+
+def test_tokens_that_came_between_calls_travel_together(door, service):
+    caller = Caller(door)
+    caller.step([body([5], 20, stream=True)])
+    wait_until(lambda: service.loop.num_streams == 0)
+    caller.step()
+    assert caller.live == []
+    assert len(caller.answers[0][-1]["data"].splitlines()) > 5
+    assert len(caller.data(0).splitlines()) == 20
+
+
+def test_content_types_are_per_row(door, service):
+    first = door.answer(call(0, [body([5], 1), body([6], 1, stream=True), b"{"]))
+    wait_until(lambda: service.loop.num_streams == 0)
+    second = door.answer(call(door.num_rows))
+    types = [
+        properties[f"batch_{i}_Content-Type"]
+        for properties in (first.properties, second.properties)
+        for i in range(3)
+        if f"batch_{i}_Content-Type" in properties
+    ]
+    assert sorted(types) == ["application/json", "application/json", "application/jsonlines"]
+    assert first.properties["batch_2_Content-Type"] == "application/json"
+
+
+def test_a_call_waits_for_a_step_but_not_for_ever(backend, service):
+    backend.hang_at.add(0)
+    door = RollingBatchDoor(service, 0.2)
+    try:
+        output = door.answer(call(0, [body([5])]))
+        assert records(output) == [{"data": "", "last": "false"}]
+        assert backend.hanging.wait(20)
+    finally:
+        door.close()
+
+
+def test_reset_gives_up_before_new_rows_are_read(backend, door, service):
+    backend.hang_at.add(1)
+    door.answer(call(0, [body([5], 60), body([6], 60)]))
+    output = door.answer(call(0, [body([7], 3)], reset_rollingbatch="true"))
+    assert len(records(output)) == door.num_rows == 1
+    assert service.loop.num_streams == 1
+    backend.resume.set()
+    caller = Caller(door)
+    caller.live, caller.answers = [0], {0: records(output)}
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([7], 3)}
+    assert door.num_rows == service.loop.num_streams == 0
+
+
+@pytest.mark.parametrize(
+    "broken", [call(1), call(3), call(1, [body([9])]), call(0, [body([8]), body([9])]), call(0)]
+)
+def test_rows_that_do_not_continue_the_last_call_fail_it_whole(backend, door, service, broken):
+    backend.hang_at.add(1)
+    door.answer(call(0, [body([5], 60), body([6], 60)]))
+    assert door.answer(broken).code == 500
+    assert door.num_rows == service.loop.num_streams == 0
+    backend.resume.set()
+    caller = Caller(door)
+    caller.step([body([7], 3)])
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([7], 3)}
+
+
+def test_a_call_that_is_no_batch_touches_nobody(backend, door):
+    backend.hang_at.add(1)
+    door.answer(call(0, [body([5], 60)]))
+    assert door.answer(single(body([6]))).code == 400
+    assert door.num_rows == 1
+
+
+def test_an_empty_list_is_an_empty_answer(door):
+    assert records(door.answer(call(0))) == []
+
+
+def test_rows_that_nobody_asks_for_are_given_up(service):
+    door = RollingBatchDoor(service, 0.05)
+    try:
+        output = door.answer(call(0, [body([5], 100), body([6], 100), body([7], 100)]))
+        assert output.code == 200
+        wait_until(lambda: door.num_rows == service.loop.num_streams == 0)
+    finally:
+        door.close()
+
+
+def test_a_failed_step_answers_its_rows_and_the_next_request_works(backend, door):
+    caller = Caller(door)
+    backend.fail_at[2] = StepError("the device\nis unwell")
+    caller.step([body([5], 30)])
+    caller.finish()
+    failed = {"data": "", "last": "true", "code": "424", "error": "the device is unwell"}
+    assert caller.answers[0][-1] == failed
+    caller.step([body([7], 3)])
+    caller.finish()
+    assert json.loads(caller.data(1)) == {"generated_text": text([7], 3)}
+
+
+def test_an_id_that_comes_again_after_a_reset_gets_none_of_the_old_tokens(backend, door):
+    """Ids come from clients, and a client that was cut off tries again with the same."""
+    backend.hang_at.add(1)
+    first, again = call(0, [body([5], 60)]), call(0, [body([7], 3)], reset_rollingbatch="true")
+    first.properties["batch_000.requestId"] = again.properties["batch_000.requestId"] = "same"
+    door.answer(first)
+    assert backend.hanging.wait(30)
+    caller = Caller(door)
+    caller.live, caller.answers = [0], {0: records(door.answer(again))}
+    backend.resume.set()
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([7], 3)}
+
+
+def test_an_error_after_the_first_bytes_is_written_in_the_format(backend, service):
+    door = RollingBatchDoor(service, 60.0)
+    backend.hang_at.add(3)
+    caller = Caller(door)
+    caller.step([body([5], 30, stream=True)])
+    while not caller.data(0):
+        caller.step()
+    backend.fail_at[3] = StepError("the device is unwell")
+    backend.resume.set()
+    caller.finish()
+    assert "code" not in caller.answers[0][-1]
+    assert json.loads(caller.data(0).splitlines()[-1])["code"] == 424
+    door.close()
+
+
+class _Broken:
+    """A formatter that fails at the third delta."""
+
+    content_type = "application/jsonlines"
+
+    def __init__(self):
+        self.count = 0
+
+    def feed(self, delta: Delta) -> bytes:
+        self.count += 1
+        if self.count == 3:
+            raise KeyError("a bug")
+        return delta.text.encode()
+
+
+class _Breaking:
+    """A service whose answers for one prompt cannot be written."""
+
+    def __init__(self, service):
+        self._service, self.loop = service, service.loop
+        self.count_rejected = service.count_rejected
+
+    def parse(self, content, *, request_id, headers):
+        if b"<66>" in content:
+            raise RuntimeError("a bug")
+        parsed = self._service.parse(content, request_id=request_id, headers=headers)
+        return replace(parsed, formatter=_Broken()) if b"<99>" in content else parsed
+
+
+def test_a_bug_costs_one_request(service):
+    door = RollingBatchDoor(_Breaking(service), 60.0)
+    caller = Caller(door)
+    caller.step([body([99], 30), body([5], 30), body([66])])
+    caller.finish()
+    assert caller.answers[0][-1]["code"] == caller.answers[2][-1]["code"] == "500"
+    assert json.loads(caller.data(1)) == {"generated_text": text([5], 30)}
+    assert service.loop.num_streams == 0
+    door.close()
+
+
+async def gather(answer):
+    return [output async for output in answer]
+
+
+def test_asynchronous_records_never_raise(service, backend):
+    async def run():
+        door = AsyncDoor(_Breaking(service))
+        contents = [body([99], 30), body([5], 9), body([66]), b"", body([6], 9, stream=True)]
+        found = await asyncio.gather(*(gather(door.answer(single(c))) for c in contents))
+        return [
+            [decode_record(output.content.value_at(0)) for output in outputs] for outputs in found
+        ]
+
+    broken, whole, unread, empty, streamed = asyncio.run(run())
+    assert broken[-1]["code"] == unread[-1]["code"] == "500"
+    assert empty == [{"data": "", "last": "true", "code": "400", "error": empty[0]["error"]}]
+    assert [json.loads(record["data"]) for record in whole] == [{"generated_text": text([5], 9)}]
+    assert [record["last"] for record in streamed] == ["false"] * 8 + ["true"]
+    lines = [json.loads(record["data"]) for record in streamed]
+    assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
+    assert service.loop.num_streams == 0
+    assert backend.violations == []
+
+
+def test_a_closed_answer_frees_its_slot(service):
+    async def run():
+        answer = AsyncDoor(service).answer(single(body([5], 100, stream=True)))
+        await answer.__anext__()
+        await answer.aclose()
+
+    asyncio.run(run())
+    assert service.loop.num_streams == 0
+
+
+def test_a_long_prompt_is_read_on_a_thread(service):
+    content = body([5] * 40 + [6]).replace(b"{", b"{" + b" " * 9000, 1)
+
+    async def run():
+        return await gather(AsyncDoor(service).answer(single(content)))
+
+    (output,) = asyncio.run(run())
+    assert json.loads(decode_record(output.content.value_at(0))["data"]) == {
+        "generated_text": text([5] * 40 + [6])
+    }
+
+
+def test_a_plain_stream_that_is_dropped_frees_its_slot(service):
+    output = PlainDoor(service, 60.0).answer(single(body([5], 100, stream=True)))
+    chunks = output.stream_content
+    assert next(chunks)
+    assert next(chunks)
+    del chunks, output
+    wait_until(lambda: service.loop.num_streams == 0)
+
+
+def test_a_plain_error_before_the_first_bytes_is_a_status(backend, service):
+    backend.fail_at[0] = StepError("the device is unwell")
+    output = PlainDoor(service, 60.0).answer(single(body([5], 9, stream=True)))
+    assert output.code == 424
+    assert output.stream_content is None
+    assert json.loads(output.content.get("data"))["type"] == "step_error"
+
+
+def test_a_dead_engine_answers_everyone(service, door):
+    service.loop.close()
+    caller = Caller(door)
+    caller.step([body([5]), body([6])])
+    assert [caller.answers[key][-1]["code"] for key in (0, 1)] == ["503", "503"]
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)

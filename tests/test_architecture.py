@@ -1,0 +1,113 @@
+"""Promises about the code itself: import directions, import cost, generated pages, the error tree."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from djl_python_neuronx import backends, errors
+from djl_python_neuronx.config import document
+from djl_python_neuronx.config.options import ServingOptions, allowed_values
+from djl_python_neuronx.config.resolve import resolve
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "djl_python_neuronx"
+
+
+def test_import_contracts():
+    pytest.importorskip("importlinter", reason="import-linter is not installed")
+    command = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"
+    ran = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    kept = re.search(r"Contracts: (\d+) kept, 0 broken", ran.stdout)
+    assert kept, ran.stdout
+    assert int(kept[1]) >= 3
+
+
+def test_importing_the_handler_is_cheap():
+    check = "import sys, djl_python_neuronx.handler; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "djl_python_neuronx.handler" in loaded
+    assert not loaded & {"torch", "transformers", "openai", "boto3", "starlette", "uvicorn"}
+
+
+def test_the_environment_is_read_in_two_places_only():
+    allowed = {PACKAGE / "config/sources.py", PACKAGE / "backends/env.py"}
+    readers = {
+        path
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
+    }
+    assert readers <= allowed
+
+
+def error_tree(parent, depth=1):
+    """(depth, class, other bases, status or None where it is the parent's), in the order of definition."""
+    for child in parent.__subclasses__():
+        if child.__module__ == errors.__name__:
+            bases = {base.__name__ for base in child.__bases__ if base is not parent}
+            yield depth, child, bases, None if child.status == parent.status else child.status
+            yield from error_tree(child, depth + 1)
+
+
+def test_the_error_tree_is_its_docstring():
+    line = re.compile(r"^( *)[*+-] (\w+)(?:\((\w+)\))?(?: +(\d+))?", re.MULTILINE)
+    (_, root, _, status), *rows = line.findall(errors.__doc__)
+    assert (root, int(status)) == ("ServingError", errors.ServingError.status)
+    real = list(error_tree(errors.ServingError))
+    assert [(len(indent) // 2, name) for indent, name, _, _ in rows] == [
+        (depth, child.__name__) for depth, child, _, _ in real
+    ]
+    for (_, name, base, documented), (_, child, bases, own_status) in zip(rows, real, strict=True):
+        assert not base or base in bases, name
+        assert int(documented) == child.status if documented else own_status is None, name
+
+
+def test_every_error_has_a_code_of_its_own():
+    codes = [child.code for _, child, _, _ in error_tree(errors.ServingError)]
+    assert len(set(codes)) == len(codes)
+
+
+def test_generated_pages_are_current():
+    pages = {
+        "docs/options.md": document.options_page(),
+        "serving.properties.example": document.example_file(),
+    }
+    for name, text in pages.items():
+        assert (ROOT / name).read_text() == text, f"{name} is out of date; run `make docs`"
+
+
+def test_every_option_is_described():
+    texts = document.descriptions()
+    assert list(texts) == list(ServingOptions.model_fields)
+    for name, text in texts.items():
+        assert len(text) > 20, name
+        assert text.endswith("."), name
+
+
+def test_the_example_file_is_all_defaults(tmp_path):
+    lines = (ROOT / "serving.properties.example").read_text()
+    uncommented = re.sub(r"^#option\.", "option.", lines, flags=re.MULTILINE)
+    (tmp_path / "serving.properties").write_text(uncommented)
+    defaults = ServingOptions(model_dir=tmp_path, async_mode=True)
+    assert resolve(None, tmp_path, {}).options == defaults
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.properties")), ids=lambda path: path.name
+)
+def test_every_recipe_resolves(tmp_path, path):
+    (tmp_path / "serving.properties").write_bytes(path.read_bytes())
+    assert resolve(None, tmp_path, {}).options.async_mode
+
+
+def test_every_backend_can_be_asked_for():
+    for name in backends.names():
+        assert name in allowed_values("model_loader")

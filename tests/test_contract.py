@@ -1,0 +1,320 @@
+"""What every backend owes the engine, at the protocol itself, on each backend that loads here."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends.base import Backend, Decode, HostLogits, Mixed, Prefill, Step, Want
+from djl_python_neuronx.errors import BackendError, StepError
+from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+
+NUM_SLOTS, MAX_LEN = 4, 48
+PREFILL_BUCKETS, TOKEN_BUCKETS = (4, 8, 20), (12, 24, 48)
+
+
+def load_toy(_: Path) -> Backend:
+    """The double that the engine is tested with: it keeps the same contract."""
+    return ToyBackend(
+        replace(
+            TOY_SPEC,
+            num_slots=NUM_SLOTS,
+            max_model_len=MAX_LEN,
+            prefill_buckets=PREFILL_BUCKETS,
+            token_buckets=TOKEN_BUCKETS,
+        )
+    )
+
+
+def load_cpu(directory: Path) -> Backend:
+    pytest.importorskip("torch", reason="the cpu backend needs torch")
+    pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
+    from tests.tiny_models import save_tiny_model
+
+    plan = backends.LoadPlan(
+        save_tiny_model("llama", directory),
+        NUM_SLOTS,
+        MAX_LEN,
+        PREFILL_BUCKETS,
+        TOKEN_BUCKETS,
+        num_threads=1,
+    )
+    return backends.load("cpu", plan)
+
+
+LOADERS: dict[str, Callable[[Path], Backend]] = {"toy": load_toy, "cpu": load_cpu}
+
+
+def test_every_backend_of_the_folder_is_tested_here() -> None:
+    assert set(LOADERS) == {"toy", *backends.names()}
+
+
+@pytest.fixture(scope="module", params=list(LOADERS))
+def load(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Backend]:
+    directory = tmp_path_factory.mktemp(request.param)
+    return lambda: LOADERS[request.param](directory)
+
+
+@pytest.fixture(scope="module")
+def shared(load: Callable[[], Backend]) -> Iterator[Backend]:
+    """One backend for all tests that leave every slot empty."""
+    backend = load()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def driver(shared: Backend) -> Iterator[Driver]:
+    driver = Driver(shared)
+    yield driver
+    for slot in list(driver.live):
+        driver.leave(slot)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{seed} {length}").choices(range(3, 90), k=length)
+
+
+def test_spec_holds_what_was_asked_for(shared: Backend) -> None:
+    spec = shared.spec
+    assert (spec.num_slots, spec.max_model_len) == (NUM_SLOTS, MAX_LEN)
+    assert (spec.prefill_buckets, spec.token_buckets) == (PREFILL_BUCKETS, TOKEN_BUCKETS)
+    assert 1 <= spec.max_prefill_batch <= NUM_SLOTS
+    assert Want.LOGITS in spec.outputs
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 8),  # decodes before it joins
+        st.integers(1, 20),  # prompt tokens
+        st.integers(1, 14),  # tokens until it leaves
+        st.integers(0, NUM_SLOTS - 1),  # which of the free slots
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(arrivals=ARRIVALS)
+def test_any_joins_and_leaves_give_what_each_prompt_gives_alone(
+    driver: Driver, arrivals: list[tuple[int, int, int, int]]
+) -> None:
+    waiting, leaves, clock = list(enumerate(arrivals)), {}, 0
+    done: list[Text] = []
+    while waiting or driver.live:
+        joins: dict[int, list[int]] = {}
+        for name, (due, length, num_tokens, choice) in list(waiting):
+            free = [slot for slot in driver.free if slot not in joins]
+            if due <= clock and free:
+                slot = free[choice % len(free)]
+                joins[slot], leaves[slot] = prompt_of(length, name), num_tokens
+                waiting.remove((name, (due, length, num_tokens, choice)))
+        driver.join(joins)
+        over = [slot for slot, text in driver.live.items() if len(text.tokens) == leaves[slot]]
+        done += [driver.leave(slot) for slot in over]
+        driver.decode()
+        clock += 1
+    assert len(done) == len(arrivals)
+    for text in done:
+        assert_same(text, driver.alone(text.prompt, len(text.tokens), slot=NUM_SLOTS - 1))
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 20])
+def test_every_slot_gives_the_same(driver: Driver, length: int) -> None:
+    wanted = driver.alone(prompt_of(length), 6)
+    for slot in range(1, NUM_SLOTS):
+        assert_same(driver.alone(prompt_of(length), 6, slot), wanted)
+
+
+def test_a_slot_can_be_filled_to_its_last_position(driver: Driver) -> None:
+    driver.join({1: prompt_of(3), 2: prompt_of(20)})
+    while len(driver.live[2].tokens) < MAX_LEN - 20 + 1:
+        driver.decode()
+    with pytest.raises(StepError, match=str(MAX_LEN)):
+        driver.decode()
+    driver.leave(2)
+    driver.decode()
+    found = driver.leave(1)
+    assert_same(found, driver.alone(prompt_of(3), len(found.tokens), slot=3))
+
+
+def test_a_reused_slot_remembers_nothing(load: Callable[[], Backend]) -> None:
+    fresh, used = Driver(load()), Driver(load())
+    used.alone(prompt_of(20, seed=1), 20)
+    fresh.join({0: prompt_of(2)})
+    used.join({0: prompt_of(2)})
+    for _ in range(15):
+        first, second = (logits_of(each.backend, each.next()) for each in (fresh, used))
+        np.testing.assert_array_equal(first, second)
+        for each in (fresh, used):
+            each.live[0].add(first[0, 0])
+
+
+def test_logits_belong_to_the_caller(driver: Driver) -> None:
+    driver.join({0: prompt_of(5), 2: prompt_of(6)})
+    first = logits_of(driver.backend, step := driver.next())
+    assert first.dtype == np.float32
+    assert first.shape == (2, 1, driver.backend.spec.vocab_size)
+    assert first.flags.c_contiguous
+    assert first.flags.writeable
+    assert np.isfinite(first).all()
+    kept = first.copy()
+    for text, row in zip(driver.live.values(), first, strict=True):
+        text.add(row[0])
+    # The engine reuses the arrays of its rows: whatever it writes there must change nothing.
+    for array in (step.rows.input_ids, step.rows.starts, step.rows.lens, step.rows.slots):
+        array.fill(1)
+    driver.decode()
+    np.testing.assert_array_equal(first, kept)
+    first.fill(0)
+    driver.decode()
+    for slot in (0, 2):
+        text = driver.leave(slot)
+        assert_same(text, driver.alone(text.prompt, len(text.tokens), slot=1))
+
+
+# Slots 0 and 2 hold 6 and 7 tokens, slot 3 is acquired and empty.
+REFUSED: dict[str, Step] = {
+    "more rows than slots": Prefill(make_rows({slot: [5] for slot in range(NUM_SLOTS + 1)})),
+    "no rows": Prefill(make_rows({})),
+    "slots that descend": Decode(make_rows({2: [5], 0: [5]}, {0: 6, 2: 7})),
+    "a slot that does not exist": Prefill(make_rows({NUM_SLOTS: [5]})),
+    "a negative slot": Prefill(make_rows({-1: [5]})),
+    "a prompt beyond the largest bucket": Prefill(make_rows({3: prompt_of(21)})),
+    "an empty prompt": Prefill(make_rows({3: []})),
+    "a position beyond the slot": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: MAX_LEN})),
+    "a decode of an empty slot": Decode(make_rows({3: [5]}, {3: 0})),
+    "a decode beyond what is cached": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: 8})),
+    "a chunk beyond what is cached": Prefill(make_rows({3: [5]}, {3: 1})),
+    "an output that it cannot give": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: 7}, Want.TOKENS)),
+    "a mixed step": Mixed(make_rows({3: [5]}), make_rows({0: [5], 2: [5]}, {0: 6, 2: 7})),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_refused_step_changes_nothing(driver: Driver, name: str) -> None:
+    driver.join({0: prompt_of(5), 2: prompt_of(6)})
+    driver.decode()
+    driver.backend.acquire(3, [5], 0)
+    with pytest.raises(StepError, match=r"\w") as caught:
+        driver.backend.run(REFUSED[name])
+    assert not caught.value.fatal
+    driver.backend.release([3])
+    for _ in range(4):
+        driver.decode()
+    for slot in (0, 2):
+        text = driver.leave(slot)
+        assert_same(text, driver.alone(text.prompt, len(text.tokens), slot=1))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_slot_without_its_sequence_does_not_decode(driver: Driver, again: bool) -> None:
+    driver.join({1: prompt_of(5)})
+    step = driver.next()
+    driver.leave(1)
+    if again:
+        driver.backend.acquire(1, prompt_of(7), 0)
+    with pytest.raises(StepError):
+        driver.backend.run(step)
+    if again:
+        driver.backend.release([1])
+
+
+def test_nothing_wanted_is_nothing_returned(driver: Driver) -> None:
+    """A prompt in three chunks is the prompt in one."""
+    prompt = prompt_of(20)
+    wanted = driver.alone(prompt, 5)
+    driver.backend.acquire(1, prompt, 0)
+    for start, end in ((0, 7), (7, 8)):
+        rows = make_rows({1: prompt[start:end]}, {1: start}, Want.NOTHING)
+        values = logits_of(driver.backend, Prefill(rows))
+        assert values.shape == (1, 0, driver.backend.spec.vocab_size)
+    last = logits_of(driver.backend, Prefill(make_rows({1: prompt[8:]}, {1: 8})))
+    driver.live[1] = Text(prompt)
+    driver.live[1].add(last[0, 0])
+    for _ in range(4):
+        driver.decode()
+    assert_same(driver.leave(1), wanted)
+
+
+def test_closed_is_closed(load: Callable[[], Backend]) -> None:
+    backend = load()
+    backend.acquire(0, [5], 0)
+    backend.close()
+    backend.close()
+    with pytest.raises(BackendError) as caught:
+        backend.run(Prefill(make_rows({0: [5]})))
+    assert caught.value.fatal
+
+
+def test_toy_gives_what_it_promises() -> None:
+    backend = ToyBackend()
+    driver = Driver(backend)
+    for length in (1, 9, 40):
+        found = driver.alone(prompt_of(length), 20, slot=length % 4)
+        assert found.tokens == expected(prompt_of(length), 20)
+    stop = expected(prompt_of(9), 20)[7]
+    assert expected(prompt_of(9), 20, {stop})[-1] == stop
+    assert backend.violations == []
+
+
+def test_toy_spoils_a_live_slot_that_a_decode_leaves_out() -> None:
+    backend = ToyBackend()
+    driver = Driver(backend)
+    driver.join({0: prompt_of(5), 1: prompt_of(6)})
+    absent = driver.live.pop(1)
+    driver.decode()
+    assert len(backend.violations) == 1
+    driver.live[1] = absent
+    driver.decode()
+    assert driver.leave(1).tokens != expected(prompt_of(6), 2)
+    assert driver.leave(0).tokens == expected(prompt_of(5), 3)
+
+
+def test_toy_fails_and_dies_as_told() -> None:
+    backend = ToyBackend()
+    driver = Driver(backend)
+    driver.join({0: prompt_of(5)})
+    backend.fail_at[backend.num_steps] = RuntimeError("told to")
+    with pytest.raises(RuntimeError, match="told to"):
+        driver.decode()
+    driver.leave(0)
+    assert driver.alone(prompt_of(5), 3).tokens == expected(prompt_of(5), 3)
+    deadly = StepError("told to die")
+    deadly.fatal = True
+    backend.fail_at[backend.num_steps] = deadly
+    backend.acquire(0, [5], 0)
+    for message in ("told to die", "closed or dead"):
+        with pytest.raises(StepError, match=message):
+            backend.run(Prefill(make_rows({0: [5]})))
+
+
+def test_toy_hangs_until_it_is_let_go() -> None:
+    backend = ToyBackend()
+    backend.hang_at.add(0)
+    backend.acquire(0, [5], 0)
+    answers: list[object] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(backend.run(Prefill(make_rows({0: [5]}))))
+    )
+    thread.start()
+    assert backend.hanging.wait(10)
+    assert answers == []
+    backend.resume.set()
+    thread.join(10)
+    assert isinstance(answers[0], HostLogits)

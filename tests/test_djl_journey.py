@@ -1,0 +1,93 @@
+"""Hundreds of requests with known answers through DJL's doors, a third of them lost on the way."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.djl_peer import REST, ROOT, Peer
+
+pytest.importorskip("torch", reason="needs the `cpu` extra")
+
+MODEL = ROOT / "examples" / "tiny-llama"
+ROUNDS, VICTIMS, KEPT = 5, 20, 40
+MODES = {
+    "rolling": {"rolling_batch": "tnx"},
+    "async": {"async_mode": "true", "rolling_batch": "disable"},
+}
+
+
+@pytest.fixture
+def checks():
+    lines = (MODEL / "checks.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) >= ROUNDS * (VICTIMS + KEPT)
+    return iter(found)
+
+
+def send(peer, check, *, stream, **parameters):
+    parameters = {"max_new_tokens": check["max_new_tokens"], **parameters}
+    return peer.submit({"inputs": check["prompt"], "parameters": parameters, "stream": stream})
+
+
+def generated(answer):
+    assert answer.wait().status_sent == 200, answer.content
+    return json.loads(answer.content.splitlines()[-1])["generated_text"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_not_lost_is_right(tmp_path, checks, mode):
+    properties = {
+        **MODES[mode],
+        "model_id": str(MODEL),
+        "model_loader": "cpu",
+        "max_rolling_batch_size": "16",
+        "predict_timeout": "60",
+    }
+    peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry")
+    num_lost = 0
+    with peer, ThreadPoolExecutor(KEPT) as clients:
+        for turn in range(ROUNDS):
+            # Endless, so that none of them is finished when the blow falls.
+            victims = [
+                clients.submit(
+                    send,
+                    peer,
+                    next(checks),
+                    stream=i % 2 == 0,
+                    max_new_tokens=10_000,
+                    ignore_eos=True,
+                )
+                for i in range(VICTIMS)
+            ]
+            victims[0].result().started.wait(30)
+            lose(peer, mode, turn)
+            num_lost += sum(is_lost(victim.result()) for victim in victims)
+            peer.wait_ready()
+            kept = [next(checks) for _ in range(KEPT)]
+            answers = clients.map(
+                lambda pair: send(peer, pair[1], stream=pair[0] % 2 == 0), enumerate(kept)
+            )
+            for check, answer in zip(kept, answers, strict=True):
+                assert generated(answer) == check["completion"], check["prompt"]
+        assert peer.usage() == REST
+        assert num_lost >= ROUNDS * VICTIMS / 2
+
+
+def lose(peer, mode, turn):
+    """A reset, or the death of the process: all that DJL can do to a request."""
+    if mode == "rolling" and turn % 2 == 0:
+        peer.spoil_next_reply = True
+    else:
+        peer.kill()
+
+
+def is_lost(answer):
+    answer.wait()
+    return (
+        answer.lost
+        or b"Batch inference failed" in answer.content
+        or b"Inference Engine Failure" in answer.content
+    )

@@ -1,0 +1,405 @@
+"""The sampler against a plain float64 reference that sorts and normalises, and against itself in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.sampling import Sampler, SamplingParams, logprobs
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int32Array = npt.NDArray[np.int32]
+
+
+def reference(logits: Float32Array, params: SamplingParams, history: Sequence[int]) -> Float64Array:
+    """float64[V]: the distribution that the rules define, step by step."""
+    logits = logits.copy()
+    for token in set(history):
+        penalty = np.float32(params.repetition_penalty)
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    if params.temperature == 0 or params.top_k == 1:
+        only = np.zeros(len(logits))
+        only[logits.argmax()] = 1
+        return only
+    scaled = logits.astype(np.float64) / params.temperature
+    probabilities: Float64Array = np.exp(scaled - scaled.max())
+    if 0 < params.top_k < len(logits):
+        probabilities[logits < np.sort(logits)[-params.top_k]] = 0
+    probabilities /= probabilities.sum()
+    if params.top_p < 1:
+        descending = np.sort(probabilities)[::-1]
+        size = 1 + int((descending.cumsum() < params.top_p).sum())
+        probabilities[probabilities < descending[size - 1]] = 0
+    probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    probabilities /= probabilities.sum()
+    return probabilities
+
+
+def int32s(*values: int) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def draw(
+    logits: Float32Array, params: SamplingParams, count: int, history: Sequence[int] = ()
+) -> Int32Array:
+    """int32[count]: tokens that as many slots with seeds 0, 1, ... draw from the same logits."""
+    sampler = Sampler(8, len(logits))
+    drawn = []
+    for start in range(0, count, 8):
+        for slot in range(8):
+            sampler.assign(slot, params, history, start + slot)
+        drawn.append(
+            sampler.sample(
+                np.tile(logits, (8, 1)), np.arange(8, dtype=np.int32), np.full(8, 5, np.int32)
+            )
+        )
+    return np.concatenate(drawn)
+
+
+def assert_follows(drawn: Int32Array, probabilities: Float64Array) -> None:
+    """Nothing outside the support, and a chi-square within five standard deviations."""
+    counts = np.bincount(drawn, minlength=len(probabilities))
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * len(drawn)
+    order = expected.argsort()
+    # Bins of at least 10 expected draws, made of the tokens in ascending order.
+    bins = (expected[order].cumsum() // 10).astype(int)
+    observed, wanted = np.bincount(bins, counts[order]), np.bincount(bins, expected[order])
+    observed, wanted = observed[wanted > 5], wanted[wanted > 5]
+    chi2 = float(((observed - wanted) ** 2 / wanted).sum())
+    freedom = max(1, len(wanted) - 1)
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5 + 1
+
+
+def normal(vocab_size: int, seed: int = 0, scale: float = 2.0) -> Float32Array:
+    return (np.random.default_rng(seed).standard_normal(vocab_size) * scale).astype(np.float32)
+
+
+class TestParams:
+    def test_defaults_are_greedy_and_off(self) -> None:
+        assert SamplingParams() == SamplingParams(0.0, 0, 1.0, 0.0, 1.0, None)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("temperature", -0.1),
+            ("temperature", float("nan")),
+            ("temperature", float("inf")),
+            ("temperature", "0.5"),
+            ("temperature", True),
+            ("temperature", None),
+            ("top_k", -1),
+            ("top_k", 1.0),
+            ("top_p", 0),
+            ("top_p", 1.01),
+            ("min_p", -0.5),
+            ("min_p", 2),
+            ("repetition_penalty", 0),
+            ("repetition_penalty", [1.1]),
+            ("seed", -1),
+            ("seed", 2**64),
+            ("seed", False),
+        ],
+    )
+    def test_what_no_rule_can_honour_is_refused_by_name(self, name: str, value: object) -> None:
+        with pytest.raises(RequestError, match=f"^{name} is .*; expected a"):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+    def test_a_long_wrong_value_is_not_repeated(self) -> None:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(temperature="secret " * 50)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 150
+
+    def test_integers_pass_for_floats(self) -> None:
+        params = SamplingParams(
+            temperature=1, top_p=1, min_p=0, repetition_penalty=2, seed=2**64 - 1
+        )
+        assert draw(normal(50), params, 8).min() >= 0
+
+    def test_from_mapping_takes_the_wire_names_and_leaves_the_rest(self) -> None:
+        values = {"temperature": 0.5, "top_k": 3, "seed": None, "stream": True}
+        assert SamplingParams.from_mapping(values) == SamplingParams(temperature=0.5, top_k=3)
+        assert set(SamplingParams.WIRE_NAMES) == set(vars(SamplingParams()))
+
+
+class TestGreedy:
+    def test_a_tie_goes_to_the_lowest_id(self) -> None:
+        logits = np.zeros(300, np.float32)
+        logits[[7, 9, 200]] = 3.0
+        assert set(draw(logits, SamplingParams(), 8)) == {7}
+        assert set(draw(logits, SamplingParams(temperature=1.0, top_k=1), 8)) == {7}
+
+    @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.2, 3.0])
+    @pytest.mark.parametrize("vocab_size", [300, 5003])
+    def test_whole_history_counts(self, penalty: float, vocab_size: int) -> None:
+        """Thirty steps on nearly equal logits, where a wrong history changes the winner."""
+        params = SamplingParams(repetition_penalty=penalty)
+        sampler = Sampler(2, vocab_size)
+        logits = normal(vocab_size, seed=1).round(1)
+        history = np.argsort(logits)[-9:-1:2].tolist() * 2
+        sampler.assign(1, params, history, 0)
+        for step in range(30):
+            token = int(sampler.sample(logits[None], int32s(1), int32s(step))[0])
+            assert token == reference(logits, params, history).argmax()
+            history.append(token)
+
+    def test_penalty_agrees_with_hugging_face(self) -> None:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        logits = normal(500, seed=3)
+        for penalty in (0.7, 1.3):
+            history = np.argsort(logits)[-40::2].tolist()
+            theirs = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+            scores = theirs(torch.tensor([history]), torch.tensor(logits[None]))
+            assert draw(logits, SamplingParams(repetition_penalty=penalty), 8, history)[0] == int(
+                scores.argmax()
+            )
+
+
+RULES = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=20),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, top_p=0.1),
+    SamplingParams(temperature=1.5, min_p=0.05),
+    SamplingParams(temperature=1.5, top_k=300, top_p=0.7, min_p=0.02),
+    SamplingParams(temperature=2.0, top_k=100, top_p=0.99, min_p=0.2),
+    SamplingParams(temperature=1.0, top_p=1e-300),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.4),
+    SamplingParams(temperature=1.0, top_k=40, repetition_penalty=0.6),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.4),
+    SamplingParams(temperature=1.0, top_p=0.95, min_p=0.1, repetition_penalty=0.8),
+]
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("params", RULES, ids=repr)
+    @pytest.mark.parametrize("vocab_size", [150, 5003])
+    def test_follows_the_reference(self, params: SamplingParams, vocab_size: int) -> None:
+        logits = normal(vocab_size, seed=vocab_size)
+        history = tuple(np.argsort(logits)[-60::2].tolist())
+        assert_follows(
+            draw(logits, params, 2400, history), reference(logits, params, list(history))
+        )
+
+    @pytest.mark.parametrize("params", RULES[1:8], ids=repr)
+    def test_ties_stay_or_go_together(self, params: SamplingParams) -> None:
+        logits = normal(700, seed=2).round(1)
+        assert_follows(draw(logits, params, 2400), reference(logits, params, []))
+
+    @pytest.mark.parametrize("offset", [-5000.0, 80.0, 5000.0])
+    def test_a_common_offset_changes_nothing(self, offset: float) -> None:
+        logits = (normal(300, seed=4) * 64).round() / np.float32(64)
+        params = SamplingParams(temperature=0.5, top_p=0.9, min_p=0.001)
+        moved = (logits + offset).astype(np.float32)
+        assert_follows(draw(moved, params, 2400), reference(logits, params, []))
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        vocab_size=st.sampled_from([40, 4095, 4096, 6007]),
+        top_k=st.integers(2, 24),
+        penalty=st.sampled_from([1.0, 1.1, 5.0, 0.5]),
+        seed=st.integers(0, 2**32),
+        coarse=st.booleans(),
+    )
+    def test_top_k_keeps_exactly_the_k_best(
+        self, vocab_size: int, top_k: int, penalty: float, seed: int, coarse: bool
+    ) -> None:
+        """Hot enough, every kept token is drawn: 1200 draws miss one of 60 with a chance of 1e-7."""
+        logits = normal(vocab_size, seed)
+        if coarse:
+            logits = logits.round(1)
+        params = SamplingParams(temperature=1e4, top_k=top_k, repetition_penalty=penalty)
+        history = tuple(np.argsort(logits)[-top_k:].tolist())
+        wanted = np.flatnonzero(reference(logits, params, list(history)))
+        assert set(draw(logits, params, 20 * len(wanted) + 200, history)) <= set(wanted.tolist())
+        if len(wanted) <= 60:
+            assert set(draw(logits, params, 1200, history)) == set(wanted.tolist())
+
+    def test_a_vocabulary_of_one_value_is_uniform(self) -> None:
+        logits = np.full(5000, 2.5, np.float32)
+        for params in (
+            SamplingParams(temperature=1.0, top_k=5),
+            SamplingParams(temperature=1.0, top_p=0.5),
+        ):
+            assert_follows(draw(logits, params, 800), np.full(5000, 1 / 5000))
+
+    def test_a_masked_vocabulary(self) -> None:
+        logits = np.full(5003, -np.inf, np.float32)
+        logits[[3, 4000, 5002]] = [1.0, 2.0, 0.5]
+        for params in RULES:
+            assert_follows(draw(logits, params, 400, (4000,)), reference(logits, params, [4000]))
+
+    @pytest.mark.parametrize("temperature", [1e-40, 1e-5, 1e5, 1e300])
+    @pytest.mark.parametrize("top_k", [0, 10])
+    def test_extreme_temperatures(self, temperature: float, top_k: int) -> None:
+        logits = normal(300, seed=5)
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.5)
+        drawn = draw(logits, params, 400)
+        if temperature < 1:
+            assert set(drawn) == {logits.argmax()}
+        else:
+            assert len(set(drawn)) >= 5
+
+
+class TestSeeds:
+    def test_the_draw_depends_on_seed_and_position_only(self) -> None:
+        logits = normal(300)[None]
+        sampler = Sampler(1, 300)
+
+        def at(seed: int, position: int) -> int:
+            sampler.assign(0, SamplingParams(temperature=5.0), [], seed)
+            return int(sampler.sample(logits, int32s(0), int32s(position))[0])
+
+        first = [at(1, position) for position in range(20)]
+        assert first == [at(1, position) for position in range(20)]
+        assert first != [at(2, position) for position in range(20)]
+        assert len(set(first)) > 10
+
+    def test_neighbouring_seeds_and_positions_are_independent(self) -> None:
+        sampler = Sampler(64, 16)
+        slots = np.arange(64, dtype=np.int32)
+        for slot in range(64):
+            sampler.assign(slot, SamplingParams(temperature=1.0), [], slot)
+        table = np.array(
+            [
+                sampler.sample(np.zeros((64, 16), np.float32), slots, slots * 0 + i)
+                for i in range(64)
+            ]
+        )
+        uniform = np.full(256, 1 / 256)
+        assert_follows((table[1:] * 16 + table[:-1]).ravel(), uniform)
+        assert_follows((table[:, 1:] * 16 + table[:, :-1]).ravel(), uniform)
+        assert_follows((table[1:, :-1] * 16 + table[:-1, 1:]).ravel(), uniform)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, 50, 3000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.4]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+)
+
+
+class TestBatch:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        rows=st.lists(
+            st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 40)),
+            min_size=2,
+            max_size=12,
+        ),
+        vocab_size=st.sampled_from([90, 4100, 4999]),
+        scale=st.sampled_from([0.1, 2.0, 8.0]),
+        data=st.randoms(use_true_random=False),
+    )
+    def test_a_row_is_the_same_in_any_company(
+        self,
+        rows: list[tuple[SamplingParams, int, int]],
+        vocab_size: int,
+        scale: float,
+        data: object,
+    ) -> None:
+        slots = list(range(len(rows) + 5))
+        data.shuffle(slots)  # type: ignore[attr-defined]
+        together, alone = Sampler(len(slots), vocab_size), Sampler(1, vocab_size)
+        placed = sorted(zip(slots, range(len(rows))))  # noqa: B905
+        logits = [
+            normal(len(rows) * vocab_size, step, scale).reshape(len(rows), -1) for step in range(3)
+        ]
+        for slot, i in placed:
+            params, seed, prompt_len = rows[i]
+            together.assign(slot, params, range(prompt_len), seed)
+        order = [i for _, i in placed]
+        index = np.array([slot for slot, _ in placed], np.int32)
+        positions = np.array([rows[i][2] for i in order], np.int32)
+        found = [together.sample(logits[step][order], index, positions + step) for step in range(3)]
+        for row, i in enumerate(order):
+            params, seed, prompt_len = rows[i]
+            alone.assign(0, params, range(prompt_len), seed)
+            for step in range(3):
+                token = alone.sample(logits[step][i : i + 1], int32s(0), int32s(prompt_len + step))[
+                    0
+                ]
+                assert token == found[step][row]
+
+    def test_logits_are_only_read_and_may_be_a_view(self) -> None:
+        sampler = Sampler(len(RULES), 5003)
+        for slot, params in enumerate(RULES):
+            sampler.assign(slot, params, range(0, 5003, 7), slot)
+        logits = normal(2 * len(RULES) * 5003).reshape(len(RULES), 2, 5003)
+        before = logits.copy()
+        slots = np.arange(len(RULES), dtype=np.int32)
+        tokens = sampler.sample(logits[:, -1], slots, slots)
+        assert np.array_equal(before, logits)
+        for slot, params in enumerate(RULES):
+            assert reference(logits[slot, -1], params, list(range(0, 5003, 7)))[tokens[slot]] > 0
+
+    @pytest.mark.parametrize(
+        "params", [SamplingParams(), SamplingParams(repetition_penalty=1.5), *RULES], ids=repr
+    )
+    def test_a_row_without_a_distribution_is_minus_one_and_alone(
+        self, params: SamplingParams
+    ) -> None:
+        vocab_size = 5003
+        logits = normal(5 * vocab_size).reshape(5, -1)
+        logits[1, 4990] = np.nan
+        logits[2] = -np.inf
+        logits[3, 17] = np.inf
+        sampler = Sampler(5, vocab_size)
+        for slot in range(5):
+            sampler.assign(slot, params, [1, 2], slot)
+        slots = np.arange(5, dtype=np.int32)
+        tokens = sampler.sample(logits, slots, slots)
+        assert tokens[1:4].tolist() == [-1, -1, -1]
+        for slot in (0, 4):
+            assert reference(logits[slot], params, [1, 2])[tokens[slot]] > 0
+
+    def test_a_new_sequence_does_not_inherit_history(self) -> None:
+        logits = np.zeros(100, np.float32)
+        logits[[4, 9]] = [2.0, 1.9]
+        sampler = Sampler(1, 100)
+        params = SamplingParams(repetition_penalty=2.0)
+
+        def next_token() -> int:
+            return int(sampler.sample(logits[None], int32s(0), int32s(0))[0])
+
+        sampler.assign(0, params, [4], 0)
+        assert next_token() == 9
+        sampler.assign(0, params, [], 0)
+        assert [next_token(), next_token()] == [4, 9]
+        sampler.release(0)
+        sampler.release(0)
+        sampler.assign(0, SamplingParams(), [4], 0)
+        assert next_token() == 4
+
+    def test_rows_for_a_device(self) -> None:
+        sampler = Sampler(3, 100)
+        sampler.assign(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
+        sampler.assign(2, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
+        sampler.assign(2, SamplingParams(top_p=0.3), [], 0)
+        assert sampler.device_row(1).tolist() == [7, 0.75, 0.5]
+        assert sampler.device_row(2).tolist() == [1, 1, 1]
+        assert sampler.device_row(1).dtype == np.float32
+
+
+def test_logprobs_are_the_log_softmax() -> None:
+    logits = np.stack([normal(5000, scale=3), normal(5000, 1) + 500, normal(5000, 2)])
+    logits[2, 9] = -np.inf
+    wide = logits.astype(np.float64)
+    expected = wide - wide.max(axis=1, keepdims=True)
+    expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
+    before = logits.copy()
+    found = logprobs(logits, [3, 4, 9])
+    np.testing.assert_allclose(found, expected[[0, 1, 2], [3, 4, 9]], rtol=1e-6, atol=1e-5)
+    assert found.dtype == np.float32
+    assert np.array_equal(before, logits)
