@@ -5,6 +5,7 @@ VENV ?= .venv
 EXTRAS ?= cpu,server,dev
 CONSTRAINTS ?= constraints/cpu.txt
 MODEL ?= examples/tiny-llama
+HOST ?= 127.0.0.1
 PORT ?= 8080
 ARGS ?=
 
@@ -27,7 +28,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
-	$(BIN)/djl-neuronx serve $(MODEL) --port $(PORT)
+	$(BIN)/djl-neuronx serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: $(INSTALLED) ## all tests (ARGS="-k name")
 	$(BIN)/python -m pytest $(ARGS)

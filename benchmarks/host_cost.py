@@ -3,10 +3,11 @@
     python benchmarks/host_cost.py                       # the whole table
     python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
 
-The backend hands out a ring of at least 64 MB of logits, so that each step's are not in the cache (one reused buffer
-flatters 3x), and notes when it was left and entered: `critical_us` is the median time between, which is what the
-device waits for, measured from outside the engine. `total_us` is the CPU time of all threads per step. `read_us` is the reference of the
-same run: one numpy maximum over the same logits, the least that any sampler must do; `ratio` is critical over it.
+The backend hands out a ring of at least 64 MB of logits, so that each step's are not in the cache
+(one reused buffer flatters 3x), and notes when it was left and entered: `critical_us` is the median
+time between, which is what the device waits for, measured from outside the engine. `total_us` is the
+CPU time of all threads per step. `read_us` is the reference of the same run: one numpy maximum over
+the same logits, the least that any sampler must do; `ratio` is critical over it.
 
 A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields once and returns).
 """

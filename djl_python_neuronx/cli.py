@@ -49,8 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_MODEL_DIR,
         help=f"folder with the model or with a serving.properties that names one (default {DEFAULT_MODEL_DIR})",
     )
+    everywhere = "0.0.0.0"  # noqa: S104  (what SageMaker's container contract asks for)
     serve.add_argument(
-        "--host", default="0.0.0.0", help="address to listen on (default %(default)s)"
+        "--host", default=everywhere, help="address to listen on (default %(default)s)"
     )
     serve.add_argument(
         "--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT"

@@ -254,27 +254,26 @@ class Sampler:
         if penalty < 1:
             row = self._penalised_row(row, slot)
         floor = self._floor(row, top_k)
+        if penalty > 1:
+            # The tokens that reach the floor reach this one even if all of them are penalised, so the k-th best does
+            # too. No look at the history: its length costs nothing.
+            floor = max(floor / float(penalty) if floor > 0 else floor * float(penalty), _LOWEST)
         ids = np.flatnonzero(np.greater_equal(row, floor, out=self._mask))
         values = row[ids]
-        if penalty > 1 and len(ids):
+        if penalty > 1:
             values = _penalise(values, self._seen[slot, ids], penalty)
-            # What was left out is below the floor, and a penalty only lowers it. Whatever could still beat the k-th
-            # best of the penalised candidates has a raw logit of at least that.
-            kth = _kth_largest(values, top_k) if len(ids) >= top_k else floor
-            if kth < floor:
-                ids = np.flatnonzero(np.greater_equal(row, kth, out=self._mask))
-                values = _penalise(row[ids], self._seen[slot, ids], penalty)
+            if len(ids) > top_k:
+                best = values >= _kth_largest(values, top_k)
+                ids, values = ids[best], values[best]
         return ids, values
 
     def _floor(self, row: Float32Array, top_k: int) -> float:
-        """A finite logit that at least `top_k` tokens reach, or every token with a finite one; NaN for a bad row.
+        """A logit that at least `top_k` tokens reach, or all that have a finite one; NaN (reached by none) for a bad row.
 
         The k-th best column maximum is such a floor, and few tokens above it are not among the k best.
         """
         pool = self._fold(np.maximum, row) if 2 * top_k <= self._num_columns else row
-        if not isfinite(pool.max()):
-            return nan
-        return max(_kth_largest(pool, top_k), _LOWEST)
+        return max(_kth_largest(pool, top_k), _LOWEST) if isfinite(pool.max()) else nan
 
     def _draw_sorted(
         self, found: list[Candidates], slots: Int32Array, uniforms: Float64Array

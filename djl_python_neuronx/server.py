@@ -119,6 +119,7 @@ class GenerationResponse(Response):
         self._request_id = parsed.request.request_id
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or stop when the client has gone."""
         answer = asyncio.ensure_future(self._answer(send))
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:

@@ -26,7 +26,7 @@ from djl_python_neuronx.engine.core import Engine, StepInfo
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Stream
 from djl_python_neuronx.engine.text import Delta
-from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
+from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError, ServingError
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics
@@ -47,7 +47,7 @@ class Service:
         warm_up: bool = False,
         on_death: Callable[[ServingError], None] | None = None,
     ) -> None:
-        """Start the engine on a loaded backend, after a first run of every graph if asked. `on_death`: see `EngineLoop`."""
+        """Start the engine, after a first run of every graph if asked. `on_death`: see `EngineLoop`."""
         self.options = options
         self.backend = backend
         self.tokenizer = tokenizer
@@ -173,8 +173,8 @@ def _local_folder(resolved: Resolved) -> Path:
     folder = model_id if options.model_dir is None else options.model_dir / model_id
     if not folder.is_dir() and not model_id.is_dir():
         msg = (
-            f"option.model_id is {options.model_id!r} (from {resolved.origins.get('model_id', 'default')}), which is no "
-            "local folder. This version loads local folders only: download the model first and name its folder"
+            f"option.model_id is {options.model_id!r} (from {resolved.origins.get('model_id', 'default')}), which is "
+            "no local folder. This version loads local folders only: download the model first and name its folder"
         )
         raise ArtifactNotFoundError(msg)
     return folder if folder.is_dir() else model_id
@@ -182,9 +182,11 @@ def _local_folder(resolved: Resolved) -> Path:
 
 def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
     """The backend's orders: `complete` has filled in every value that they need."""
-    filled = (options.n_positions, options.max_rolling_batch_size, options.context_length_estimate)
-    n_positions, num_slots, prefill_buckets = filled
-    assert n_positions and num_slots and prefill_buckets  # noqa: S101  (what `complete` promises)
+    n_positions, num_slots = options.n_positions, options.max_rolling_batch_size
+    prefill_buckets = options.context_length_estimate
+    if n_positions is None or num_slots is None or prefill_buckets is None:
+        msg = "n_positions, max_rolling_batch_size and context_length_estimate must be filled in first"
+        raise ConfigError(msg)
     return LoadPlan(
         model_dir=artifact.path,
         num_slots=num_slots,

@@ -59,7 +59,7 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
-    """float32[len(token_ids), V], only for requests with `logprobs`: the output thread makes log-probabilities of it."""
+    """float32[len(token_ids), V], only for requests with `logprobs`: log-probabilities are made on the output side."""
     index: int = 0  # type: ignore[assignment]  # a field may hide tuple.index
     """Which of the n sequences of the request."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import random
 import signal
 import subprocess
@@ -57,6 +56,10 @@ class Running:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def wait_until(condition: Any) -> None:
@@ -304,7 +307,7 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
     application.service = service = toy_service(crowd, max_waiting=1000)
     pick = random.Random(3)
     httpx.post(server.url + "/invocations", json=body([5]))
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = num_descriptors()
     threads = threading.active_count()
 
     async def one(client: Any, i: int) -> None:
@@ -340,7 +343,7 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
     assert not service.loop._mailboxes or all(
         not box.queues for box in service.loop._mailboxes.values()
     )
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    wait_until(lambda: num_descriptors() <= descriptors)
     wait_until(lambda: threading.active_count() <= threads)
 
 
@@ -418,10 +421,10 @@ def test_the_quick_start(tmp_path: Path) -> None:
                 except httpx.ConnectError:
                     time.sleep(0.02)
         assert statuses <= {200, 503}
-        descriptors = len(os.listdir(f"/proc/{process.pid}/fd"))
+        descriptors = num_descriptors(process.pid)
         asyncio.run(known_answers(url))
         wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in httpx.get(url + "/metrics").text)
-        wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")) <= descriptors + 1)
+        wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
         asyncio.run(drains(url, process))
         assert process.wait(PATIENCE_S) == 0
     finally:

@@ -1,0 +1,1 @@
+"""The engine: continuous batching over one backend, and the threads around it."""

@@ -246,7 +246,9 @@ class Engine:
         outputs = []
         ended: list[Sequence] = []
         values = output.values if isinstance(output, HostLogits) else None
-        for row, (sequence, ids) in enumerate(zip(scheduled.sequences, token_ids.tolist())):
+        for row, (sequence, ids) in enumerate(
+            zip(scheduled.sequences, token_ids.tolist(), strict=True)
+        ):
             request = sequence.request
             taken: tuple[int, ...] = ()
             for token_id in ids:

@@ -68,5 +68,5 @@ class WireProtocol(Protocol):
 
 
 def error_body(error: ServingError) -> bytes:
-    """The JSON body of an error that is the whole answer: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    """The body of an error that is the whole answer: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
     return orjson.dumps({"code": error.status, "error": str(error), "type": error.code})

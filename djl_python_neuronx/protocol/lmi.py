@@ -149,7 +149,7 @@ class _Parameters:
             isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
             for token_id in ids
         ):
-            raise _invalid("stop_token_ids", value, "a list of token ids")
+            raise _invalid("stop_token_ids", value, "a list of token ids")  # noqa: EM101  (a name, no message)
         return frozenset(ids)
 
     def sampling(self) -> SamplingParams:

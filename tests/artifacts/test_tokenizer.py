@@ -101,9 +101,10 @@ def test_a_template_in_a_file_of_its_own_is_used(tmp_path, loaded):
 def test_the_templates_own_refusal_is_told_but_no_content(loaded):
     with pytest.raises(RequestError, match="System role is not supported"):
         loaded["llama"].encode_chat([{"role": "system", "content": "secret"}])
-    with pytest.raises(RequestError, match="refuses these messages") as caught:
-        loaded["llama"].encode_chat([{"role": "user", "content": ["secret"]}])
-    assert "secret" not in str(caught.value)
+    for message in ({"role": "echo", "content": "secret"}, {"role": "user", "content": ["secret"]}):
+        with pytest.raises(RequestError, match="refuses these messages") as caught:
+            loaded["llama"].encode_chat([message])
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", MADE)

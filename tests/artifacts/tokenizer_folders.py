@@ -25,6 +25,7 @@ CORPUS = [
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('System role is not supported') }}{% endif %}"
+    "{% if m['role'] == 'echo' %}{{ raise_exception('Bad message ' + m['content']) }}{% endif %}"
     "<|turn|>{{ m['role'] }}: {{ m['content'] + '' }}{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
 )

@@ -156,7 +156,7 @@ def test_the_queue_is_bounded() -> None:
         inbox = Inbox()
         for name in "abc":
             loop.submit(request(name, [5, 6]), inbox)
-        with pytest.raises(QueueFullError, match="option.max_waiting"):
+        with pytest.raises(QueueFullError, match=r"option\.max_waiting"):
             loop.submit(request("d", [5, 6]), inbox)
         backend.resume.set()
         for deltas in collect(inbox, "a", "b", "c").values():
