@@ -88,10 +88,10 @@ def _load(inputs: Input, *, in_event_loop: bool) -> Output | None:
     """None is success. DJL reads a failure's status (507 means out of memory) and message."""
     from djl_python_neuronx.protocol.djl import failure
 
+    if not inputs.is_empty():
+        msg = "no model is loaded; the first call must be DJL Serving's empty one, with the options"
+        return failure(BackendUnavailableError(msg))
     try:
-        if not inputs.is_empty():
-            msg = "no model is loaded; the first call must be DJL Serving's empty one, with the options"
-            raise BackendUnavailableError(msg)
         _open(inputs.get_properties(), in_event_loop=in_event_loop)
     except ServingError as error:
         logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (the message is for a user)

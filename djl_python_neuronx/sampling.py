@@ -268,7 +268,7 @@ class Sampler:
         return ids, values
 
     def _floor(self, row: Float32Array, top_k: int) -> float:
-        """A logit that at least `top_k` tokens reach, or all that have a finite one; NaN (reached by none) for a bad row.
+        """A logit that at least `top_k` tokens reach, or all with a finite one; NaN, which none reaches, for a bad row.
 
         The k-th best column maximum is such a floor, and few tokens above it are not among the k best.
         """

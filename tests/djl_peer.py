@@ -265,6 +265,7 @@ class Peer:
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})}
         self._process = self._channel = None
         self._state = threading.RLock()
+        self._sending = threading.Lock()
         self._stop = False
         self._list, self._reset = [], False
         self._changed = threading.Condition()
@@ -402,8 +403,9 @@ class Peer:
 
     def _stop_process(self, *, error):
         self.failures += error
-        process, channel, self._process, self._channel = self._process, self._channel, None, None
-        self.started = False
+        with self._sending:
+            channel, self._channel, self.started = self._channel, None, False
+        process, self._process = self._process, None
         if channel is not None:
             channel.close()
         if process is not None:
@@ -440,12 +442,12 @@ class Peer:
             self._add_output(message)
 
     def _on_inactive(self):
-        if self.async_mode and not self._stop and self.ready:
-            threading.Thread(target=self._restart, daemon=True).start()
+        if self.async_mode and not self._stop:
+            threading.Thread(target=self._restart, args=(self._channel,), daemon=True).start()
 
-    def _restart(self):
+    def _restart(self, lost):
         with self._state:
-            if self.ready:
+            if lost is not None and lost is self._channel and self.loaded:
                 self._stop_process(error=True)
                 self._start_process()
 
@@ -471,16 +473,20 @@ class Peer:
         if self.rolling:
             self._add_input(answer)
         elif self.async_mode:
-            tracking_id = str(uuid.uuid4())
-            self._active[tracking_id] = Request(answer)
-            properties = {**answer.request_headers, TRACKING_ID: tracking_id, "handler": "handle"}
-            try:
-                self._channel.send(encode_input(properties, [("data", answer.body)]))
-            except (EngineError, AttributeError):
-                self._active.pop(tracking_id, None)
-                answer.end(503, {"code": 503, "message": "Error sending request to python"})
+            self._send_request(answer)
         else:
             self._jobs.put(answer)
+
+    def _send_request(self, answer):
+        tracking_id = str(uuid.uuid4())
+        properties = {**answer.request_headers, TRACKING_ID: tracking_id, "handler": "handle"}
+        with self._sending:
+            if self._channel is None:
+                raise TranslateError("Backend Python process is stopped.")
+            self._active[tracking_id] = Request(answer)
+            # A dead process is noticed by the reader, which answers everyone.
+            with contextlib.suppress(EngineError):
+                self._channel.send(encode_input(properties, [("data", answer.body)]))
 
     # RollingBatch
 

@@ -12,7 +12,7 @@ from tests.djl_peer import REST, ROOT, Peer
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 
 MODEL = ROOT / "examples" / "tiny-llama"
-ROUNDS, VICTIMS, KEPT = 5, 20, 40
+NUM_LOST, NUM_KEPT = 100, 200
 MODES = {
     "rolling": {"rolling_batch": "tnx"},
     "async": {"async_mode": "true", "rolling_batch": "disable"},
@@ -23,7 +23,7 @@ MODES = {
 def checks():
     lines = (MODEL / "checks.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
-    assert len(found) >= ROUNDS * (VICTIMS + KEPT)
+    assert len(found) >= NUM_LOST + NUM_KEPT
     return iter(found)
 
 
@@ -37,8 +37,10 @@ def generated(answer):
     return json.loads(answer.content.splitlines()[-1])["generated_text"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_not_lost_is_right(tmp_path, checks, mode):
+@pytest.mark.parametrize(
+    ("mode", "blows"), [("rolling", ["reset", "reset", "death", "reset"]), ("async", ["death"])]
+)
+def test_what_is_not_lost_is_right(tmp_path, checks, mode, blows):
     properties = {
         **MODES[mode],
         "model_id": str(MODEL),
@@ -48,8 +50,8 @@ def test_what_is_not_lost_is_right(tmp_path, checks, mode):
     }
     peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry")
     num_lost = 0
-    with peer, ThreadPoolExecutor(KEPT) as clients:
-        for turn in range(ROUNDS):
+    with peer, ThreadPoolExecutor(40) as clients:
+        for blow in blows:
             # Endless, so that none of them is finished when the blow falls.
             victims = [
                 clients.submit(
@@ -60,25 +62,25 @@ def test_what_is_not_lost_is_right(tmp_path, checks, mode):
                     max_new_tokens=10_000,
                     ignore_eos=True,
                 )
-                for i in range(VICTIMS)
+                for i in range(NUM_LOST // len(blows))
             ]
             victims[0].result().started.wait(30)
-            lose(peer, mode, turn)
+            lose(peer, blow)
             num_lost += sum(is_lost(victim.result()) for victim in victims)
             peer.wait_ready()
-            kept = [next(checks) for _ in range(KEPT)]
+            kept = [next(checks) for _ in range(NUM_KEPT // len(blows))]
             answers = clients.map(
                 lambda pair: send(peer, pair[1], stream=pair[0] % 2 == 0), enumerate(kept)
             )
             for check, answer in zip(kept, answers, strict=True):
                 assert generated(answer) == check["completion"], check["prompt"]
         assert peer.usage() == REST
-        assert num_lost >= ROUNDS * VICTIMS / 2
+        assert num_lost >= NUM_LOST / 2
 
 
-def lose(peer, mode, turn):
-    """A reset, or the death of the process: all that DJL can do to a request."""
-    if mode == "rolling" and turn % 2 == 0:
+def lose(peer, blow):
+    """All that DJL can do to a request."""
+    if blow == "reset":
         peer.spoil_next_reply = True
     else:
         peer.kill()

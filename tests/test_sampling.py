@@ -208,12 +208,13 @@ class TestDistribution:
         penalty=st.sampled_from([1.0, 1.1, 5.0, 0.5]),
         seed=st.integers(0, 2**32),
         coarse=st.booleans(),
+        offset=st.sampled_from([0, -20]),
     )
     def test_top_k_keeps_exactly_the_k_best(
-        self, vocab_size: int, top_k: int, penalty: float, seed: int, coarse: bool
+        self, vocab_size: int, top_k: int, penalty: float, seed: int, coarse: bool, offset: int
     ) -> None:
         """Hot enough, every kept token is drawn: 1200 draws miss one of 60 with a chance of 1e-7."""
-        logits = normal(vocab_size, seed)
+        logits = normal(vocab_size, seed) + np.float32(offset)
         if coarse:
             logits = logits.round(1)
         params = SamplingParams(temperature=1e4, top_k=top_k, repetition_penalty=penalty)

@@ -138,6 +138,17 @@ def test_the_leading_space_of_a_continuation_stays(tokenizers):
         assert stream.feed(TokenOutput(REQUEST, (space_fox,))).text == text
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_special_tokens_at_the_end_of_a_prompt_take_no_space(tokenizers, name):
+    """A chat's prompt ends with turn markers: behind them the text still goes on, it does not start."""
+    made = MADE[name.split(",")[0]]
+    prompt_ids = [*made.encode("The").ids, *[made.token_to_id("<s>")] * 8]
+    ids = folders.continuation(made, " fox")
+    text, _, _ = summary(feed_all(TextStream(request_for(prompt_ids), tokenizers[name]), ids))
+    assert made.decode(prompt_ids) + text == made.decode(prompt_ids + ids)
+    assert text.startswith(" ")
+
+
 @pytest.mark.parametrize("name", ["byte_level", "byte_level, window"])
 def test_a_character_appears_whole_and_a_cut_one_only_at_the_end(tokenizers, name):
     ids = MADE["byte_level"].encode("😀", add_special_tokens=False).ids
