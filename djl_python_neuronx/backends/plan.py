@@ -41,7 +41,7 @@ class LoadPlan:
     revision: str | None = None
     """Revision of the remote code, where it is trusted."""
     num_threads: int | None = None
-    """CPU threads of one step; None: one per physical core that the process may use."""
+    """CPU threads of one step; None: one per physical core that the process may use, but for one."""
     eos_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

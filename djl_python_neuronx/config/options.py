@@ -164,7 +164,7 @@ class ServingOptions(BaseModel):
     skip_warmup: Annotated[bool, Option()] = False
     """Answer before every graph has run once; the first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(allowed=_COUNT)] = None
-    """Threads that the cpu loader computes with. The default is the CPUs that the process may use."""
+    """Threads that the cpu loader computes with. The default is all cores but one, which is left to the server itself."""
 
 
 _DJL = Ignored("DJL Serving reads it itself")
