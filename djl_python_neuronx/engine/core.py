@@ -230,9 +230,10 @@ class Engine:
     def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
         """int32[B, K]; -1: none."""
         if isinstance(output, HostLogits):
-            return self._sampler.sample(output.values[:, -1], rows.slots, rows.starts + rows.lens)[
-                :, None
-            ]
+            logits = output.values[:, -1]
+            _require_rows(len(logits), rows)
+            return self._sampler.sample(logits, rows.slots, rows.starts + rows.lens)[:, None]
+        _require_rows(len(output.ids), rows)
         return output.ids
 
     def _advance(
@@ -303,6 +304,12 @@ class Engine:
             self.dead = translated
             failed = list(self._live.values())
         return [self._fail(sequence, _translate(error)) for sequence in failed]
+
+
+def _require_rows(found: int, rows: Rows) -> None:
+    if found != len(rows.slots):
+        msg = f"the backend answered {len(rows.slots)} rows with {found}; this is a bug of the backend"
+        raise StepError(msg)
 
 
 def _translate(error: Exception) -> BackendError:

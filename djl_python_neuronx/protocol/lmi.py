@@ -160,6 +160,8 @@ class _Parameters:
         values = {
             name: self._values[name] for name in SamplingParams.WIRE_NAMES if name in self._values
         }
+        if values.get("top_k") == -1:  # vLLM's way to say "off"
+            del values["top_k"]
         if "do_sample" in self._values:
             samples = self.flag("do_sample")
         else:

@@ -339,3 +339,24 @@ def test_logits_travel_only_with_requests_that_want_logprobs() -> None:
         assert output.logits is not None
         assert output.logits.shape == (1, 300)
         assert int(output.logits[0].argmax()) == output.token_ids[0]
+
+
+def test_a_backend_that_loses_a_row_fails_the_step_and_not_the_engine() -> None:
+    class Short(ToyBackend):
+        def run(self, step: object) -> object:  # type: ignore[override]
+            output = super().run(step)  # type: ignore[arg-type]
+            if self.num_steps == 4:
+                output.values = output.values[:-1]  # type: ignore[union-attr]
+            return output
+
+    backend = Short()
+    engine = Engine(backend)  # type: ignore[arg-type]
+    engine.add(request("a", [5, 6], 9, ignore_eos=True))
+    engine.add(request("b", [7, 6], 9, ignore_eos=True))
+    found = run(engine)
+    assert {str(found[name][-1].error) for name in "ab"} == {
+        "the backend answered 2 rows with 1; this is a bug of the backend"
+    }
+    engine.add(request("c", [5, 6], 9, ignore_eos=True))
+    assert tokens(run(engine)["c"]) == expected([5, 6], 9)
+    assert_clean(engine, backend)

@@ -68,6 +68,7 @@ def test_defaults() -> None:
         ({"top_p": 0.5}, 1.0),
         ({"top_p": 0.5, "temperature": None}, 1.0),
         ({"repetition_penalty": 1.3}, 0),
+        ({"top_k": -1}, 0),
         ({"seed": 3}, 0),
     ],
 )
