@@ -82,7 +82,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     port = arguments.port or _port_from_environment()
     name = model_dir.resolve().name
-    return serve(load, model_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
+    return serve(load, folder_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
 
 
 def _overrides(pairs: Sequence[str]) -> dict[str, str]:

@@ -51,10 +51,16 @@ class _BodyTooLargeError(RequestError):
 class Application:
     """The state behind the routes: a service that is loading, there, or failed to load."""
 
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(self, folder_name: str) -> None:
+        self._folder_name = folder_name
         self.service: Service | None = None
         self.failure: ServingError | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in paths: `option.model_name`, or its folder."""
+        configured = None if self.service is None else self.service.options.model_name
+        return configured or self._folder_name
 
     def ready(self) -> Service:
         """The service.
@@ -190,10 +196,10 @@ def create_app(application: Application) -> Starlette:
 
 
 def serve(
-    load: Callable[[], Service], *, model_name: str, host: str, port: int, drain_s: float = 30.0
+    load: Callable[[], Service], *, folder_name: str, host: str, port: int, drain_s: float = 30.0
 ) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. The process's exit status: 1 if the model did not load."""
-    application = Application(model_name)
+    application = Application(folder_name)
     config = uvicorn.Config(
         create_app(application),
         host=host,
@@ -221,7 +227,9 @@ def serve(
             server.should_exit = True
         else:
             application.service = service
-            logger.info("ready url=http://%s:%d/invocations model=%s", host, port, model_name)
+            logger.info(
+                "ready url=http://%s:%d/invocations model=%s", host, port, application.model_name
+            )
 
     def on_signal(_number: int, _frame: object) -> None:
         """Uvicorn raises the signal that stopped it once more when it is done; by default that ends the process."""

@@ -194,6 +194,14 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     assert httpx.get(server.url + "/nothing").json()["code"] == 404
 
 
+def test_the_model_can_have_a_name(server: Running) -> None:
+    service = server.application.service
+    assert service is not None
+    service.options = service.options.model_copy(update={"model_name": "given"})
+    assert httpx.post(server.url + "/predictions/given", json=body([5])).status_code == 200
+    assert httpx.post(server.url + "/predictions/toy", json=body([5])).status_code == 404
+
+
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.putrequest("POST", "/invocations")

@@ -88,9 +88,9 @@ class ServingOptions(BaseModel):
     trust_remote_code: Annotated[bool, Option()] = False
     """Run Python code that comes with the model. Only for models whose code was read."""
     model_name: Annotated[
-        str, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
-    ] = "model"
-    """Name under which the embedded server offers the model: `/predictions/<name>`."""
+        str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
+    ] = None
+    """Name under which the embedded server offers the model: `/predictions/<name>`. The default is the folder's."""
 
     model_loader: Annotated[Literal["auto", "cpu", "tnx", "nxdi"], Option()] = "auto"
     """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
@@ -164,7 +164,7 @@ class ServingOptions(BaseModel):
     skip_warmup: Annotated[bool, Option()] = False
     """Answer before every graph has run once; the first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(allowed=_COUNT)] = None
-    """Threads that the cpu loader computes with. The default is all cores but one, which is left to the server itself."""
+    """Threads that the cpu loader computes with. The default is all cores but one, which is left to the server."""
 
 
 _DJL = Ignored("DJL Serving reads it itself")

@@ -46,7 +46,6 @@ class ParseContext:
     """Lower-case names."""
     output_formatter: str | None = None
     """`option.output_formatter`: json, jsonlines or sse; None: the protocol's own choice."""
-    model_name: str = "model"
 
 
 class WireProtocol(Protocol):
