@@ -18,6 +18,9 @@ _COUNT = "a whole number of at least 1"
 _SECONDS = "seconds, a number above 0"
 _BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
 
+MAX_ROWS = 999
+"""Rows of one call of DJL Serving's rolling batch."""
+
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -244,6 +247,17 @@ def _one_route(options: ServingOptions) -> Conflict | None:
     return None
 
 
+def _rows_countable(options: ServingOptions) -> Conflict | None:
+    # Source: djl-serving, inputs.py get_batches: the keys batch_iii.* have three digits.
+    if (
+        options.rolling_batch in {"tnx", "vllm"}
+        and (options.max_rolling_batch_size or 0) > MAX_ROWS
+    ):
+        problem = f"DJL Serving's rolling batch has at most {MAX_ROWS} rows; lower it or use async_mode=true"
+        return Conflict(("max_rolling_batch_size", "rolling_batch"), problem)
+    return None
+
+
 def _prompts_fit(options: ServingOptions) -> Conflict | None:
     buckets, limit = options.context_length_estimate, options.n_positions
     if buckets and limit and buckets[-1] > limit:
@@ -263,6 +277,7 @@ _RULES: tuple[Callable[[ServingOptions], Conflict | None], ...] = (
     _some_model,
     _one_batching,
     _one_route,
+    _rows_countable,
     _prompts_fit,
 )
 

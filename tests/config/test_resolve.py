@@ -297,6 +297,7 @@ class TestRules:
             ("option.batch_size=2", "option.rolling_batch=tnx"),
             ("option.async_mode=true", "option.rolling_batch=vllm"),
             ("option.n_positions=256", "option.context_length_estimate=128,512"),
+            ("option.rolling_batch=tnx", "option.max_rolling_batch_size=1000"),
         ],
     )
     def test_what_does_not_go_together_is_refused_with_both_places(self, folder, lines):
