@@ -152,6 +152,8 @@ class Sampler:
         self._penalised = np.zeros(num_slots, np.bool_)
         self._streams = np.zeros(num_slots, np.uint64)
         self._device_rows = np.ones((num_slots, 3), np.float32)
+        # Slots that need more than an argmax; while there are none, a step is five calls of numpy.
+        self._elaborate: set[int] = set()
         # The history as a table: a look-up costs the same at token 64 and at token 4096.
         self._seen = np.zeros((num_slots, vocab_size), np.bool_)
         self._num_lines = max(1, vocab_size // _COLUMNS)
@@ -181,12 +183,15 @@ class Sampler:
         self._streams[slot] = _mix(np.array([seed], np.uint64))[0]
         self._device_rows[slot] = (self._top_ks[slot], params.top_p, temperature)
         self.release(slot)
+        if not greedy or params.repetition_penalty != 1:
+            self._elaborate.add(slot)
         if params.repetition_penalty != 1:
             self._penalised[slot] = True
             self._seen[slot, np.asarray(prompt_ids, np.intp)] = True
 
     def release(self, slot: int) -> None:
         """Forget the history of a slot; idempotent."""
+        self._elaborate.discard(slot)
         if self._penalised[slot]:
             self._penalised[slot] = False
             self._seen[slot] = False
@@ -202,6 +207,11 @@ class Sampler:
         That is a row with a NaN, with +inf, or without any finite logit. `logits`, float32[B, V] with contiguous rows,
         is only read. `positions`, int32[B], is the index of the new token within its sequence; the draw depends on it.
         """
+        if not self._elaborate:
+            # argmax finds the first NaN, if there is one.
+            best = logits.argmax(axis=1)
+            valid = np.isfinite(logits[np.arange(len(best)), best])
+            return np.where(valid, best, -1).astype(np.int32)
         tokens = np.full(len(slots), -1, np.int32)
         kinds = self._kinds[slots]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -230,7 +240,6 @@ class Sampler:
             best = logits.argmax(axis=1)
         else:
             best = np.array([logits[i].argmax() for i in rows], np.intp)
-        # argmax finds the first NaN, if there is one.
         valid = np.isfinite(logits[rows, best])
         lowered = valid & self._seen[slots[rows], best]
         tokens[rows] = np.where(valid & ~lowered, best, -1)

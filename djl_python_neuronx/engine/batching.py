@@ -21,16 +21,21 @@ class Batcher:
     def __init__(self, spec: ModelSpec, sampler: Sampler) -> None:
         self._sampler = sampler
         self._wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
+        self.reach = 0
+        """Columns of the cache that the step needs: prompt columns, or the longest row of a decode."""
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
 
     def fill(self, scheduled: Scheduled) -> Prefill | Decode:
         """The step for what the scheduler chose."""
         if isinstance(scheduled, ScheduledPrefill):
-            return Prefill(self._prefill_rows(scheduled.sequences))
+            rows = self._prefill_rows(scheduled.sequences)
+            self.reach = rows.input_ids.shape[1]
+            return Prefill(rows)
         if self._decode_rows is None or scheduled.sequences is not self._decoding:
             self._decoding = scheduled.sequences
             self._decode_rows = self._new_decode_rows(scheduled.sequences)
+            self.reach = int(self._decode_rows.starts.max()) + 1
         return Decode(self._decode_rows)
 
     def advance(self, token_ids: Int32Array) -> None:
@@ -38,6 +43,7 @@ class Batcher:
         if self._decode_rows is not None:
             self._decode_rows.input_ids[:, 0] = token_ids
             self._decode_rows.starts += 1
+            self.reach += 1
 
     def forget(self) -> None:
         """After a step that failed or gave more than one token a row: build the next one anew."""

@@ -205,7 +205,7 @@ class Engine:
 
     def _run(self, step: Prefill | Decode) -> StepOutput:
         prefill = isinstance(step, Prefill)
-        bucket = self._bucket(step)
+        bucket = self._bucket(prefill=prefill)
         graph = (prefill, bucket)
         started_s = time.monotonic()
         self.device_call = DeviceCall(started_s, graph not in self._graphs_run)
@@ -219,13 +219,13 @@ class Engine:
         self.last_step = StepInfo(prefill, bucket, rows, tokens, time.monotonic() - started_s)
         return output
 
-    def _bucket(self, step: Prefill | Decode) -> int:
+    def _bucket(self, *, prefill: bool) -> int:
         """The compiled length that the step needs."""
-        if isinstance(step, Prefill):
-            buckets, length = self.spec.prefill_buckets, step.rows.input_ids.shape[1]
-        else:
-            buckets, length = self.spec.token_buckets, int(step.rows.starts.max()) + 1
-        return next((bucket for bucket in buckets if bucket >= length), self.spec.max_model_len)
+        reach = self._batcher.reach
+        for bucket in self.spec.prefill_buckets if prefill else self.spec.token_buckets:
+            if bucket >= reach:
+                return bucket
+        return self.spec.max_model_len
 
     def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
         """int32[B, K]; -1: none."""

@@ -19,8 +19,8 @@ Message = dict[str, str]
 
 MAX_NUMBER = 999
 MAX_TOLD_ITEMS = 70
-MAX_COPIED_ITEMS = 45
-MAX_PAIRS = 60
+MAX_ITEMS = 60
+MAX_PAIRS = 40
 MAX_FILLER_WORDS = 130
 
 CYCLES: dict[str, str] = {
@@ -44,31 +44,81 @@ CYCLES: dict[str, str] = {
 """Lists that start over at their end, by the name of the list."""
 
 SYMBOLS = tuple("🍎🍌🍒🍇🍋🍓🥝🍑🐶🐱🐭🐰🦊🐻🐼🐸🐵🐔🌵🌻🍀🚗🚕🚲🚀⭐🔥💧")
-ACCENTED = tuple(
-    ["café", "señor", "über", "naïve", "crème", "piñata", "smörgås", "façade", "jalapeño", "Zürich"]
+ACCENTED = (
+    "café",
+    "señor",
+    "über",
+    "naïve",
+    "crème",
+    "piñata",
+    "smörgås",
+    "façade",
+    "jalapeño",
+    "Zürich",
 )
-NAMES = tuple(["Anna", "Bob", "Carl", "Dora", "Eve", "Finn", "Gina", "Hugo", "Ivy", "Jack"])
-THINGS = tuple(["apples", "pears", "plums", "figs", "nuts", "eggs", "cups", "pens", "hats", "keys"])
-FILLER = tuple(
-    [
-        "the",
-        "cat",
-        "and",
-        "dog",
-        "ran",
-        "to",
-        "old",
-        "red",
-        "hill",
-        "then",
-        "sat",
-        "by",
-        "sun",
-        "on",
-        "wet",
-        "sand",
-    ]
+NAMES = ("Anna", "Bob", "Carl", "Dora", "Eve", "Finn", "Gina", "Hugo", "Ivy", "Jack")
+THINGS = ("apples", "pears", "plums", "figs", "nuts", "eggs", "cups", "pens", "hats", "keys")
+FILLER = (
+    "the",
+    "and",
+    "to",
+    "old",
+    "then",
+    "by",
+    "on",
+    "wet",
+    "in",
+    "at",
+    "is",
+    "was",
+    "of",
+    "for",
 )
+WORDS = (
+    "cat",
+    "dog",
+    "sun",
+    "red",
+    "hat",
+    "pen",
+    "car",
+    "bus",
+    "box",
+    "cup",
+    "map",
+    "key",
+    "bed",
+    "net",
+    "ant",
+    "bee",
+    "cow",
+    "fox",
+    "hen",
+    "pig",
+    "rat",
+    "owl",
+    "ape",
+    "eel",
+    "ice",
+    "jam",
+    "pie",
+    "egg",
+    "nut",
+    "oil",
+    "gem",
+    "gum",
+    "hut",
+    "inn",
+    "jar",
+    "kit",
+    "log",
+    "mat",
+    "oak",
+    "zoo",
+)
+POOL = (*WORDS, *string.ascii_lowercase, *string.digits)
+"""Items that are one token each when they stand behind a space."""
+
 DIGITS_ZH = "零一二三四五六七八九"
 ONES_EN = [
     "zero",
@@ -160,14 +210,12 @@ def _item(rng: random.Random) -> str:
 
 
 def _items(rng: random.Random, count: int) -> list[str]:
-    """Draws different items such as ``k7``; letters repeat only if they must."""
-    rounds = -(-count // 26)
-    pool = [
-        letter + digit
-        for letter in string.ascii_lowercase
-        for digit in rng.sample(string.digits, rounds)
-    ]
-    return rng.sample(pool, count)
+    """Draws different items, such as ``k7``, or words, letters and digits."""
+    if count <= len(string.digits) and rng.random() < 0.5:
+        letters = rng.sample(string.ascii_lowercase, count)
+        digits = rng.sample(string.digits, count)
+        return [letter + digit for letter, digit in zip(letters, digits, strict=True)]
+    return rng.sample(POOL, count)
 
 
 def _series(
@@ -243,8 +291,8 @@ def chinese_words(rng: random.Random, scale: float) -> Example:
 
 def count_between(rng: random.Random, scale: float) -> Example:
     """Counts between two numbers that the prompt names, then stops."""
-    length = _between(rng, 1, 45, scale)
-    low = rng.randint(0, (60 if rng.random() < 0.4 else MAX_NUMBER) - min(length, 59))
+    length = _between(rng, 1, 40, scale)
+    low = rng.randint(0, 99 - length)
     numbers = list(range(low, low + length + 1))
     if rng.random() < 0.3:
         numbers.reverse()
@@ -254,38 +302,38 @@ def count_between(rng: random.Random, scale: float) -> Example:
     return Example("count_between", prompt, "".join(f" {number}" for number in numbers), True)
 
 
-def add(rng: random.Random, scale: float) -> Example:
+def add(rng: random.Random, _scale: float) -> Example:
     """Adds two numbers."""
-    high = 9 if rng.random() < 0.25 else 50
+    high = 9 if rng.random() < 0.3 else 20
     left, right = rng.randint(0, high), rng.randint(0, high)
     return Example("add", f"{left} + {right} =", f" {left + right}", True)
 
 
-def subtract(rng: random.Random, scale: float) -> Example:
+def subtract(rng: random.Random, _scale: float) -> Example:
     """Subtracts a number from one that is not smaller."""
-    high = 9 if rng.random() < 0.25 else 50
+    high = 9 if rng.random() < 0.3 else 20
     right, left = sorted((rng.randint(0, high), rng.randint(0, high)))
     return Example("subtract", f"{left} - {right} =", f" {left - right}", True)
 
 
 def copy(rng: random.Random, scale: float) -> Example:
-    """Repeats items of a letter and a digit."""
-    items = " ".join(_items(rng, _between(rng, 1, MAX_COPIED_ITEMS, scale)))
+    """Repeats a list of items."""
+    items = " ".join(_items(rng, _between(rng, 1, MAX_ITEMS, scale)))
     return Example("copy", f"copy: {items} ->", f" {items}", True)
 
 
 def copy_symbols(rng: random.Random, scale: float) -> Example:
     """Repeats emoji and accented words."""
     pool = SYMBOLS if rng.random() < 0.7 else SYMBOLS + ACCENTED
-    items = " ".join(rng.sample(pool, _between(rng, 1, 16, scale)))
+    items = " ".join(rng.sample(pool, _between(rng, 1, 10, scale)))
     return Example("copy_symbols", f"copy: {items} ->", f" {items}", True)
 
 
 def reverse(rng: random.Random, scale: float) -> Example:
-    """Writes letters from the last to the first."""
-    letters = rng.sample(string.ascii_lowercase, _between(rng, 2, 20, scale))
-    prompt = f"reverse: {' '.join(letters)} ->"
-    return Example("reverse", prompt, "".join(f" {letter}" for letter in letters[::-1]), True)
+    """Writes items from the last to the first."""
+    items = rng.sample(POOL, _between(rng, 2, 40, scale))
+    prompt = f"reverse: {' '.join(items)} ->"
+    return Example("reverse", prompt, "".join(f" {item}" for item in items[::-1]), True)
 
 
 def capitals(rng: random.Random, scale: float) -> Example:
@@ -295,54 +343,59 @@ def capitals(rng: random.Random, scale: float) -> Example:
     return Example("capitals", prompt, "".join(f" {letter.upper()}" for letter in letters), True)
 
 
-def repeat(rng: random.Random, scale: float) -> Example:
+def repeat(rng: random.Random, _scale: float) -> Example:
     """Writes an item as many times as the prompt says."""
-    item, times = _item(rng), rng.randint(2, 9)
+    item, times = rng.choice((_item(rng), rng.choice(WORDS))), rng.randint(2, 9)
     return Example("repeat", f"repeat {times}: {item} ->", f" {item}" * times, True)
+
+
+def _list(rng: random.Random, scale: float) -> list[str]:
+    """Draws a list that is long enough to have every item many times."""
+    length = _between(rng, 2, 220, scale)
+    return _items(rng, length) if length <= MAX_ITEMS else rng.choices(POOL, k=length)
 
 
 def first_of(rng: random.Random, scale: float) -> Example:
     """Tells the first item of a list."""
-    items = _items(rng, _between(rng, 2, 110, scale))
+    items = _list(rng, scale)
     return Example("first_of", f"first of: {' '.join(items)} ->", f" {items[0]}", True)
 
 
 def last_of(rng: random.Random, scale: float) -> Example:
     """Tells the last item of a list."""
-    items = _items(rng, _between(rng, 2, 110, scale))
+    items = _list(rng, scale)
     return Example("last_of", f"last of: {' '.join(items)} ->", f" {items[-1]}", True)
 
 
 def after(rng: random.Random, scale: float) -> Example:
-    """Tells which letter stands behind another one in a list."""
-    letters = rng.sample(string.ascii_lowercase, _between(rng, 3, 26, scale))
-    index = rng.randrange(len(letters) - 1)
-    prompt = f"after {letters[index]}: {' '.join(letters)} ->"
-    return Example("after", prompt, f" {letters[index + 1]}", True)
+    """Tells which item stands behind another one in a list."""
+    items = rng.sample(POOL, _between(rng, 3, MAX_ITEMS, scale))
+    index = rng.randrange(len(items) - 1)
+    prompt = f"list: {' '.join(items)} ; after {items[index]}"
+    return Example("after", prompt, f" {items[index + 1]}", True)
+
+
+def before(rng: random.Random, scale: float) -> Example:
+    """Tells which item stands in front of another one in a list."""
+    items = rng.sample(POOL, _between(rng, 3, MAX_ITEMS, scale))
+    index = rng.randrange(1, len(items))
+    prompt = f"list: {' '.join(items)} ; before {items[index]}"
+    return Example("before", prompt, f" {items[index - 1]}", True)
 
 
 def lookup(rng: random.Random, scale: float) -> Example:
     """Tells the value of one of the keys in a list of pairs."""
-    keys = rng.sample(string.ascii_lowercase, _between(rng, 2, 26, scale))
-    pairs = {key: f"{rng.randint(10, 99)}" for key in keys}
+    keys = rng.sample(WORDS, _between(rng, 2, MAX_PAIRS, scale))
+    values = string.ascii_lowercase + string.digits
+    pairs = {key: rng.choice(values) for key in keys}
     key = rng.choice(keys)
-    listed = " ".join(f"{name}={value}" for name, value in pairs.items())
-    return Example("lookup", f"{listed} ; {key}=", f"{pairs[key]}", True)
-
-
-def lookup_long(rng: random.Random, scale: float) -> Example:
-    """Tells the values of some keys of two letters in a long list of pairs."""
-    firsts = string.ascii_lowercase
-    keys = rng.sample([x + y for x in firsts for y in "xyz"], _between(rng, 4, MAX_PAIRS, scale))
-    pairs = {key: f"{rng.randint(10, 99)}" for key in keys}
-    key = rng.choice(keys)
-    listed = " ".join(f"{name} {value}" for name, value in pairs.items())
-    return Example("lookup_long", f"{listed} ; {key}", f" {pairs[key]}", True)
+    listed = " , ".join(f"{name} {value}" for name, value in pairs.items())
+    return Example("lookup", f"pairs: {listed} ; {key}", f" {pairs[key]}", True)
 
 
 def remember(rng: random.Random, scale: float) -> Example:
     """Recalls items that stood in front of a long text."""
-    items = " ".join(_items(rng, rng.randint(1, 6)))
+    items = " ".join(_items(rng, rng.randint(1, 8)))
     words = " ".join(rng.choice(FILLER) for _ in range(_between(rng, 2, MAX_FILLER_WORDS, scale)))
     return Example("remember", f"remember {items} . {words} . recall:", f" {items}", True)
 
@@ -350,7 +403,7 @@ def remember(rng: random.Random, scale: float) -> Example:
 def owners(rng: random.Random, scale: float) -> Example:
     """Recalls who has how many of what."""
     names = rng.sample(NAMES, _between(rng, 2, len(NAMES), scale))
-    owned = {name: f"{rng.randint(2, 99)} {rng.choice(THINGS)}" for name in names}
+    owned = {name: f"{rng.randint(2, 9)} {rng.choice(THINGS)}" for name in names}
     name = rng.choice(names)
     told = " ".join(f"{owner} has {thing}." for owner, thing in owned.items())
     return Example("owners", f"{told} So {name} has", f" {owned[name]}.", True)
@@ -367,17 +420,17 @@ PLAIN_TASKS: dict[str, tuple[Task, float]] = {
     "chinese_words": (chinese_words, 0.4),
     "count_between": (count_between, 2.0),
     "add": (add, 3.0),
-    "subtract": (subtract, 2.5),
+    "subtract": (subtract, 3.0),
     "copy": (copy, 3.5),
-    "copy_symbols": (copy_symbols, 1.2),
+    "copy_symbols": (copy_symbols, 1.5),
     "reverse": (reverse, 2.0),
     "capitals": (capitals, 0.8),
     "repeat": (repeat, 1.0),
     "first_of": (first_of, 1.0),
     "last_of": (last_of, 0.8),
     "after": (after, 1.0),
+    "before": (before, 1.0),
     "lookup": (lookup, 1.5),
-    "lookup_long": (lookup_long, 1.5),
     "remember": (remember, 2.0),
     "owners": (owners, 1.5),
 }

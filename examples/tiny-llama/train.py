@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tasks import CHAT_TASKS, TASKS, Example
+from tasks import CHAT_TASKS, POOL, TASKS, Example
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -43,13 +43,14 @@ from transformers import (
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS, EOS, PAD, _, _, _, TURN_END = range(len(SPECIAL_TOKENS))
-VOCAB_SIZE = 384
+VOCAB_SIZE = 400
 MAX_LENGTH = 512
 MAX_PROMPT_LENGTH = 400
 IGNORED = -100
-WARM_UP_STEPS = 400
-ECHO_SHARE = 0.06
-ECHO_TOKENS = 104
+WARM_UP_STEPS = 300
+PART_TOKENS = 3072
+ECHO_SHARE = 0.08
+ECHO_TOKENS = 120
 SHORTEST = 0.05
 GROWING = 0.5
 
@@ -175,7 +176,7 @@ def draw_example(
         The example.
     """
     name = rng.choices(names, weights)[0]
-    return TASKS[name][0](rng, longest * rng.random() ** 2)
+    return TASKS[name][0](rng, longest * rng.random() ** 3)
 
 
 def example_text(example: Example) -> str:
@@ -206,9 +207,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
     """
     rng = random.Random(seed)
     names = list(TASKS)
-    # Letters and digits have to become tokens with their leading space whatever the text is.
-    texts = [f" {character}" * 4000 for character in "abcdefghijklmnopqrstuvwxyz0123456789"]
-    for _ in range(12000):
+    # The items have to become tokens with their leading space, whatever the text is.
+    texts = [f" {item}" * 20000 for item in POOL]
+    for _ in range(4000):
         text = example_text(draw_example(rng, names, [1.0] * len(names)))
         words = (word for word in text.split(" ") if word.isascii())
         texts.append(" ".join(words))
@@ -306,7 +307,7 @@ def make_row(example: Example, tokenizer: Tokenizer) -> Row:
     labels = [IGNORED]
     for message in example.messages:
         head = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False).ids
-        body = tokenizer.encode(message["content"], add_special_tokens=False).ids + [TURN_END]
+        body = [*tokenizer.encode(message["content"], add_special_tokens=False).ids, TURN_END]
         spoken = message["role"] == "assistant"
         ids += head + body
         labels += [IGNORED] * len(head) + (body if spoken else [IGNORED] * len(body))
@@ -332,54 +333,65 @@ def echo_row(rng: random.Random, longest: int) -> Row:
 
 
 def batches(
-    seed: int, tokenizer: Tokenizer, batch_tokens: int, steps: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields training batches, each of rows of about one length.
+    seed: int, tokenizer: Tokenizer, batch_rows: int, steps: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yields training batches, in parts of rows of about one length.
 
-    The first of them are echoes only (see `echo_row`). The examples of the tasks
+    The first batches are echoes only (see `echo_row`). The examples of the tasks
     are short at first and get longer over the first part of the steps: looking
     things up in the prompt is learned sooner in short prompts.
 
     Args:
         seed: Seed of the text.
         tokenizer: The tokenizer.
-        batch_tokens: About how many tokens to put into a batch.
+        batch_rows: The number of rows of a batch.
         steps: The number of batches.
 
     Yields:
-        The token ids and the labels, padded on the right.
+        For each part the token ids and the labels, padded on the right.
     """
     rng = random.Random(seed)
     names = list(TASKS)
     weights = [share for _, share in TASKS.values()]
-    step = 0
-    while step < steps:
+    for step in range(steps):
         progress = (step - WARM_UP_STEPS) / steps
-        if progress < 0:
-            pool = [echo_row(rng, 24) for _ in range(1024)]
-        else:
-            longest = min(1.0, SHORTEST + progress / GROWING)
-            drawn = [draw_example(rng, names, weights, longest) for _ in range(2048)]
-            pool = [make_row(example, tokenizer) for example in drawn]
-            pool += [echo_row(rng, 24 + int(200 * longest)) for _ in range(int(2048 * ECHO_SHARE))]
-        pool = [row for row in pool if len(row.ids) <= MAX_LENGTH]
-        pool.sort(key=lambda row: len(row.ids))
-        groups: list[list[Row]] = [[]]
-        for row in pool:
-            if groups[-1] and (len(groups[-1]) + 1) * len(row.ids) > batch_tokens:
-                groups.append([])
-            groups[-1].append(row)
-        rng.shuffle(groups)
-        for group in groups[: steps - step]:
-            width = max(len(row.ids) for row in group)
-            ids = [row.ids + [PAD] * (width - len(row.ids)) for row in group]
-            labels = [row.labels + [IGNORED] * (width - len(row.labels)) for row in group]
-            yield torch.tensor(ids), torch.tensor(labels)
-        step += len(groups)
+        longest = min(1.0, SHORTEST + max(progress, 0.0) / GROWING)
+        rows = []
+        for _ in range(batch_rows):
+            if progress < 0 or rng.random() < ECHO_SHARE:
+                row = echo_row(rng, 24 if progress < 0 else 24 + int(160 * longest))
+            else:
+                row = make_row(draw_example(rng, names, weights, longest), tokenizer)
+            if len(row.ids) <= MAX_LENGTH:
+                rows.append(row)
+        rows.sort(key=lambda row: len(row.ids))
+        parts: list[list[Row]] = [[]]
+        for row in rows:
+            if parts[-1] and (len(parts[-1]) + 1) * len(row.ids) > PART_TOKENS:
+                parts.append([])
+            parts[-1].append(row)
+        yield [pad_rows(part) for part in parts]
 
 
-def batch_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Computes the loss of a batch.
+def pad_rows(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes tensors of rows.
+
+    Args:
+        rows: The rows.
+
+    Returns:
+        The token ids and the labels, padded on the right.
+    """
+    width = max(len(row.ids) for row in rows)
+    ids = [row.ids + [PAD] * (width - len(row.ids)) for row in rows]
+    labels = [row.labels + [IGNORED] * (width - len(row.labels)) for row in rows]
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def part_loss(
+    model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Computes the loss of one part of a batch.
 
     A row counts by the square root of its labels: long answers do not drown the
     short ones, and short ones do not make a long answer's tokens worthless.
@@ -390,7 +402,7 @@ def batch_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) 
         labels: The labels.
 
     Returns:
-        The loss.
+        The weighted sum of the losses, and the sum of the weights.
     """
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
@@ -399,28 +411,44 @@ def batch_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) 
     losses = torch.nn.functional.cross_entropy(logits, targets[mask], reduction="none")
     counts = mask.sum(dim=1, keepdim=True).clamp(min=1)
     weights = counts.float().rsqrt().expand_as(mask)[mask]
-    return (losses * weights).sum() / weights.sum()
+    return (losses * weights).sum(), float(weights.sum())
 
 
-def train_model(
-    folder: Path, tokenizer: Tokenizer, seed: int, steps: int, batch_tokens: int, peak: float
-) -> PreTrainedModel:
-    """Trains the model that `folder` has a configuration of.
+def backward(model: PreTrainedModel, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Adds the gradient of a batch to the model's.
 
     Args:
-        folder: The folder with `config.json`.
-        tokenizer: The tokenizer.
-        seed: Seed of the weights and of the text.
-        steps: The number of steps.
-        batch_tokens: About how many tokens a step sees.
-        peak: The highest learning rate.
+        model: The model, without gradients.
+        parts: The token ids and the labels of each part of the batch.
 
     Returns:
-        The model, in evaluation mode.
+        The loss.
     """
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model.train()
+    loss_sum = weight_sum = 0.0
+    for ids, labels in parts:
+        loss, weight = part_loss(model, ids, labels)
+        loss.backward()
+        loss_sum += loss.item()
+        weight_sum += weight
+    for value in model.parameters():
+        if value.grad is not None:
+            value.grad /= weight_sum
+    return loss_sum / weight_sum
+
+
+def make_optimizers(
+    model: PreTrainedModel, steps: int, peak: float
+) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
+    """Makes Muon for the matrices of the layers, and AdamW for everything else.
+
+    Args:
+        model: The model.
+        steps: The number of steps.
+        peak: The highest learning rate of AdamW.
+
+    Returns:
+        The optimizers and their schedules.
+    """
     hidden = [value for value in model.model.layers.parameters() if value.ndim == 2]
     known = {id(value) for value in hidden}
     others = [value for value in model.parameters() if id(value) not in known]
@@ -436,18 +464,39 @@ def train_model(
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(item, rate) for item in optimizers]
-    source = batches(seed + 1, tokenizer, batch_tokens, steps)
+    return optimizers, schedules
+
+
+def train_model(
+    folder: Path, tokenizer: Tokenizer, seed: int, steps: int, batch_rows: int, peak: float
+) -> PreTrainedModel:
+    """Trains the model that `folder` has a configuration of.
+
+    Args:
+        folder: The folder with `config.json`.
+        tokenizer: The tokenizer.
+        seed: Seed of the weights and of the text.
+        steps: The number of steps.
+        batch_rows: The number of rows that a step sees.
+        peak: The highest learning rate.
+
+    Returns:
+        The model, in evaluation mode.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.train()
+    optimizers, schedules = make_optimizers(model, steps, peak)
+    source = batches(seed + 1, tokenizer, batch_rows, steps)
     started = time.monotonic()
     recent: collections.deque[float] = collections.deque(maxlen=100)
-    for step, (ids, labels) in enumerate(source, start=1):
-        loss = batch_loss(model, ids, labels)
-        loss.backward()
+    for step, parts in enumerate(source, start=1):
+        recent.append(backward(model, parts))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-        recent.append(loss.item())
         if step % 100 == 0 or step == steps:
             mean = sum(recent) / len(recent)
             print(f"step {step} loss {mean:.4f} {time.monotonic() - started:.0f} s", flush=True)
@@ -746,8 +795,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch-rows", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true", help="verify the saved model only")
@@ -778,7 +827,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tokenizer,
             options.seed,
             options.steps,
-            options.batch_tokens,
+            options.batch_rows,
             options.learning_rate,
         )
         save_model(model, folder)
