@@ -122,7 +122,8 @@ TOKENIZER_CONFIG: dict[str, Any] = {
 MIN_GAP = 0.5
 CHECKS_PER_TASK = 17
 CHAT_CHECKS_PER_TASK = 20
-TRIES_PER_TASK = 36
+TRIES_PER_TASK = 72
+MAX_NEW_TOKENS = 130
 MAX_SAME_COMPLETION = 2
 SPARE_TOKENS = 8
 
@@ -632,13 +633,13 @@ def draw_trials(
     for attempt in range(count * 10):
         if len(trials) == count:
             break
-        scale = (attempt % 12) / 11 if attempt % 2 else rng.random() ** 2
+        scale = (attempt % 24) / 23 if attempt % 2 else rng.random() ** 2
         example = TASKS[name][0](rng, scale)
         messages = example.messages[:-1] if example.messages else None
         ids = prompt_ids(tokenizer, example.prompt, messages)
         length = len(tokenizer(example.answer, add_special_tokens=False)["input_ids"])
         limit = length + (SPARE_TOKENS if example.ends else 0)
-        if len(ids) <= MAX_PROMPT_LENGTH and len(ids) + limit <= MAX_LENGTH:
+        if len(ids) <= MAX_PROMPT_LENGTH and limit <= MAX_NEW_TOKENS:
             trials.setdefault(tuple(ids), Trial(example, ids, "", 0, 0.0, limit))
     return list(trials.values())
 
