@@ -122,7 +122,7 @@ class GenerationResponse(Response):
         self.background = None
         self._generation = generation
         self._formatter: Formatter = parsed.formatter
-        self._request_id = parsed.request.request_id
+        self._request_id = parsed.request.label
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop when the client has gone."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +35,9 @@ from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+"""Ids that are taken over from clients: what can stand in a header and on a line of a log."""
+
 
 class Service:
     """A loaded model that answers requests."""
@@ -52,6 +56,7 @@ class Service:
         self.backend = backend
         self.tokenizer = tokenizer
         self.metrics = Metrics()
+        self._ids = itertools.count(1)
         engine = Engine(backend, decode_interleave=options.decode_interleave)
         if warm_up:
             started_s = time.monotonic()
@@ -125,14 +130,15 @@ class Service:
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
-        """Understand and check a request body; any thread. The id is made unique among the requests in flight.
+        """Understand and check a request body; any thread. `request_id` is the client's, for the echo and for logs.
 
         Raises:
             RequestError: what is wrong with the request.
         """
         context = ParseContext(
             tokenizer=self.tokenizer,
-            request_id=self._unique(request_id),
+            request_id=f"r{next(self._ids)}",
+            client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
             headers=headers or {},
             output_formatter=self.options.output_formatter,
         )
@@ -152,16 +158,6 @@ class Service:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         self.loop.close(drain_s)
         self.backend.close()
-
-    def _unique(self, request_id: str | None) -> str:
-        """The caller's id; with a suffix while another request of that id is in flight: ids come from clients."""
-        if not request_id:
-            return uuid.uuid4().hex
-        return (
-            request_id
-            if not self.loop.knows(request_id)
-            else f"{request_id}-{uuid.uuid4().hex[:8]}"
-        )
 
 
 def _local_folder(resolved: Resolved) -> Path:

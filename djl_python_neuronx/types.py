@@ -31,6 +31,7 @@ class GenerationRequest:
     """
 
     request_id: str
+    """Ours, never used twice in a process: what a client sends as an id may come again at any moment."""
     prompt_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
@@ -42,8 +43,15 @@ class GenerationRequest:
     logprobs: bool = False
     """Wants the log-probability of each generated token under the model's own (unwarped) distribution."""
     adapter: int = 0
+    client_id: str = ""
+    """The client's own id, for the echo and for logs."""
     protocol: str = ""
     """A label for logs and metrics."""
+
+    @property
+    def label(self) -> str:
+        """What logs call the request: the client's id if it sent one."""
+        return self.client_id or self.request_id
 
 
 class TokenOutput(NamedTuple):
@@ -54,7 +62,7 @@ class TokenOutput(NamedTuple):
     """
 
     request: GenerationRequest
-    """Whose it is. The object, not its id: an id may be in use again while outputs of its last use are under way."""
+    """Whose it is."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: ServingError | None = None

@@ -113,10 +113,6 @@ class EngineLoop:
         """Requests that have not got their last delta."""
         return len(self._streams)
 
-    def knows(self, request_id: str) -> bool:
-        """True while a request of that id is in flight."""
-        return self._streams.get(request_id) is not None
-
     def start(self) -> None:
         """Start the threads."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -232,10 +228,8 @@ class EngineLoop:
         by_outlet: dict[Outlet, list[Delta]] = defaultdict(list)
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None or stream.request is not output.request:
-                continue  # given up; its id may be in use again
-            delta = self._next_delta(stream, output)
-            if delta is not None:
+            delta = None if stream is None else self._next_delta(stream, output)
+            if stream is not None and delta is not None:
                 by_outlet[stream.outlet].append(delta)
         for outlet, deltas in by_outlet.items():
             self._hand_over(outlet, deltas)

@@ -45,8 +45,7 @@ class Stream:
 class Streams:
     """All open streams, at most `most` of them; any thread.
 
-    `then` is called under the lock: what the engine hears about an id is in the order in which the id was taken and
-    given up here, so an id can be used again at once.
+    `then` is called under the lock, so that the engine hears of a request's end after its beginning.
     """
 
     def __init__(self, most: int) -> None:

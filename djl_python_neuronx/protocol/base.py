@@ -42,6 +42,7 @@ class ParseContext:
 
     tokenizer: Tokenizer
     request_id: str
+    client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Lower-case names."""
     output_formatter: str | None = None

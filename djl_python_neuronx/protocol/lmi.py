@@ -91,6 +91,7 @@ class LmiProtocol:
             stop_strings=given.stop_strings(),
             ignore_eos=given.flag("ignore_eos"),
             logprobs=details or output != "json",
+            client_id=context.client_id,
             protocol=self.name,
         )
         full_text = given.flag("return_full_text")
