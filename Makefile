@@ -4,15 +4,23 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= cpu,server,dev
 CONSTRAINTS ?= constraints/cpu.txt
+# Handed to pip. On Linux PyPI's torch brings gigabytes of CUDA; this takes the CPU build instead:
+#   make serve PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+PIP_ARGS ?=
+# Not empty: install again, everything at the newest version that the constraints allow.
+UPGRADE ?=
 MODEL ?= examples/tiny-llama
 HOST ?= 127.0.0.1
 PORT ?= 8080
 ARGS ?=
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# One stamp per interpreter, extras and constraints: with others the environment is made anew.
+SETTINGS := $(shell echo '$(PYTHON) $(EXTRAS) $(CONSTRAINTS)' | cksum | cut -d ' ' -f 1)
+INSTALLED := $(VENV)/.installed-$(SETTINGS)
 
-.PHONY: help install serve test lint format docs clean
+.PHONY: help install serve test lint format docs clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -21,10 +29,11 @@ help: ## this list
 install: $(INSTALLED) ## the package and its tools in .venv
 
 # The stamp is written last: an installation that was cut off starts again.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(UPGRADE),always)
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) $(VENV)
+	@rm -f $@
+	$(PIP) --upgrade pip
+	$(PIP) $(if $(UPGRADE),--upgrade --upgrade-strategy eager) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)

@@ -35,6 +35,8 @@ from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.outlets import Inbox
 from djl_python_neuronx.protocol.lmi import JsonFormatter, LinesFormatter
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.service import Recorder
+from djl_python_neuronx.telemetry import Metrics
 from djl_python_neuronx.types import GenerationRequest
 
 RING_BYTES = 64 * 2**20
@@ -114,6 +116,7 @@ class TableTokenizer:
     """Every id is a short word, as a byte-level vocabulary's table would say."""
 
     special_ids: frozenset[int] = frozenset()
+    eos_id: int | None = None
 
     def __init__(self, vocab: int) -> None:
         self.pieces: Sequence[bytes] | None = [b" t%d" % (i % 1000) for i in range(vocab)]
@@ -194,7 +197,12 @@ def under_load(vocab: int, batch: int) -> Iterator[dict[str, Any]]:
 def _generate(case: Case, backend: RingBackend, num_tokens: int) -> float:
     """Run a full batch to its end through loop, text and formatter; CPU seconds of the process."""
     random = np.random.default_rng(1)
-    loop = EngineLoop(Engine(backend), TableTokenizer(case.vocab), max_waiting=0)
+    loop = EngineLoop(
+        Engine(backend),
+        TableTokenizer(case.vocab),
+        max_waiting=0,
+        observer=Recorder(Metrics()),
+    )
     lines = case.format == "jsonlines"
     inbox = Inbox()
     formatters: dict[str, JsonFormatter | LinesFormatter] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         "--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT"
     )
     serve.add_argument(
-        "--drain", type=float, default=30.0, metavar="S", help="seconds for running requests to end"
+        "--drain",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds for running requests to end",
     )
     serve.add_argument(
         "-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME"
@@ -96,8 +101,19 @@ def _overrides(pairs: Sequence[str]) -> dict[str, str]:
     return overrides
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        msg = f"{text!r} is not a number of seconds; expected 0 or more"
+        raise argparse.ArgumentTypeError(msg)
+    return seconds
+
+
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 65536:
         msg = f"{text!r} is not a port; expected 1 to 65535"
         raise argparse.ArgumentTypeError(msg)
     return int(text)

@@ -35,6 +35,8 @@ from typing import ClassVar
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_p'?``, or an empty string when nothing is near."""
+    if len(name) > 64:
+        return ""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 

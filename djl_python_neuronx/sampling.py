@@ -63,7 +63,12 @@ class SamplingParams:
                 continue
             numeric = isinstance(value, rule.metadata["types"]) and not isinstance(value, bool)
             if not numeric or not rule.metadata["holds"](value):
-                msg = f"{rule.name} is {reprlib.repr(value)}; expected {rule.metadata['allowed']}"
+                shown = (
+                    reprlib.repr(value)
+                    if isinstance(value, (int, float))
+                    else f"a {type(value).__name__}"
+                )
+                msg = f"{rule.name} is {shown}; expected {rule.metadata['allowed']}"
                 raise RequestError(msg)
 
     @classmethod

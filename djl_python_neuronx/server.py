@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -17,7 +19,7 @@ import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -26,6 +28,7 @@ from djl_python_neuronx.engine.outlets import Generation
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
+    RequestAbortedError,
     RequestError,
     ServingError,
 )
@@ -36,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """DJL Serving's default limit."""
+
+ANSWER_S = 5.0
+"""Time to write the last answers after the drain."""
 
 INLINE_BODY_BYTES = 8 * 1024
 """Bodies up to this size are tokenised in the event loop: a thread hop would take longer than the work."""
@@ -62,6 +68,18 @@ class Application:
         configured = None if self.service is None else self.service.options.model_name
         return configured or self._folder_name
 
+    def load(self, load: Callable[[], Service]) -> None:
+        """Load the service; a failure is kept and logged, for a person to read."""
+        try:
+            self.service = load()
+        except ServingError as error:
+            logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (no traceback: it is explained)
+            self.failure = error
+        except Exception as error:
+            logger.exception("load_failed")
+            message = f"the model could not be loaded ({type(error).__name__}: {error})"
+            self.failure = ServingError(message)
+
     def ready(self) -> Service:
         """The service.
 
@@ -73,8 +91,9 @@ class Application:
         if self.service is None:
             msg = "the model is still loading; retry when /ping answers 200"
             raise BackendUnavailableError(msg)
-        if self.service.loop.error is not None:
-            raise BackendUnavailableError(str(self.service.loop.error)) from self.service.loop.error
+        if not self.service.loop.alive:
+            error = self.service.loop.error
+            raise BackendUnavailableError(str(error or "the engine has stopped")) from error
         return self.service
 
     async def ping(self, _request: Request) -> Response:
@@ -178,6 +197,25 @@ class GenerationResponse(Response):
         }
 
 
+class _Server(uvicorn.Server):
+    """Closes the engine loop while the connections are still there to be answered."""
+
+    def __init__(self, config: uvicorn.Config, application: Application, drain_s: float) -> None:
+        super().__init__(config)
+        self._application = application
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening; requests that do not end within the drain time get their error, not a cut connection."""
+        service = self._application.service
+        closing = None
+        if service is not None:
+            closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
+        await super().shutdown(sockets)
+        if closing is not None:
+            await closing
+
+
 def create_app(application: Application) -> Starlette:
     """The ASGI app around the state."""
     return Starlette(
@@ -189,6 +227,7 @@ def create_app(application: Application) -> Starlette:
         ],
         exception_handlers={
             ServingError: _on_serving_error,
+            ClientDisconnect: _on_client_gone,
             HTTPException: _on_http_error,
             Exception: _on_bug,
         },
@@ -198,7 +237,7 @@ def create_app(application: Application) -> Starlette:
 def serve(
     load: Callable[[], Service], *, folder_name: str, host: str, port: int, drain_s: float = 30.0
 ) -> int:
-    """Listen, load, serve until SIGTERM or SIGINT, drain. The process's exit status: 1 if the model did not load."""
+    """Listen, load, serve until SIGTERM or SIGINT, drain. The exit status: 1 if it cannot listen or load."""
     application = Application(folder_name)
     config = uvicorn.Config(
         create_app(application),
@@ -207,29 +246,18 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=int(drain_s),
+        timeout_graceful_shutdown=math.ceil(drain_s + ANSWER_S),
         timeout_keep_alive=75,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, application, drain_s)
 
     def load_model() -> None:
-        try:
-            service = load()
-        except ServingError as error:
-            logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (the message is for a user)
-            application.failure = error
-            server.should_exit = True
-        except Exception as error:
-            logger.exception("load_failed")
-            application.failure = ServingError(
-                f"the model could not be loaded ({type(error).__name__})"
-            )
+        application.load(load)
+        if application.failure is not None:
             server.should_exit = True
         else:
-            application.service = service
-            logger.info(
-                "ready url=http://%s:%d/invocations model=%s", host, port, application.model_name
-            )
+            name = application.model_name
+            logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
 
     def on_signal(_number: int, _frame: object) -> None:
         """Uvicorn raises the signal that stopped it once more when it is done; by default that ends the process."""
@@ -237,12 +265,14 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
-    loader.start()
-    server.run()
+    threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True).start()
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it cannot listen; it has logged why
+        return 1
     if application.service is not None:
         application.service.close()
-    return 1 if application.failure is not None or not server.started else 0
+    return 1 if application.failure is not None else 0
 
 
 async def _read(request: Request) -> bytes:
@@ -282,6 +312,11 @@ def _error_response(error: ServingError, request_id: str | None = None) -> Respo
 async def _on_serving_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)  # noqa: S101  (starlette's handler signature is wider than its use)
     return _error_response(error)
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    """Nobody reads it: the client left while it sent its request."""
+    return _error_response(RequestAbortedError("the client closed the connection"))
 
 
 async def _on_http_error(_request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.formats import Artifact
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
-from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.backends.base import Backend, ModelSpec
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import make_buckets
 from djl_python_neuronx.config import device
@@ -24,9 +24,11 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved, complete, resolve
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine, StepInfo
+from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Stream
 from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError, ServingError
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
@@ -57,20 +59,27 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self._ids = itertools.count(1)
+        self._max_prompt_chars = _max_prompt_chars(backend.spec, tokenizer)
         engine = Engine(backend, decode_interleave=options.decode_interleave)
         if warm_up:
-            started_s = time.monotonic()
-            engine.warm_up()
-            logger.info("warmed_up seconds=%.2f", time.monotonic() - started_s)
+            self._warm_up(engine)
         self.loop = EngineLoop(
             engine,
             tokenizer,
             max_waiting=options.max_waiting,
             step_timeout_s=options.predict_timeout,
             on_death=on_death,
-            observer=_Recorder(self.metrics),
+            observer=Recorder(self.metrics),
         )
+        self.metrics["slots_in_use"].set_function(lambda: engine.num_running)
+        self.metrics["waiting_requests"].set_function(lambda: engine.num_waiting)
         self.loop.start()
+
+    def _warm_up(self, engine: Engine) -> None:
+        started_s = time.monotonic()
+        cold = run_every_graph(engine)
+        seconds = time.monotonic() - started_s
+        logger.info("warmed_up seconds=%.2f cold_decode_buckets=%s", seconds, cold)
 
     @classmethod
     def load(
@@ -140,6 +149,7 @@ class Service:
             request_id=f"r{next(self._ids)}",
             client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
             headers=headers or {},
+            max_prompt_chars=self._max_prompt_chars,
             output_formatter=self.options.output_formatter,
         )
         try:
@@ -158,6 +168,17 @@ class Service:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         self.loop.close(drain_s)
         self.backend.close()
+
+
+def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
+    """Characters that no prompt which fits can have; None if the tokenizer does not say how long a token can be.
+
+    Generous by a factor of four, for normalisers that make the text shorter.
+    """
+    if tokenizer.pieces is None:
+        return None
+    longest_piece = max(map(len, tokenizer.pieces), default=1)
+    return 4 * longest_prompt(spec) * max(longest_piece, 16)
 
 
 def _local_folder(resolved: Resolved) -> Path:
@@ -185,6 +206,7 @@ def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
         raise ConfigError(msg)
     return LoadPlan(
         model_dir=artifact.path,
+        kind=artifact.kind,
         num_slots=num_slots,
         max_model_len=n_positions,
         prefill_buckets=prefill_buckets,
@@ -197,7 +219,7 @@ def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
     )
 
 
-class _Recorder:
+class Recorder:
     """The engine loop's observer: metrics, and a log line per request."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -205,15 +227,19 @@ class _Recorder:
         self._generated = metrics["generated_tokens_total"]
         self._decode_seconds = metrics["decode_seconds"]
 
-    def stepped(self, info: StepInfo, num_running: int, num_waiting: int) -> None:
-        self._metrics["slots_in_use"].set(num_running)
-        self._metrics["waiting_requests"].set(num_waiting)
-        self._generated.inc(info.rows)
+    def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
+        self._generated.inc(num_tokens)
+        if info is None:
+            return
         if info.prefill:
             self._metrics["prefill_seconds"].labels(info.bucket).observe(info.device_s)
             self._metrics["padding_tokens_total"].inc(max(0, info.rows * info.bucket - info.tokens))
         else:
             self._decode_seconds.observe(info.device_s)
+
+    def given_up(self, stream: Stream) -> None:
+        self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
+        logger.info("request_aborted request_id=%s", stream.request.label)
 
     def ended(self, stream: Stream, delta: Delta) -> None:
         metrics, request = self._metrics, stream.request
@@ -233,7 +259,7 @@ class _Recorder:
         logger.info(
             "request_finished request_id=%s protocol=%s reason=%s prompt_tokens=%d generated_tokens=%d "
             "first_token_s=%.4f total_s=%.4f%s",
-            request.request_id,
+            request.label,
             request.protocol,
             reason,
             len(request.prompt_ids),

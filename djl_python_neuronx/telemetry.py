@@ -40,11 +40,15 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "requests_total": Metric("counter", "Requests that ended.", ("protocol", "finish_reason")),
+    "requests_total": Metric(
+        "counter", "Requests that ended or were aborted.", ("protocol", "finish_reason")
+    ),
     "rejected_requests_total": Metric(
         "counter", "Requests refused before they were queued.", ("code",)
     ),
-    "generated_tokens_total": Metric("counter", "Tokens generated."),
+    "generated_tokens_total": Metric(
+        "counter", "Tokens generated, those that a stop string cut off included."
+    ),
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
     "padding_tokens_total": Metric(
         "counter", "Prompt columns computed for nothing, up to the bucket's length."

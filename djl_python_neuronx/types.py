@@ -85,6 +85,10 @@ class Tokenizer(Protocol):
         """Ids that never show in text (bos, eos, pad, turn markers)."""
 
     @property
+    def eos_id(self) -> int | None:
+        """Id that ends a text; None: the tokenizer names none. What the model's own files say comes first."""
+
+    @property
     def pieces(self) -> Sequence[bytes] | None:
         """UTF-8 bytes of every id, such that the text of ids is the concatenation; None if it is not that simple."""
 

@@ -25,7 +25,7 @@ import uvicorn  # noqa: E402
 
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import ServingError  # noqa: E402
-from djl_python_neuronx.server import MAX_BODY_BYTES, Application, create_app  # noqa: E402
+from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
@@ -36,7 +36,7 @@ PATIENCE_S = 30.0
 class Running:
     """A server on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: Application, drain_s: float = 5.0) -> None:
         self.application = application
         config = uvicorn.Config(
             create_app(application),
@@ -46,7 +46,7 @@ class Running:
             access_log=False,
             lifespan="off",
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, application, drain_s)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_frees_its_slot(
         ),
         (b'{"inputs": "a", "parameters": {"top_p": 3}}', 400, "bad_request", "top_p is 3"),
         (b'{"inputs": "' + b"a" * 100 + b'"}', 413, "prompt_too_long", "101 tokens.*at most 64"),
-        (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "prompt_too_long", "20001 tokens"),
+        (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "prompt_too_long", "20000 characters"),
     ],
 )
 def test_bad_requests(server: Running, content: bytes, status: int, kind: str, says: str) -> None:
@@ -348,11 +348,82 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
     assert crowd.violations == []
     assert crowd.acquired == frozenset()
     assert service.loop.engine.num_waiting == 0
-    assert not service.loop._mailboxes or all(
-        not box.queues for box in service.loop._mailboxes.values()
-    )
     wait_until(lambda: num_descriptors() <= descriptors)
     wait_until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_end_within_the_drain_time_gets_its_error(
+    backend: ToyBackend, stream: bool
+) -> None:
+    backend.step_s = 0.05
+    application = Application("toy")
+    application.service = toy_service(backend)
+    running = Running(application, drain_s=0.2)
+    responses: list[Any] = []
+
+    def ask() -> None:
+        payload = body([5, 6], 100, stream=stream)
+        responses.append(httpx.post(running.url + "/invocations", json=payload, timeout=PATIENCE_S))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: len(backend.steps) > 3)
+    running.close()
+    asking.join(PATIENCE_S)
+    (response,) = responses
+    last = json.loads(response.text.splitlines()[-1])
+    assert (last["code"], last["type"]) == (499, "request_aborted")
+    assert response.status_code == (200 if stream else 499)
+    assert backend.acquired == frozenset()
+
+
+def test_gauges_fall_when_the_last_request_is_given_up(
+    server: Running, backend: ToyBackend
+) -> None:
+    backend.step_s = 0.01
+    loop = server.application.service.loop  # type: ignore[union-attr]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps(body([5, 6], 100)))
+    wait_until(lambda: loop.engine.num_running == 1)
+    assert "djl_neuronx_slots_in_use 1.0" in httpx.get(server.url + "/metrics").text
+    connection.close()
+    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in httpx.get(server.url + "/metrics").text)
+    aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'
+    assert aborted in httpx.get(server.url + "/metrics").text
+
+
+def test_one_id_for_many_requests_is_only_a_label(server: Running, backend: ToyBackend) -> None:
+    """Clients send one trace id with all they ask; answers must not find each other by it."""
+
+    async def ask(client: Any, i: int) -> None:
+        for turn in range(6):
+            prompt = [3 + i, 3 + turn]
+            response = await client.post(
+                server.url + "/invocations", json=body(prompt, 3), headers={"x-request-id": "trace"}
+            )
+            assert response.headers["x-request-id"] == "trace"
+            assert response.json() == {"generated_text": answer(prompt, 3)}
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            await asyncio.gather(*(ask(client, i) for i in range(4)))
+
+    asyncio.run(all_of_them())
+    odd = httpx.post(server.url + "/invocations", json=body([5]), headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] != "a b"
+
+
+def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = serve_process(tmp_path, taken.getsockname()[1])
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "address already in use" in log
 
 
 def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:

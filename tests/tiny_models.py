@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 97
 MAX_POSITIONS = 64
@@ -59,10 +60,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def save_tiny_model(model_type: str, directory: Path, *, seed: int = 0, **settings: Any) -> Path:
-    """Write a checkpoint of `CONFIGS[model_type]`, changed by `settings`; returns its directory."""
+    """Write a checkpoint of `CONFIGS[model_type]` (or llama's), changed by `settings`; returns its directory."""
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCAB_SIZE}
     config = transformers.AutoConfig.for_model(
-        model_type, **{**ids, **CONFIGS[model_type], **settings}
+        model_type, **{**ids, **CONFIGS.get(model_type, _LLAMA), **settings}
     )
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_config(config)
@@ -76,6 +77,13 @@ def save_tiny_model(model_type: str, directory: Path, *, seed: int = 0, **settin
                 parameter.add_(noise * 0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def poison(weights: Path, *token_ids: int) -> None:
+    """Make the input embeddings of these tokens NaN, in a llama's or mixtral's file."""
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][list(token_ids)] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
 
 
 def load_reference(directory: Path) -> Any:

@@ -13,6 +13,7 @@ class ToyTokenizer:
     """Ids as text; ids below 3 are special (0 pad, 1 bos, 2 eos)."""
 
     special_ids = frozenset({0, 1, 2})
+    eos_id: int | None = None
 
     def __init__(self, vocab_size: int = 300) -> None:
         self.pieces: Sequence[bytes] | None = [

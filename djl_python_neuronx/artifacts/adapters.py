@@ -20,6 +20,7 @@ class PythonTokenizer:
         self._library = library
         self._lock = threading.Lock()
         self.special_ids = frozenset(library.all_special_ids)
+        self.eos_id: int | None = library.eos_token_id
         bos_id = library.bos_token_id
         self._added_bos_id = (
             bos_id

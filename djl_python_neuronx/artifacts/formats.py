@@ -7,6 +7,8 @@ its own, so a new format never edits another; a folder that two of them claim is
 from __future__ import annotations
 
 import json
+import logging
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,13 +22,7 @@ from djl_python_neuronx.errors import (
     UnknownFormatError,
 )
 
-_MAX_POSITION_KEYS = (
-    "n_positions",
-    "max_position_embeddings",
-    "n_ctx",
-    "seq_length",
-    "max_seq_len",
-)
+logger = logging.getLogger(__name__)
 
 # Source: safetensors 0.4 to 0.6, MAX_HEADER_SIZE: its readers refuse longer headers.
 _MAX_HEADER_BYTES = 100_000_000
@@ -45,8 +41,8 @@ class Artifact:
     """The only backend that can load it; None: any that knows the architecture."""
     config: Mapping[str, Any]
     """config.json"""
-    generation_config: Mapping[str, Any] | None
-    weight_files: tuple[Path, ...]
+    eos_ids: frozenset[int]
+    """Ids that end a sequence: generation_config.json's, else config.json's; empty if neither has any."""
     kind: Literal["safetensors", "pickle"]
     """`pickle` files may only be loaded weights-only: the full loader runs code from the file."""
     dtype: str | None
@@ -60,35 +56,9 @@ class Artifact:
     @property
     def architectures(self) -> tuple[str, ...]:
         """Class names that the checkpoint was saved from; may be empty."""
-        return tuple(self.config.get("architectures") or ())
-
-    @property
-    def max_position_embeddings(self) -> int | None:
-        """Longest sequence that the model was made for; None: config.json does not tell."""
-        for config in self._text_configs():
-            for key in _MAX_POSITION_KEYS:
-                value = config.get(key)
-                if isinstance(value, int) and value > 0:
-                    return value
-        return None
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end a sequence: generation_config.json's, else config.json's; empty if neither has any."""
-        for config in (self.generation_config or {}, *self._text_configs()):
-            value = config.get("eos_token_id")
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-                msg = f"eos_token_id is {value!r} in {self.path}; expected an id or a list of ids. Correct the file."
-                raise ArtifactError(msg)
-            if ids:
-                return frozenset(ids)
-        return frozenset()
-
-    def _text_configs(self) -> tuple[Mapping[str, Any], ...]:
-        """config.json and, for a model of several modalities, the part of it that describes the language model."""
-        nested = self.config.get("text_config")
-        return (self.config, nested) if isinstance(nested, dict) else (self.config,)
+        names = self.config.get("architectures")
+        listed = names if isinstance(names, list) else [names]
+        return tuple(name for name in listed if isinstance(name, str))
 
 
 class Format(Protocol):
@@ -150,12 +120,7 @@ class HuggingFace:
             format=self.name,
             backend=None,
             config=config,
-            generation_config=(
-                read_json(folder / "generation_config.json")
-                if "generation_config.json" in names
-                else None
-            ),
-            weight_files=tuple(folder / shard for shard in sorted(shards)),
+            eos_ids=_eos_ids(folder, names, config),
             kind=kind,
             dtype=dtype if isinstance(dtype, str) else None,
         )
@@ -247,6 +212,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _eos_ids(folder: Path, names: frozenset[str], config: Mapping[str, Any]) -> frozenset[int]:
+    """The first file's that has any; ids beyond the vocabulary are dropped, as the model never gives them.
+
+    In a model of several modalities, `text_config` is the part that describes the language model.
+    """
+    name = "generation_config.json"
+    generation = read_json(folder / name) if name in names else {}
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+    vocab_size = config.get("vocab_size", text.get("vocab_size"))
+    for source in (generation, config, text):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            msg = f"eos_token_id is {value!r} in {folder}; expected an id or a list of ids. Correct the file."
+            raise ArtifactError(msg)
+        beyond = {i for i in ids if isinstance(vocab_size, int) and i >= vocab_size}
+        if beyond:
+            logger.warning("eos_ids_unused ids=%s vocab_size=%d", sorted(beyond), vocab_size)
+        if set(ids) - beyond:
+            return frozenset(ids) - beyond
+    return frozenset()
+
+
 def _read_index(path: Path) -> dict[str, tuple[str, ...]]:
     """Shard file name → names of its tensors."""
     weight_map = read_json(path).get("weight_map")
@@ -301,18 +290,33 @@ def _read_header(path: Path) -> dict[str, tuple[str, int, int]]:
         raise ArtifactError(msg)
     if len(start) < 8 or len(raw) < header_bytes:
         raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
-    try:
-        header = {}
-        for name, entry in json.loads(raw).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                header[name] = (str(entry["dtype"]), int(begin), int(end))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"{path} has a malformed safetensors header; expected dtype and data_offsets per tensor. Copy it again."
-        raise ArtifactError(msg) from error
+    header = _parse_header(path, raw)
     expected = 8 + header_bytes + max((end for _, _, end in header.values()), default=0)
     if actual != expected:
         raise _wrong_size(path, str(expected), actual)
+    return header
+
+
+def _parse_header(path: Path, raw: bytes) -> dict[str, tuple[str, int, int]]:
+    """As `_read_header`; the tensors lie one after the other, as the format demands."""
+    header = {}
+    try:
+        for name, entry in json.loads(raw).items():
+            if name != "__metadata__":
+                begin, end = map(operator.index, entry["data_offsets"])
+                header[name] = (entry["dtype"].upper(), begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        msg = f"{path} has a malformed safetensors header; expected dtype and data_offsets per tensor. Copy it again."
+        raise ArtifactError(msg) from error
+    free = 0
+    for begin, end in sorted(place for _, *place in header.values()):
+        if begin != free or end < begin:
+            msg = (
+                f"{path} has a malformed safetensors header: a tensor lies at bytes {begin} to {end}, "
+                f"expected it from {free} on. Copy or download it again."
+            )
+            raise ArtifactError(msg)
+        free = end
     return header
 
 

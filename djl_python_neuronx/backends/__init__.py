@@ -12,7 +12,9 @@ from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
 
 __all__ = ["LoadPlan", "ModelFacts", "load", "names", "supports"]
 
-_SHARED = frozenset({"base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"})
+_SHARED = frozenset(
+    {"attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"}
+)
 """Modules of the folder that backends share; every other one is a backend."""
 
 

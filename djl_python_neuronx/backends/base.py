@@ -1,7 +1,7 @@
 """The border between engine and device: what a backend is told and what it answers. Numpy only.
 
-A backend module (`backends/<name>.py`) exposes ``supports(artifact)``, ``compile(plan, target)`` and
-``load(plan, compiled) -> Backend``; the folder is the registry.
+A backend module (`backends/<name>.py`) exposes ``supports(artifact)`` and ``load(plan) -> Backend``; the folder is the
+registry. ``compile`` comes with the backends that compile.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ StepOutput = Union[HostLogits, DeviceTokens]
 
 
 class Backend(Protocol):
-    """A loaded model. Called from the engine thread only."""
+    """A loaded model. Called from the engine thread only; `close` from any thread once that one has ended."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -13,10 +13,12 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
+from djl_python_neuronx.artifacts.formats import read_json
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
+    BackendError,
     BackendUnavailableError,
     DeviceMemoryError,
 )
@@ -27,7 +29,9 @@ _TRANSFORMERS = (4, 57)
 """Before, gpt2, opt and gpt_bigcode had no Cache."""
 _NAMED = 5
 """Tensors named in a message; the rest is counted."""
+_AUTO_CONFIG: Any = transformers.AutoConfig
 _AUTO_MODEL: Any = transformers.AutoModelForCausalLM
+_KNOWN_TYPES: Any = transformers.CONFIG_MAPPING
 _LOGGING: Any = transformers_logging
 
 
@@ -51,21 +55,24 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
 
     Raises:
         ArtifactError: a file or tensor is missing, damaged or of the wrong shape.
+        BackendError: transformers does not know the architecture.
+        BackendUnavailableError: a package that the model needs is missing.
         DeviceMemoryError: the weights do not fit.
     """
     if not (plan.model_dir / "config.json").is_file():
         message = f"{plan.model_dir} has no config.json; expected a Hugging Face model folder"
         raise ArtifactNotFoundError(message)
-    has_safetensors = any(plan.model_dir.glob("*.safetensors"))
+    code = {"trust_remote_code": plan.trust_remote_code, "code_revision": plan.revision}
     try:
         with _silent_transformers():
+            config = _AUTO_CONFIG.from_pretrained(str(plan.model_dir), **code)
             model, loaded = _AUTO_MODEL.from_pretrained(
                 str(plan.model_dir),
+                config=config,
                 dtype=getattr(torch, plan.dtype),
-                trust_remote_code=plan.trust_remote_code,
-                code_revision=plan.revision,
-                use_safetensors=has_safetensors,
+                use_safetensors=plan.kind == "safetensors",
                 output_loading_info=True,
+                **code,
             )
     except Exception as error:
         raise _translate(error, plan) from error
@@ -82,8 +89,8 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
     return model.eval()
 
 
-def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | DeviceMemoryError:
-    where = plan.model_dir
+def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | BackendError:
+    where, version = plan.model_dir, f"transformers {transformers.__version__}"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return DeviceMemoryError(f"{where} does not fit into memory; use bf16 or a larger machine")
     if "trust_remote_code" in str(error):
@@ -91,11 +98,32 @@ def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | DeviceMemory
             f"the model in {where} brings its own code, which is not run unless you say so. "
             "If you trust it, set option.trust_remote_code=true"
         )
+    if isinstance(error, ImportError):
+        return BackendUnavailableError(
+            f"the model in {where} needs a package that is missing: {error}. "
+            "Install it, or use a checkpoint that is not quantised"
+        )
+    config = read_json(where / "config.json")
+    if config.get("model_type") not in _KNOWN_TYPES and "auto_map" not in config:
+        return BackendError(
+            f"{version} does not know model_type {config.get('model_type')!r} of {where}; expected "
+            "an architecture that it has. Install a newer transformers, or use another model"
+        )
+    if str(error).startswith("Unrecognized configuration class"):
+        return BackendError(
+            f"{version} has no causal language model of model_type {config.get('model_type')!r} "
+            f"({where}); expected one that continues text. Use another model"
+        )
     damaged = [path.name for path in sorted(where.glob("*.safetensors")) if _is_damaged(path)]
-    cause = f"{', '.join(damaged)} cannot be read" if damaged else f"{error}"
+    if damaged and isinstance(error, SafetensorError):
+        return ArtifactError(
+            f"the model in {where} cannot be loaded: {', '.join(damaged)} cannot be read. "
+            "Expected complete weight files; fetch the model again"
+        )
     return ArtifactError(
-        f"the model in {where} cannot be loaded: {cause}. "
-        "Expected complete weight files that fit config.json; fetch the model again"
+        f"the model in {where} cannot be loaded: {type(error).__name__}: {error}. Expected a "
+        f"config.json that {version} understands and complete weights that fit it; correct "
+        "config.json or fetch the model again"
     )
 
 

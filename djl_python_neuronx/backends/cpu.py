@@ -8,12 +8,21 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from djl_python_neuronx.backends.attention import (
+    Windows,
+    causal_mask,
+    padded_positions,
+    position_limits,
+    possible_windows,
+    short_windows,
+    unserved_layers,
+)
 from djl_python_neuronx.backends.base import (
     Decode,
     Float32Array,
@@ -30,8 +39,9 @@ from djl_python_neuronx.backends.checkpoint import check_version, load_checkpoin
 from djl_python_neuronx.backends.cores import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
 from djl_python_neuronx.backends.shapes import check_rows, choose_bucket, pad_to_bucket, refuse
-from djl_python_neuronx.backends.slot_cache import SlotCache, causal_mask, padded_positions
+from djl_python_neuronx.backends.slot_cache import SlotCache
 from djl_python_neuronx.errors import (
+    ArtifactError,
     BackendError,
     DeviceMemoryError,
     IncompatibleOptionsError,
@@ -40,7 +50,6 @@ from djl_python_neuronx.errors import (
 
 logger = logging.getLogger(__name__)
 
-_MASKED_LAYERS = ("full_attention", "sliding_attention")
 _TRIED = 8
 """Tokens of the trial run."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -51,9 +60,11 @@ Rounding gives 2e-6 and 0.03; a token that changes its expert in bfloat16 gives 
 
 def supports(artifact: ModelFacts) -> str | None:
     """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
-    other = set(artifact.config.get("layer_types") or ()) - set(_MASKED_LAYERS)
-    if other:
-        return f"its {', '.join(sorted(other))} layers keep more than keys and values"
+    nested = artifact.config.get("text_config")
+    for config in (artifact.config, nested if isinstance(nested, Mapping) else {}):
+        reason = unserved_layers(config.get("layer_types"))
+        if reason:
+            return reason
     if artifact.config.get("is_encoder_decoder"):
         return "it is an encoder-decoder; expected a causal language model"
     return None
@@ -63,9 +74,9 @@ def load(plan: LoadPlan) -> CpuBackend:
     """A loaded model, tried once; sets torch's threads for the whole process.
 
     Raises:
-        ArtifactError: files or tensors are missing, damaged or of the wrong shape.
+        ArtifactError: files or tensors are missing, damaged, of the wrong shape or not finite.
         BackendError: the architecture cannot be driven like this, or memory is short.
-        IncompatibleOptionsError: a slot is longer than the model's positions.
+        IncompatibleOptionsError: a slot is longer than the model's positions reach.
     """
     check_version()
     # One core is left to the host's own threads: where they share all of them, every parallel operator waits for
@@ -94,7 +105,7 @@ class CpuBackend:
         self._config = model.config.get_text_config(decoder=True)
         self._cache = SlotCache(plan.num_slots, plan.max_model_len)
         self._filled = np.zeros(plan.num_slots, np.int64)
-        self._windows = _windows(self._config)
+        self._windows: Windows = {}
         self._accepted = inspect.signature(model.forward).parameters
         self._adapt(plan)
         self.spec = ModelSpec(
@@ -215,13 +226,17 @@ class CpuBackend:
     def _adapt(self, plan: LoadPlan) -> None:
         """Refuse what the architecture cannot do; make ALiBi accept a 4-d mask."""
         name = type(self._model).__name__
-        limit = getattr(self._config, "max_position_embeddings", None)
-        if limit is not None and plan.max_model_len > limit:
-            message = (
-                f"n_positions is {plan.max_model_len}, but {name} knows {limit} positions "
-                f"(max_position_embeddings). Set n_positions to at most {limit}"
-            )
-            raise IncompatibleOptionsError(message)
+        for what, limit in position_limits(self._config).items():
+            if plan.max_model_len > limit:
+                message = (
+                    f"n_positions is {plan.max_model_len}, but {name} reaches {limit} "
+                    f"positions ({what}). Set n_positions to at most {limit}"
+                )
+                raise IncompatibleOptionsError(message)
+        reason = unserved_layers(getattr(self._config, "layer_types", None))
+        if reason:
+            message = f"{name} cannot be served: {reason}. Use another backend"
+            raise BackendError(message)
         build: Callable[..., torch.Tensor] | None
         build = getattr(self._model.base_model, "build_alibi_tensor", None)
         if build is not None:
@@ -239,33 +254,48 @@ class CpuBackend:
     def _try_out(self) -> int:
         """Compare the slot cache with the model's own forward pass; returns the vocabulary's size.
 
-        An architecture that ignores mask or positions would give wrong text without an error.
+        An architecture that ignores mask or positions would give wrong text without an error, and so would a window
+        that it does not have: of those that are possible, the one that the model itself shows is kept.
 
         Raises:
+            ArtifactError: the model's logits are not finite.
             BackendError: the two differ, or the model does not run on the cache.
         """
-        name, dtype = type(self._model).__name__, self._model.dtype
-        reach = self._cache.get_max_cache_shape()
+        name, reach = type(self._model).__name__, self._cache.get_max_cache_shape()
         ids = np.arange(1, min(_TRIED, reach) + 1, dtype=np.int32)[None]
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), short_windows(self._model, self._config):
                 own = self._model(input_ids=torch.from_numpy(ids).long(), use_cache=False).logits
-            parts = [
-                self._forward(rows, reach=reach) for rows in _halves(ids, len(self._filled) - 1)
-            ]
+                wanted = own.float().numpy()
+                found = [self._compare(w, ids, wanted) for w in possible_windows(self._config)]
         except Exception as error:
             raise _translate(error, f"{name} on a slot cache") from error
-        wanted = own.float().numpy()
-        difference = float(np.sqrt(np.mean((np.concatenate(parts, axis=1) - wanted) ** 2)))
-        tolerance = _TOLERANCE[dtype] * float(wanted.std())
-        if not difference <= tolerance:
+        if not np.isfinite(wanted).all():
+            message = (
+                f"{name} is damaged: its logits are not finite in {self._model.dtype}; expected "
+                "finite weights that fit the dtype. Fetch the model again, or use dtype fp32"
+            )
+            raise ArtifactError(message)
+        best = min(range(len(found)), key=found.__getitem__)
+        self._windows = possible_windows(self._config)[best]
+        if best:
+            logger.warning("window_unused model=%s reason='its code has no sliding window'", name)
+        tolerance = _TOLERANCE[self._model.dtype] * float(wanted.std())
+        if not found[best] <= tolerance:
             message = (
                 f"{name} gives other logits on a slot cache than alone: they differ by "
-                f"{difference:.2g}, expected at most {tolerance:.2g}. It ignores the mask or the "
+                f"{found[best]:.2g}, expected at most {tolerance:.2g}. It ignores the mask or the "
                 "positions; serve it with another backend"
             )
             raise BackendError(message)
         return int(wanted.shape[-1])
+
+    def _compare(self, windows: Windows, ids: Int32Array, wanted: Float32Array) -> float:
+        """Root mean square of what the slot cache gives less `wanted`, in two steps of a row."""
+        self._windows = windows
+        reach = self._cache.get_max_cache_shape()
+        parts = [self._forward(rows, reach=reach) for rows in _halves(ids, len(self._filled) - 1)]
+        return float(np.sqrt(np.mean((np.concatenate(parts, axis=1) - wanted) ** 2)))
 
 
 def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
@@ -283,13 +313,6 @@ def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
             wants=Want.ALL_LOGITS,
             sampling=np.ones((1, 3), np.float32),
         )
-
-
-def _windows(config: Any) -> dict[str, int | None]:  # noqa: ANN401
-    """Kind of layer → its sliding window. More than one kind: the model takes a mask for each."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [_MASKED_LAYERS[window is not None]]
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
 
 
 def _translate(error: Exception, what: str) -> BackendError:

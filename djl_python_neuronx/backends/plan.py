@@ -35,6 +35,8 @@ class LoadPlan:
     token_buckets: tuple[int, ...] = ()
     """Ascending, the last is `max_model_len`; empty: that one alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kind: Literal["safetensors", "pickle"] = "safetensors"
+    """Which weight files are the model's; a folder may hold others, which are not looked at."""
     tensor_parallel_degree: int = 1
     """NeuronCores of one model; the CPU has none."""
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""Buckets: the fixed lengths that compiled graphs exist for. Numpy only."""
+"""Buckets: the fixed lengths that compiled graphs exist for. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ from typing import NoReturn
 import numpy as np
 
 from djl_python_neuronx.backends.base import Int32Array, ModelSpec, Rows
+from djl_python_neuronx.config.defaults import make_buckets as make_buckets
 from djl_python_neuronx.errors import StepError
-
-
-def make_buckets(max_len: int, smallest: int = 128) -> tuple[int, ...]:
-    """Doubling lengths from `smallest`, ending with `max_len` itself.
-
-    At most half of a padded row is padding, and a model has few graphs: eight up to 16 384.
-
-    Raises:
-        ValueError: a length is not positive.
-    """
-    if max_len < 1 or smallest < 1:
-        message = f"buckets from {smallest} to {max_len} do not exist; expected positive lengths"
-        raise ValueError(message)
-    buckets = []
-    length = smallest
-    while length < max_len:
-        buckets.append(length)
-        length *= 2
-    return (*buckets, max_len)
 
 
 def choose_bucket(length: int, buckets: Sequence[int]) -> int:

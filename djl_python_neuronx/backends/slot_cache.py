@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import Cache
 
@@ -12,8 +13,9 @@ class SlotCache(Cache):
     """Keys and values of every slot, handed to attention cut to the step's bucket.
 
     `aim` says where the next forward pass writes and what it reads. Only valid columns are written:
-    padding leaves nothing behind. A layer's [num_slots, kv_heads, max_model_len, head_dim] are made
-    when the layer first runs: only then is the shape known for every architecture.
+    padding leaves nothing behind, and what an earlier row left is wiped. A layer's
+    [num_slots, kv_heads, max_model_len, head_dim] are made when the layer first runs: only then is
+    the shape known for every architecture.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -23,6 +25,7 @@ class SlotCache(Cache):
         self._values: list[torch.Tensor] = []
         self._slots: slice | torch.Tensor = slice(0)
         self._reach = 0
+        self._ends = np.zeros(num_slots, np.int64)  # from here on, a slot holds zeros
         self._written = (torch.empty(0), torch.empty(0))
         self._target = (torch.empty(0), torch.empty(0))
 
@@ -42,6 +45,7 @@ class SlotCache(Cache):
         # Neighbouring slots are read in place: a gather copies all that attention reads.
         self._slots = slice(first, last + 1) if last - first + 1 == len(slots) else slots
         self._reach = reach
+        self._wipe(rows)
 
     def update(
         self,
@@ -58,6 +62,14 @@ class SlotCache(Cache):
         keys = self._store(self._keys[layer_idx], key_states)
         values = self._store(self._values[layer_idx], value_states)
         return keys, values
+
+    def _wipe(self, rows: Rows) -> None:
+        """Zero what lies beyond the start of each row: a mask hides numbers, but 0 times NaN is NaN."""
+        ends = self._ends[rows.slots]
+        for i in np.flatnonzero(rows.starts < ends):
+            for layer in (*self._keys, *self._values):
+                layer[rows.slots[i], :, rows.starts[i] : ends[i]] = 0
+        self._ends[rows.slots] = rows.starts + rows.lens
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         num_slots, max_model_len = self._shape
@@ -84,28 +96,3 @@ class SlotCache(Cache):
         """Free every tensor."""
         self._keys.clear()
         self._values.clear()
-
-
-def causal_mask(
-    positions: torch.Tensor, reach: int, dtype: torch.dtype, window: int | None
-) -> torch.Tensor:
-    """Additive mask [B, 1, S, reach]: a query at position p sees the columns up to p.
-
-    With a sliding window it sees the last `window` of them, its own included.
-    """
-    columns = torch.arange(reach)
-    hidden = columns > positions[:, :, None]
-    if window is not None:
-        hidden |= columns <= positions[:, :, None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
-
-
-def padded_positions(rows: Rows, width: int) -> torch.Tensor:
-    """int64[B, width]: the position of every column; padding repeats the last valid one.
-
-    Past the end of a learned position table, padding would be an index error.
-    """
-    starts = torch.from_numpy(rows.starts).long()[:, None]
-    last = torch.from_numpy(rows.lens).long()[:, None] - 1
-    return starts + torch.minimum(torch.arange(width), last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from djl_python_neuronx.config.device import DeviceInfo
@@ -34,14 +34,20 @@ class ModelFacts:
     """Numbers that the KV cache holds for one token of one sequence, all layers together."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelFacts:
-        """Facts from the content of `config.json`, whatever its architecture calls them."""
+    def from_config(
+        cls, config: Mapping[str, Any], checkpoint_dtype: str | None = None
+    ) -> ModelFacts:
+        """Facts from the content of `config.json`, whatever its architecture calls them.
+
+        `checkpoint_dtype` is what the weight files say, for a configuration that does not.
+        """
         nested = config.get("text_config")
         config = {**config, **nested} if isinstance(nested, Mapping) else config
-        dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        told = (config.get("dtype"), config.get("torch_dtype"), checkpoint_dtype)
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in told)
         return cls(
             max_positions=_first(config, *_POSITION_KEYS),
-            dtype=dtype if dtype in _KNOWN_DTYPES else None,
+            dtype=next((dtype for dtype in dtypes if dtype in _KNOWN_DTYPES), None),
             cache_values_per_token=_cache_values(config),
         )
 
@@ -55,38 +61,52 @@ def fill(options: ServingOptions, facts: ModelFacts, device: DeviceInfo, loader:
     degree = tensor_parallel_degree(device, loader)
     if options.tensor_parallel_degree in {None, "max"}:
         filled["tensor_parallel_degree"] = degree, "all cores" if loader != "cpu" else "a CPU"
-    dtype = options.dtype
-    if dtype == "auto":
+    if options.dtype == "auto":
         filled["dtype"] = dtype_of(facts, loader), "the checkpoint's, but never float16 on a CPU"
+    else:
+        facts = replace(facts, dtype=options.dtype)
     positions = options.n_positions
     if positions is None:
         positions = n_positions(facts, device, loader, slots)
-        filled["n_positions"] = positions, "the model's limit, capped for this machine"
+        why = "the model's limit, capped for this machine"
+        wanted = (options.context_length_estimate or (0,))[-1]
+        if wanted > positions:
+            positions = min(wanted, facts.max_positions or wanted)
+            why = "what context_length_estimate asks for, within the model's limit"
+        filled["n_positions"] = positions, why
     if options.context_length_estimate is None:
-        filled["context_length_estimate"] = buckets(positions), "powers of two up to n_positions"
-    if options.cpu_threads is None:
-        filled["cpu_threads"] = device.cpus, "the CPUs of this process"
+        filled["context_length_estimate"] = (
+            make_buckets(positions),
+            "powers of two up to n_positions",
+        )
     return filled
 
 
-def unsuited(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Conflict]:
-    """What the user set and the model or the loader cannot do."""
+def unsuited(options: ServingOptions, facts: ModelFacts) -> Iterator[Conflict]:
+    """What the user set and the model cannot do."""
     limit = facts.max_positions
-    if limit and options.n_positions and options.n_positions > limit:
-        yield Conflict(
-            ("n_positions",), f"the model was made for {limit} positions; set at most that"
-        )
-    if loader == "cpu" and options.dtype == "float16":
-        yield Conflict(
-            ("dtype",), "the cpu loader computes in float32 and bfloat16; set fp32, bf16 or auto"
-        )
+    lengths = {
+        "n_positions": options.n_positions,
+        "context_length_estimate": (options.context_length_estimate or (0,))[-1],
+    }
+    for name, length in lengths.items():
+        if limit and length and length > limit:
+            yield Conflict((name,), f"the model was made for {limit} positions; set at most that")
 
 
 def unused(options: ServingOptions, loader: str) -> dict[str, str]:
-    """Options that the user may set and that do nothing with this loader, with the reason."""
+    """Options that the user may set and that do nothing, or not what they say, with this loader; with the reason."""
+    found = {}
+    if options.revision is not None and not options.trust_remote_code:
+        # This version loads local folders only.
+        found["revision"] = "a local folder has one version, and no code of the model's own is run"
+    if loader != "cpu" and options.cpu_threads is not None:
+        found["cpu_threads"] = "only the cpu loader computes on the CPU"
+    if loader == "cpu" and options.dtype == "float16":
+        found["dtype"] = "the cpu loader computes float16 in float32"
     if loader == "cpu" and options.tensor_parallel_degree not in {None, "max", 1}:
-        return {"tensor_parallel_degree": "it counts NeuronCores, and the cpu loader uses none"}
-    return {}
+        found["tensor_parallel_degree"] = "it counts NeuronCores, and the cpu loader uses none"
+    return found
 
 
 def n_positions(facts: ModelFacts, device: DeviceInfo, loader: str, slots: int) -> int:
@@ -106,9 +126,18 @@ def n_positions(facts: ModelFacts, device: DeviceInfo, loader: str, slots: int) 
     return limit
 
 
-def buckets(max_len: int) -> tuple[int, ...]:
-    """Ascending lengths that graphs exist for: doubling from `SMALLEST_BUCKET`, the last is `max_len` itself."""
-    doubling = (SMALLEST_BUCKET << power for power in range(max_len.bit_length()))
+def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
+    """Doubling lengths from `smallest`, ending with `max_len` itself.
+
+    At most half of a padded row is padding, and a model has few graphs: eight up to 16 384.
+
+    Raises:
+        ValueError: a length is not positive.
+    """
+    if max_len < 1 or smallest < 1:
+        message = f"buckets from {smallest} to {max_len} do not exist; expected positive lengths"
+        raise ValueError(message)
+    doubling = (smallest << power for power in range(max_len.bit_length()))
     return (*(length for length in doubling if length < max_len), max_len)
 
 

@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from djl_python_neuronx.config.options import IGNORED, ServingOptions, allowed_values, option
+from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
+from djl_python_neuronx.config.options import ServingOptions, allowed_values, option
 
 _OPTIONS_HEAD = """\
 # Options
@@ -23,7 +24,19 @@ Made from `djl_python_neuronx/config/options.py` by `make docs`; edit the fields
 In `serving.properties` an option is `option.<name>=<value>`, in the environment `OPTION_<NAME>`. The first of these
 that gives a value wins: the command line, what DJL Serving passes, `serving.properties`, `OPTION_*`, the stand-in
 variables listed below, the default. An empty value counts as not given. A name that is not listed here is an error;
-`djl-neuronx check` shows each value with its origin.
+the log of a start shows each value with its origin.
+"""
+
+_IGNORED_HEAD = """\
+## Ignored options
+
+Options of the old engine and of DJL Serving. They are accepted and do nothing; the log lists the ones that are set.
+"""
+
+_UNSUPPORTED_HEAD = """\
+## Options that this version does not support
+
+Options of the old engine. A value that asks for nothing is accepted, every other is an error.
 """
 
 _EXAMPLE_HEAD = """\
@@ -56,9 +69,10 @@ def options_page() -> str:
     """The whole of docs/options.md."""
     texts = descriptions()
     sections = "\n".join(_section(name, texts[name]) for name in ServingOptions.model_fields)
-    rows = "\n".join(f"| `{name}` | {entry.reason} |" for name, entry in sorted(IGNORED.items()))
-    ignored = "These are accepted and do nothing; `djl-neuronx check` lists the ones that are set."
-    return f"{_OPTIONS_HEAD}\n{sections}\n## Ignored options\n\n{ignored}\n\n| name | why |\n| --- | --- |\n{rows}\n"
+    ignored = _table("name", "why", {name: entry.reason for name, entry in IGNORED.items()})
+    accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
+    unsupported = _table("name", "accepted values, which ask for nothing", accepted)
+    return f"{_OPTIONS_HEAD}\n{sections}\n{_IGNORED_HEAD}\n{ignored}\n{_UNSUPPORTED_HEAD}\n{unsupported}"
 
 
 def example_file() -> str:
@@ -73,6 +87,11 @@ def example_file() -> str:
             "\n".join([*(f"# {line}" for line in lines), f"#option.{name}={_shown(entry.default)}"])
         )
     return _EXAMPLE_HEAD + "\n" + "\n\n".join(blocks) + "\n"
+
+
+def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
+    lines = (f"| `{name}` | {text} |\n" for name, text in sorted(rows.items()))
+    return f"| {left} | {right} |\n| --- | --- |\n{''.join(lines)}"
 
 
 def _section(name: str, text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _COUNT = "a whole number of at least 1"
+_POSITIONS = "a whole number of at least 2"
 _SECONDS = "seconds, a number above 0"
 _BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
 
@@ -38,11 +39,8 @@ class Option:
     """Loader name to the library's own name, for options that are handed through."""
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """An option that users legitimately write and that does nothing here; `reason` says why."""
-
-    reason: str
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _long_dtype(value: object) -> object:
@@ -52,7 +50,8 @@ def _long_dtype(value: object) -> object:
 def _split(value: object) -> object:
     if isinstance(value, str):
         # Blanks go here: pydantic 2.6 does not take " 512" for a number.
-        parts = value.strip().removeprefix("[").removesuffix("]").split(",")
+        listed = value.strip().removeprefix("[").removesuffix("]").strip()
+        parts = listed.removesuffix(",").split(",")
         return [part.strip() for part in parts]
     return [value] if isinstance(value, int) else value
 
@@ -62,6 +61,8 @@ def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positions = Annotated[int, Field(ge=2, le=2**31 - 1)]
+Lower = BeforeValidator(_lower)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
 Buckets = Annotated[
@@ -77,17 +78,17 @@ class ServingOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model_id: Annotated[
-        str | None, Option(allowed="a folder or a Hugging Face model id", env=("HF_MODEL_ID",))
-    ] = None
-    """The model: a local folder or a Hugging Face model id. By default the model lies in the
-    model folder itself."""
+    model_id: Annotated[str | None, Option(allowed="a folder", env=("HF_MODEL_ID",))] = None
+    """The model: a local folder, absolute or relative to the model folder. By default the model lies in the model
+    folder itself. Hugging Face model ids come with a later version."""
     model_dir: Annotated[Path | None, Option(allowed="a folder")] = None
-    """The folder that holds `serving.properties`. Set by whoever starts the model, not in the file."""
+    """The folder that holds `serving.properties`. Set by whoever starts the model; written in the file it is
+    refused."""
     revision: Annotated[
         str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",))
     ] = None
-    """Version of a Hugging Face model id."""
+    """Version of a Hugging Face model id. For a local folder it only says which version of the model's own code
+    runs."""
     trust_remote_code: Annotated[bool, Option()] = False
     """Run Python code that comes with the model. Only for models whose code was read."""
     model_name: Annotated[
@@ -95,11 +96,12 @@ class ServingOptions(BaseModel):
     ] = None
     """Name under which the embedded server offers the model: `/predictions/<name>`. The default is the folder's."""
 
-    model_loader: Annotated[Literal["auto", "cpu", "tnx", "nxdi"], Option()] = "auto"
+    model_loader: Annotated[Literal["auto", "cpu", "tnx", "nxdi"], Lower, Option()] = "auto"
     """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
-    machine without any Neuron device, `cpu`."""
+    machine without any Neuron device, `cpu`. This version has only `cpu`: the others say so and stop."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
+        Lower,
         Option(
             allowed=f'{_COUNT}, or "max"',
             env=("TENSOR_PARALLEL_DEGREE",),
@@ -115,18 +117,19 @@ class ServingOptions(BaseModel):
             to={"tnx": "amp", "nxdi": "torch_dtype"},
         ),
     ] = "auto"
-    """Type of weights and activations. `auto` keeps the checkpoint's own, except that float16 becomes float32 on a
-    CPU, which computes float16 slowly and loses accuracy."""
+    """Type of weights and activations. `auto` keeps the checkpoint's own. The cpu loader computes float16, asked for or
+    not, in float32: CPUs are slow at float16, and it loses accuracy."""
     n_positions: Annotated[
-        Count | None,
+        Positions | None,
         Option(
-            allowed=_COUNT,
+            allowed=_POSITIONS,
             aliases=("max_model_len",),
             to={"tnx": "n_positions", "nxdi": "seq_len"},
         ),
     ] = None
     """Tokens that a sequence can have, prompt and output together. The default is what the model was trained for, at
-    most 4096; on a CPU at most 2048, and halved until the cache of all slots fits into half of the memory."""
+    most 4096; on a CPU at most 2048, and halved until the cache of all slots fits into half of the memory; but never
+    less than the last of `context_length_estimate`."""
     context_length_estimate: Annotated[
         Buckets | None,
         Option(
@@ -138,7 +141,7 @@ class ServingOptions(BaseModel):
     """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
     longest prompt. The default is powers of two from 128 up to `n_positions`."""
 
-    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Option()] = "auto"
+    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Lower, Option()] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
     at each step. `disable`: one request (or `batch_size`) at a time. DJL turns `auto` into `disable`."""
     async_mode: Annotated[bool, Option()] = False
@@ -156,47 +159,20 @@ class ServingOptions(BaseModel):
     """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
     smoother and new requests wait longer."""
 
-    output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Option()] = None
+    output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
     predict_timeout: Annotated[Seconds, Option(allowed=_SECONDS, env=("PREDICT_TIMEOUT",))] = 120.0
     """Most time that a request waits for a slot and that a step on the device takes."""
     model_loading_timeout: Annotated[
         Seconds, Option(allowed=_SECONDS, env=("MODEL_LOADING_TIMEOUT",))
     ] = 240.0
-    """Most time that DJL Serving gives the model to load; compiling on first use needs much more than the default."""
+    """Most time that a model may take to load. DJL Serving reads it and ends a load that takes longer; the embedded
+    server has no limit. Compiling on first use needs much more than the default."""
     skip_warmup: Annotated[bool, Option()] = False
     """Answer before every graph has run once; the first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(allowed=_COUNT)] = None
-    """Threads that the cpu loader computes with. The default is all cores but one, which is left to the server."""
-
-
-_DJL = Ignored("DJL Serving reads it itself")
-_GRAPH = Ignored("it tunes a Neuron graph, and this version compiles none")
-_GPU = Ignored("GPU only")
-
-IGNORED: Mapping[str, Ignored] = MappingProxyType(
-    {
-        **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
-        **dict.fromkeys(("parallel_loading", "enable_venv"), _DJL),
-        "mpi_mode": Ignored("one process drives all NeuronCores of a model"),
-        "task": Ignored("only text generation is served"),
-        "low_cpu_mem_usage": Ignored("weights are always read through a memory map"),
-        "rolling_batch_strategy": Ignored("batching is always continuous"),
-        **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
-        **dict.fromkeys(("neuron_optimize_level", "unroll", "compilation_worker_count"), _GRAPH),
-        **dict.fromkeys(
-            ("enable_mixed_precision_accumulation", "enable_saturate_infinity"), _GRAPH
-        ),
-        **dict.fromkeys(("fuse_qkv", "fuse_mlp", "fused_rmsnorm_qkv", "qkv_tiling"), _GRAPH),
-        **dict.fromkeys(("weight_tiling", "mlp_out_weight_transpose"), _GRAPH),
-        **dict.fromkeys(("attention_layout", "collectives_layout", "cache_layout"), _GRAPH),
-        **dict.fromkeys(("all_reduce_dtype", "cast_logits_dtype", "group_query_attention"), _GRAPH),
-        **dict.fromkeys(("sequence_parallel", "sequence_parallel_norm_threshold"), _GRAPH),
-        **dict.fromkeys(("shard_over_sequence", "neuron_cc_pipeline_factor"), _GRAPH),
-        **dict.fromkeys(("on_device_embedding", "on_device_generation"), _GRAPH),
-    }
-)
-"""Options of DJL Serving and of the old engine that do nothing here, by name."""
+    """Threads that the cpu loader computes with. The default is all physical cores but one, which is left to the
+    server."""
 
 
 def option(name: str) -> Option:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import defaults, sources
+from djl_python_neuronx.config import defaults, sources, strictness
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.options import (
-    IGNORED,
     NAMES,
     Conflict,
     ServingOptions,
@@ -25,7 +24,6 @@ from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
     InvalidOptionError,
-    UnknownOptionError,
 )
 
 _DEFAULT = "default"
@@ -40,6 +38,8 @@ class Resolved:
     """Option name to the place of its value; options left at their default are not listed."""
     ignored: Mapping[str, str]
     """Name as written to the reason why it does nothing here."""
+    suspicious: Mapping[str, str]
+    """Key of the file that nobody is known to read to what may be wrong with it; worth a warning."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -63,40 +63,53 @@ def resolve(
     Raises:
         ConfigError: every problem of every source at once.
     """
-    gathered, problems = _gather(properties, model_dir, environ, overrides)
+    if model_dir is None and properties and properties.get("model_dir"):
+        model_dir = Path(str(properties["model_dir"]))
+    ignored = sources.overruled(environ, model_dir, in_djl=properties is not None)
+    gathered, problems = _gather(properties, model_dir, environ, overrides, ignored)
     chosen: dict[str, Setting] = {}
     firsts: dict[tuple[str, str], Setting] = {}
-    ignored: dict[str, str] = {}
+    suspicious: dict[str, str] = {}
     for setting in gathered:
         name = NAMES.get(setting.name)
         if name is None:
-            problems += _unknown(setting, ignored)
-        elif callable(setting.value):
-            ignored[setting.name] = (
-                "functions of a model.py are not called; the built-in formats are served"
-            )
+            problems += strictness.unknown(setting, ignored, suspicious)
+        elif reason := strictness.passed_over(name, setting):
+            ignored[setting.name] = reason
         else:
             chosen.setdefault(name, setting)
-            problems += _contradiction(firsts.setdefault((setting.source, name), setting), setting)
+            first = firsts.setdefault((setting.source, name), setting)
+            problems += strictness.misplaced(name, setting)
+            problems += strictness.contradiction(first, setting)
+    if "model_loading_timeout" in chosen:
+        ignored["model_loading_timeout"] = "DJL Serving reads it itself"
     options = _validate(chosen, problems)
     origins = {name: setting.origin for name, setting in chosen.items()}
     problems += [_incompatible(conflict, options, origins) for conflict in conflicts(options)]
     if problems:
         raise ConfigError.collect(problems)
-    return Resolved(options, MappingProxyType(origins), MappingProxyType(ignored))
+    ignored = {name: reason for name, reason in ignored.items() if name not in suspicious}
+    return Resolved(
+        options, MappingProxyType(origins), MappingProxyType(ignored), MappingProxyType(suspicious)
+    )
 
 
 def complete(
-    resolved: Resolved, model_config: Mapping[str, Any], device: DeviceInfo, loader: str
+    resolved: Resolved,
+    model_config: Mapping[str, Any],
+    device: DeviceInfo,
+    loader: str,
+    checkpoint_dtype: str | None = None,
 ) -> Resolved:
     """The same options with every value that follows from the model and the machine filled in.
 
-    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`.
+    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`,
+    `checkpoint_dtype` torch's word for what the weight files hold, if they tell.
 
     Raises:
-        IncompatibleOptionsError: what the user set does not suit the model or the loader.
+        IncompatibleOptionsError: what the user set does not suit the model.
     """
-    facts = defaults.ModelFacts.from_config(model_config)
+    facts = defaults.ModelFacts.from_config(model_config, checkpoint_dtype)
     filled = defaults.fill(resolved.options, facts, device, loader)
     options = resolved.options.model_copy(
         update={name: value for name, (value, _) in filled.items()}
@@ -105,11 +118,11 @@ def complete(
         **resolved.origins,
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
-    found = [*conflicts(options), *defaults.unsuited(options, facts, loader)]
-    if problems := [_incompatible(conflict, options, origins) for conflict in found]:
+    unsuited = defaults.unsuited(resolved.options, facts)
+    if problems := [_incompatible(conflict, options, origins) for conflict in unsuited]:
         raise ConfigError.collect(problems)
-    ignored = {**resolved.ignored, **defaults.unused(options, loader)}
-    return Resolved(options, MappingProxyType(origins), MappingProxyType(ignored))
+    ignored = MappingProxyType({**resolved.ignored, **defaults.unused(options, loader)})
+    return replace(resolved, options=options, origins=MappingProxyType(origins), ignored=ignored)
 
 
 def _gather(
@@ -117,11 +130,10 @@ def _gather(
     model_dir: Path | None,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
+    overruled: Collection[str],
 ) -> tuple[list[Setting], list[ConfigError]]:
-    """Every setting that says something, highest precedence first."""
+    """Every setting that says something, highest precedence first; the variables in `overruled` say nothing."""
     problems: list[ConfigError] = []
-    if model_dir is None and properties and properties.get("model_dir"):
-        model_dir = Path(str(properties["model_dir"]))
     written: list[Setting] = []
     folder: list[Setting] = []
     if model_dir is not None:
@@ -138,7 +150,9 @@ def _gather(
         *sources.from_overrides(overrides),
         *sources.from_djl(properties or {}, written),
         *written,
-        *sources.from_fallbacks(environ, in_djl=properties is not None),
+        *sources.from_fallbacks(
+            {name: value for name, value in environ.items() if name not in overruled}
+        ),
     ]
     return [stripped for setting in settings if (stripped := _stripped(setting))], problems
 
@@ -151,24 +165,6 @@ def _stripped(setting: Setting) -> Setting | None:
         return setting
     value = setting.value.strip()
     return replace(setting, value=value) if value else None
-
-
-def _unknown(setting: Setting, ignored: dict[str, str]) -> Iterator[ConfigError]:
-    if setting.name in IGNORED:
-        ignored[setting.name] = IGNORED[setting.name].reason
-    elif setting.by_user:
-        yield UnknownOptionError(setting.name, setting.origin, [*NAMES, *IGNORED])
-    else:
-        ignored.setdefault(setting.name, "DJL Serving's own")
-
-
-def _contradiction(first: Setting, other: Setting) -> Iterator[ConfigError]:
-    """Two names for one option with two values in one source, both written by the user."""
-    if first.name != other.name and first.value != other.value and first.by_user and other.by_user:
-        yield IncompatibleOptionsError(
-            f"{first.name}={first.value!r} ({first.origin}) and {other.name}={other.value!r} ({other.origin}) "
-            "are one option; keep one of them"
-        )
 
 
 def _validate(chosen: Mapping[str, Setting], problems: list[ConfigError]) -> ServingOptions:

@@ -6,10 +6,11 @@ because only that is ours to refuse.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import ConfigError
 
 FILE_NAME = "serving.properties"
+_HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION")
+DJL = "DJL"
+"""Source, and origin, of what DJL Serving passes; a value that the user wrote has the user's origin."""
 _PREFIX, _ENV_PREFIX = "option.", "OPTION_"
 # Source: DJL Serving's ModelInfo.java: other names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"ENTRYPOINT": "entryPoint", "ENGINE": "engine"}
@@ -49,7 +53,8 @@ def from_file(model_dir: Path) -> list[Setting]:
     """Settings of the folder's `serving.properties`, those with the `option.` prefix first; none without the file.
 
     Read as Java's `Properties.load` reads bytes: ISO-8859-1 and escapes, the last of equal keys counts. Keys without
-    the prefix are DJL Serving's arguments, which reach a handler too (`batch_size`, `engine`, `minWorkers` …).
+    the prefix are DJL Serving's arguments, which reach a handler too (`batch_size`, `engine`, `minWorkers` …). The mark
+    that Windows editors put in front of UTF-8 is skipped.
 
     Raises:
         ConfigError: the file cannot be read or holds a broken escape.
@@ -57,7 +62,7 @@ def from_file(model_dir: Path) -> list[Setting]:
     path = model_dir / FILE_NAME
     try:
         content = path.read_bytes() if path.exists() else b""
-        entries = list(javaproperties.parse(io.BytesIO(content)))
+        entries = list(javaproperties.parse(io.BytesIO(content.removeprefix(codecs.BOM_UTF8))))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
@@ -70,7 +75,7 @@ def from_file(model_dir: Path) -> list[Setting]:
         if isinstance(entry, javaproperties.KeyValue):
             by_user = entry.key.startswith(_PREFIX)
             name, origin = entry.key.removeprefix(_PREFIX), f"{path} line {line}"
-            found[entry.key] = Setting(name, entry.value, origin, str(path), by_user)
+            found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user)
         line += len(_LINE_END.findall(entry.source))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
 
@@ -88,30 +93,45 @@ def from_environ(environ: Mapping[str, str]) -> list[Setting]:
     return found
 
 
-def from_fallbacks(environ: Mapping[str, str], *, in_djl: bool) -> list[Setting]:
-    """Settings of the variables that stand in for options, such as `TENSOR_PARALLEL_DEGREE`.
-
-    DJL Serving makes a model folder of its own from `HF_*`: inside it they say nothing about any other model.
-    """
+def from_fallbacks(environ: Mapping[str, str]) -> list[Setting]:
+    """Settings of the variables that stand in for options, such as `TENSOR_PARALLEL_DEGREE`."""
     return [
         Setting(name, environ[variable], f"environment {variable}", "fallbacks", by_user=True)
         for name in ServingOptions.model_fields
         for variable in option(name).env
-        if variable in environ and not (in_djl and variable.startswith("HF_"))
+        if variable in environ
     ]
 
 
-def from_djl(properties: Mapping[str, object], written: Iterable[Setting]) -> list[Setting]:
+def overruled(
+    environ: Mapping[str, str], model_dir: Path | None, *, in_djl: bool
+) -> dict[str, str]:
+    """The variables that name a model of the hub and say nothing about this one, with the reason."""
+    if in_djl:
+        reason = "DJL Serving makes a model folder of its own from it"
+    elif model_dir is not None and _holds_model(model_dir):
+        reason = f"{model_dir} holds a model itself"
+    else:
+        return {}
+    return {name: reason for name in _HUB_VARIABLES if environ.get(name, "").strip()}
+
+
+def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> list[Setting]:
     """Settings that DJL Serving passes: what the user wrote, changed or not, mixed with DJL's own keys.
 
-    The prefix is gone by then, so a value keeps the origin of the setting in `written` that it equals.
+    The prefix is gone by then, so a value keeps the origin of the setting in `written` that it equals. They come in
+    the order of `written`, not in that of Java's hash map: of two names for one option the user's first one counts.
     """
     origins: dict[tuple[str, object], str] = {}
-    for setting in written:
+    ranks: dict[str, int] = {}
+    for rank, setting in enumerate(written):
         origins.setdefault((setting.name, setting.value), setting.origin)
+        ranks.setdefault(setting.name, rank)
     return [
-        Setting(name, value, _origin(origins, name, value), "DJL", by_user=False)
-        for name, value in properties.items()
+        Setting(name, value, _origin(origins, name, value), DJL, by_user=False)
+        for name, value in sorted(
+            properties.items(), key=lambda entry: (ranks.get(entry[0], len(ranks)), entry[0])
+        )
     ]
 
 
@@ -124,4 +144,11 @@ def from_overrides(overrides: Mapping[str, str]) -> list[Setting]:
 
 
 def _origin(origins: Mapping[tuple[str, object], str], name: str, value: object) -> str:
-    return origins.get((name, value), "DJL") if isinstance(value, str) else "DJL"
+    return origins.get((name, value), DJL) if isinstance(value, str) else DJL
+
+
+def _holds_model(model_dir: Path) -> bool:
+    try:
+        return (model_dir / "config.json").exists()
+    except (OSError, ValueError):
+        return False

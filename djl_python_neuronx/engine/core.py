@@ -17,7 +17,8 @@ from djl_python_neuronx.backends.base import (
     StepOutput,
 )
 from djl_python_neuronx.engine.batching import Batcher
-from djl_python_neuronx.engine.limits import check, longest_prompt
+from djl_python_neuronx.engine.faults import require_shape, translate
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledPrefill, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import (
@@ -68,7 +69,8 @@ class Engine:
         self.dead: BackendError | None = None
         """Why the engine has given up; every later step does nothing."""
         self.device_call: DeviceCall | None = None
-        self.last_step = StepInfo(prefill=False, bucket=0, rows=0, tokens=0, device_s=0.0)
+        self.last_step: StepInfo | None = None
+        """What the last `step` ran; None if it ran nothing or failed."""
         self._backend = backend
         self._scheduler = Scheduler(self.spec, decode_interleave=decode_interleave)
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
@@ -111,14 +113,13 @@ class Engine:
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
-    def finish(self, request_id: str, reason: FinishReason, num_tokens: int) -> None:
-        """End a sequence whose text side saw a stop string at its `num_tokens`-th token; idempotent.
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a sequence whose text side saw a stop string; idempotent, no output follows.
 
-        Tokens decoded since then are dropped: the text side shows none of them.
+        The token that was decoded meanwhile is dropped: the text side shows none of it.
         """
         sequence = self._live.get(request_id)
         if sequence is not None:
-            del sequence.output_ids[num_tokens:]
             sequence.finish_reason = reason
             self._end(sequence)
 
@@ -128,26 +129,10 @@ class Engine:
         if sequence is not None:
             self._end(sequence)
 
-    def warm_up(self) -> None:
-        """Run every graph once with real sequences, so that no request pays for a first call. Before any request.
-
-        Raises:
-            ServingError: a graph does not run.
-        """
-        spec = self.spec
-        longest = longest_prompt(spec)
-        lengths = {min(bucket, longest) for bucket in spec.prefill_buckets}
-        lengths |= {min(max(bucket - 1, 1), longest) for bucket in spec.token_buckets}
-        for length in sorted(lengths):
-            self.add(
-                GenerationRequest(
-                    f"warm-up-{length}", [0] * length, max_new_tokens=2, ignore_eos=True
-                )
-            )
-            while self.has_work:
-                for output in self.step():
-                    if output.error is not None:
-                        raise output.error
+    @property
+    def graphs_run(self) -> frozenset[tuple[bool, int]]:
+        """(is a prefill, bucket) of every graph that has run."""
+        return frozenset(self._graphs_run)
 
     def abort_all(self) -> None:
         """Forget every sequence."""
@@ -172,6 +157,7 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """One device call for whoever is next. Never raises: what failed is an output that carries its error."""
         outputs: list[TokenOutput] = []
+        self.last_step = None
         scheduled = self._scheduler.schedule()
         if isinstance(scheduled, ScheduledPrefill):
             outputs = self._enter(scheduled)
@@ -198,7 +184,9 @@ class Engine:
                 )
             except Exception as error:  # noqa: BLE001  (a border: see step)
                 scheduled.sequences.remove(sequence)
-                outputs.append(self._fail(sequence, _translate(error)))
+                translated = translate(error)
+                outputs.append(self._fail(sequence, translated, acquired=False))
+                self.dead = self.dead or (translated if translated.fatal else None)
                 continue
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
         return outputs
@@ -230,10 +218,10 @@ class Engine:
     def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
         """int32[B, K]; -1: none."""
         if isinstance(output, HostLogits):
-            logits = output.values[:, -1]
-            _require_rows(len(logits), rows)
+            require_shape(output.values.shape, (len(rows.slots), 1, self.spec.vocab_size))
+            logits = output.values[:, 0]
             return self._sampler.sample(logits, rows.slots, rows.starts + rows.lens)[:, None]
-        _require_rows(len(output.ids), rows)
+        require_shape(output.ids.shape, (len(rows.slots), *output.ids.shape[1:2]))
         return output.ids
 
     def _advance(
@@ -271,28 +259,30 @@ class Engine:
             self._end(sequence)
         return outputs
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:
         slot = sequence.slot
         self._live.pop(sequence.request_id, None)
         self._scheduler.remove(sequence)
-        if slot is None:
+        if slot is None or not acquired:
             return
         self._sampler.release(slot)
         try:
             self._backend.release([slot])
         except Exception:
-            logger.exception("release_failed slot=%d request_id=%s", slot, sequence.request_id)
+            logger.exception("release_failed slot=%d request_id=%s", slot, sequence.request.label)
 
-    def _fail(self, sequence: Sequence, error: ServingError) -> TokenOutput:
+    def _fail(
+        self, sequence: Sequence, error: ServingError, *, acquired: bool = True
+    ) -> TokenOutput:
         sequence.finish_reason = FinishReason.ERROR
-        self._end(sequence)
+        self._end(sequence, acquired=acquired)
         return TokenOutput(sequence.request, (), FinishReason.ERROR, error)
 
     def _fail_step(self, scheduled: Scheduled, error: Exception) -> list[TokenOutput]:
         """Fail the sequences of a step, and everyone when the device is lost."""
         self._batcher.forget()
         self._failed_steps += 1
-        translated = _translate(error)
+        translated = translate(error)
         logger.error(
             "step_failed rows=%d failures_in_a_row=%d",
             len(scheduled.sequences),
@@ -303,21 +293,4 @@ class Engine:
         if translated.fatal or self._failed_steps >= MAX_FAILED_STEPS:
             self.dead = translated
             failed = list(self._live.values())
-        return [self._fail(sequence, _translate(error)) for sequence in failed]
-
-
-def _require_rows(found: int, rows: Rows) -> None:
-    if found != len(rows.slots):
-        msg = f"the backend answered {len(rows.slots)} rows with {found}; this is a bug of the backend"
-        raise StepError(msg)
-
-
-def _translate(error: Exception) -> BackendError:
-    """A backend's own error as it is, any other as StepError; a new object each time, so that no row shares one."""
-    if isinstance(error, BackendError):
-        return error
-    step_error = StepError(
-        f"the device call failed ({type(error).__name__}: {error}); this request is lost, retry it"
-    )
-    step_error.__cause__ = error
-    return step_error
+        return [self._fail(sequence, translate(error)) for sequence in failed]

@@ -9,25 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, NamedTuple, Union
 
 from djl_python_neuronx.engine.core import Engine, StepInfo
-from djl_python_neuronx.engine.outlets import Generation, LoopMailbox, Outlet
-from djl_python_neuronx.engine.streams import Stream, Streams
+from djl_python_neuronx.engine.outlets import Generation, Mailboxes, Outlet
+from djl_python_neuronx.engine.streams import Observer, Stream, Streams
+from djl_python_neuronx.engine.switching import ShortSwitchInterval
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import BackendUnavailableError, RequestAbortedError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 1e-4
-"""A busy Python thread delays the return from the device by this long: 5.2 ms at Python's default of 5 ms, 0.3 ms
-at 0.1 ms (2 vCPU, 2026-11)."""
 
 FIRST_CALL_FACTOR = 10
 """The first call of a graph may take this many times longer than others."""
@@ -36,23 +32,11 @@ WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
 
 
-class Observer(Protocol):
-    """Told what happens, for metrics and logs. Output thread."""
-
-    def stepped(self, info: StepInfo, num_running: int, num_waiting: int) -> None:
-        """A step came back from the device."""
-
-    def ended(self, stream: Stream, delta: Delta) -> None:
-        """A request got its last delta."""
-
-
 class _Stepped(NamedTuple):
     """What the engine thread hands over after a step: one message, whatever the batch."""
 
     outputs: list[TokenOutput]
     info: StepInfo | None
-    num_running: int
-    num_waiting: int
 
 
 _Command = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -86,9 +70,9 @@ class EngineLoop:
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._dead = threading.Event()
-        self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
-        self._mailboxes_lock = threading.Lock()
-        self._switch_interval_s = sys.getswitchinterval()
+        self._mailboxes = Mailboxes(self.abort)
+        self._switching = ShortSwitchInterval()
+        self._death: ServingError | None = None
         self._threads = [
             threading.Thread(target=target, name=f"djl-neuronx-{name}", daemon=True)
             for name, target in (
@@ -106,7 +90,8 @@ class EngineLoop:
     @property
     def alive(self) -> bool:
         """True while requests are accepted and answered."""
-        return self.error is None and self._threads[0].is_alive()
+        engine, output, _ = self._threads
+        return self.error is None and engine.is_alive() and output.is_alive()
 
     @property
     def num_streams(self) -> int:
@@ -115,7 +100,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start the threads."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._switching.hold()
         for thread in self._threads:
             thread.start()
 
@@ -132,9 +117,10 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """Give a request up: no further delta is made for it and its slot is free before the next step. Idempotent."""
-        self._streams.end(
-            request_id, lambda: self._commands.put((self.engine.abort, (request_id,)))
-        )
+        abort = (self.engine.abort, (request_id,))
+        stream = self._streams.end(request_id, lambda: self._commands.put(abort))
+        if stream is not None:
+            self._tell("given_up", stream)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -142,7 +128,7 @@ class EngineLoop:
         Raises:
             ServingError: see `submit`; after that an error is the last delta, never an exception.
         """
-        mailbox = self._mailbox(asyncio.get_running_loop())
+        mailbox = self._mailboxes.of(asyncio.get_running_loop())
         self.submit(request, mailbox)
         # No delta can overtake the registration: both happen in this event loop's thread.
         return Generation(request.request_id, mailbox, self.abort)
@@ -167,17 +153,7 @@ class EngineLoop:
         for thread in self._threads:
             if thread.is_alive() and thread is not current:
                 thread.join(JOIN_S)
-        sys.setswitchinterval(self._switch_interval_s)
-
-    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> LoopMailbox:
-        with self._mailboxes_lock:
-            mailbox = self._mailboxes.get(loop)
-            if mailbox is None:
-                self._mailboxes = {
-                    known: box for known, box in self._mailboxes.items() if not known.is_closed()
-                }
-                mailbox = self._mailboxes[loop] = LoopMailbox(loop)
-            return mailbox
+        self._switching.let_go()
 
     # Engine thread
 
@@ -202,19 +178,24 @@ class EngineLoop:
                 function, arguments = command
                 outputs = function(*arguments)
                 if outputs:
-                    self._messages.put(
-                        _Stepped(outputs, None, engine.num_running, engine.num_waiting)
-                    )
+                    self._messages.put(_Stepped(outputs, None))
             outputs = engine.step()
-            self._messages.put(
-                _Stepped(outputs, engine.last_step, engine.num_running, engine.num_waiting)
-            )
+            self._messages.put(_Stepped(outputs, engine.last_step))
             if engine.dead is not None:
                 self._die(engine.dead)
 
     # Output thread
 
     def _output(self) -> None:
+        try:
+            self._output_until_closed()
+        except Exception as error:
+            logger.exception("output_failed")
+            message = f"the output side failed ({type(error).__name__}: {error}); restart it"
+            self._die(BackendUnavailableError(message))
+            self._end_all(self._death or BackendUnavailableError(message))
+
+    def _output_until_closed(self) -> None:
         while True:
             message = self._messages.get()
             if message is None:
@@ -233,8 +214,7 @@ class EngineLoop:
                 by_outlet[stream.outlet].append(delta)
         for outlet, deltas in by_outlet.items():
             self._hand_over(outlet, deltas)
-        if self._observer is not None and message.info is not None:
-            self._observer.stepped(message.info, message.num_running, message.num_waiting)
+        self._tell("stepped", message.info, sum(len(out.token_ids) for out in message.outputs))
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; whatever goes wrong with its text is that request's error and nobody else's."""
@@ -242,7 +222,7 @@ class EngineLoop:
         try:
             delta = stream.text.feed(output)
         except Exception as error:
-            logger.exception("text_failed request_id=%s", request_id)
+            logger.exception("text_failed request_id=%s", stream.request.label)
             delta = stream.failed(
                 ServingError(f"the text of this request cannot be made ({type(error).__name__})")
             )
@@ -253,15 +233,12 @@ class EngineLoop:
             stream.first_token_s = stream.last_token_s
         if delta.finish_reason is None:
             return delta
-        reason, num_tokens = delta.finish_reason, delta.num_generated_tokens
-        end = (self.engine.finish, (request_id, reason, num_tokens))
+        end = (self.engine.finish, (request_id, delta.finish_reason))
         engine_knows = output.finish_reason is not None
-        if not self._streams.end(
-            request_id, None if engine_knows else lambda: self._commands.put(end)
-        ):
+        then = None if engine_knows else lambda: self._commands.put(end)
+        if self._streams.end(request_id, then) is None:
             return None
-        if self._observer is not None:
-            self._observer.ended(stream, delta)
+        self._tell("ended", stream, delta)
         return delta
 
     def _hand_over(self, outlet: Outlet, deltas: list[Delta]) -> None:
@@ -274,11 +251,18 @@ class EngineLoop:
         """Answer every stream with an error."""
         for stream in self._streams.end_all():
             delta = stream.failed(error)
-            if self._observer is not None:
-                self._observer.ended(stream, delta)
+            self._tell("ended", stream, delta)
             self._hand_over(stream.outlet, [delta])
-        if self._on_death is not None and self._dead.is_set():
+        if self._on_death is not None and error is self._death:
             self._on_death(error)
+
+    def _tell(self, event: str, *facts: object) -> None:
+        """Metrics and logs must never cost a request."""
+        if self._observer is not None:
+            try:
+                getattr(self._observer, event)(*facts)
+            except Exception:
+                logger.exception("observer_failed event=%s", event)
 
     # Watchdog thread
 
@@ -300,7 +284,10 @@ class EngineLoop:
                 self._commands.put((self.engine.expire, (self._queue_timeout_s,)))
 
     def _die(self, error: ServingError) -> None:
-        logger.critical("engine_dead error=%s", error)
+        """Once: the first reason counts."""
         self._streams.close(error)
-        self._dead.set()
-        self._messages.put(error)
+        if not self._dead.is_set():
+            self._dead.set()
+            self._death = error
+            logger.critical("engine_dead error=%s", error)
+            self._messages.put(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -42,20 +41,44 @@ class Inbox:
 class LoopMailbox:
     """The outlet of all requests of one event loop: one wake-up per step, however many requests it has."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[str], None]) -> None:
         self.queues: dict[str, asyncio.Queue[Delta]] = {}
         self._loop = loop
+        self._abort = abort
 
     def deliver(self, deltas: list[Delta]) -> None:
         """See `Outlet`."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to read
+        try:
             self._loop.call_soon_threadsafe(self._sort, deltas)
+        except RuntimeError:  # the event loop is closed: nobody is left to read
+            for delta in deltas:
+                self._abort(delta.request_id)
 
     def _sort(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             waiting = self.queues.get(delta.request_id)
             if waiting is not None:
                 waiting.put_nowait(delta)
+
+
+class Mailboxes:
+    """One mailbox for each event loop that asks."""
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        self._of: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> LoopMailbox:
+        """The mailbox of a running event loop; those of closed ones are forgotten."""
+        with self._lock:
+            if loop not in self._of:
+                self._of = {known: box for known, box in self._of.items() if not known.is_closed()}
+                self._of[loop] = LoopMailbox(loop, self._abort)
+            return self._of[loop]
 
 
 class Generation:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from djl_python_neuronx.engine.core import StepInfo
 from djl_python_neuronx.engine.outlets import Outlet
 from djl_python_neuronx.engine.text import Delta, TextStream
 from djl_python_neuronx.errors import (
@@ -40,6 +42,19 @@ class Stream:
             error=error,
             num_prompt_tokens=len(self.request.prompt_ids),
         )
+
+
+class Observer(Protocol):
+    """Told what happens, for metrics and logs. Output thread, but `given_up` any."""
+
+    def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
+        """A step came back from the device with tokens; None: it failed."""
+
+    def given_up(self, stream: Stream) -> None:
+        """A request was aborted: it gets no last delta."""
+
+    def ended(self, stream: Stream, delta: Delta) -> None:
+        """A request got its last delta."""
 
 
 class Streams:
@@ -85,16 +100,16 @@ class Streams:
             self._open[stream.request.request_id] = stream
             then()
 
-    def end(self, request_id: str, then: Callable[[], None] | None = None) -> bool:
-        """Let go of a stream; False if it was not open, and then nothing happens."""
+    def end(self, request_id: str, then: Callable[[], None] | None = None) -> Stream | None:
+        """Let go of a stream; None if it was not open, and then nothing happens."""
         with self._changed:
-            if self._open.pop(request_id, None) is None:
-                return False
-            if then is not None:
-                then()
-            if not self._open:
-                self._changed.notify_all()
-            return True
+            stream = self._open.pop(request_id, None)
+            if stream is not None:
+                if then is not None:
+                    then()
+                if not self._open:
+                    self._changed.notify_all()
+            return stream
 
     def end_all(self) -> list[Stream]:
         """Let go of every stream."""

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from djl_python_neuronx.errors import RequestError
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol, shown
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 
 PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)
@@ -23,7 +23,7 @@ def detect(payload: Mapping[str, Any]) -> WireProtocol:
     for protocol in PROTOCOLS:
         if protocol.detect(payload):
             return protocol
-    found = ", ".join(repr(key) for key in list(payload)[:8]) or "an empty object"
+    found = ", ".join(shown(key) for key in list(payload)[:8]) or "an empty object"
     known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in PROTOCOLS)
     msg = f"the body speaks no known protocol: found {found}; expected {known}"
     raise RequestError(msg)

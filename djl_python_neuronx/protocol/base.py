@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 
 from djl_python_neuronx.engine.text import Delta
-from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.errors import PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 
@@ -45,8 +46,29 @@ class ParseContext:
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Lower-case names."""
+    max_prompt_chars: int | None = None
+    """Text longer than this cannot fit whatever its tokens are: refused before it costs seconds to tokenise."""
     output_formatter: str | None = None
     """`option.output_formatter`: json, jsonlines or sse; None: the protocol's own choice."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt.
+
+        Raises:
+            PromptTooLongError: the text is longer than any prompt that fits.
+        """
+        if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
+            msg = (
+                f"the prompt has {len(text)} characters, more than any prompt that fits this deployment; "
+                "shorten it, or raise option.n_positions or option.context_length_estimate"
+            )
+            raise PromptTooLongError(msg)
+        return self.tokenizer.encode(text)
+
+
+def shown(name: object) -> str:
+    """A name from a request for an error message, cut to a readable length."""
+    return reprlib.repr(name)
 
 
 class WireProtocol(Protocol):

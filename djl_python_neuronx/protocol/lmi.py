@@ -14,11 +14,20 @@ import orjson
 
 from djl_python_neuronx.engine.text import Delta, Token
 from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, did_you_mean
-from djl_python_neuronx.protocol.base import Formatter, ParseContext, ParsedRequest, error_body
+from djl_python_neuronx.protocol.base import (
+    Formatter,
+    ParseContext,
+    ParsedRequest,
+    error_body,
+    shown,
+)
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 DEFAULT_MAX_NEW_TOKENS = 30
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LEN = 1000
+"""Every stop string is looked for in every token of its request, beside those of all others."""
 
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
 
@@ -59,7 +68,7 @@ class LmiProtocol:
                     if name in _PARAMETERS
                     else did_you_mean(name, known)
                 )
-                msg = f"unknown field {name!r} beside inputs{where}; expected inputs, parameters, stream"
+                msg = f"unknown field {shown(name)} beside inputs{where}; expected inputs, parameters, stream"
                 raise UnsupportedParameterError(msg)
         inputs = payload["inputs"]
         if not isinstance(inputs, str):
@@ -82,7 +91,7 @@ class LmiProtocol:
         output = _output_format(stream, context)
         request = GenerationRequest(
             request_id=context.request_id,
-            prompt_ids=context.tokenizer.encode(inputs),
+            prompt_ids=context.encode(inputs),
             sampling=given.sampling(),
             max_new_tokens=given.integer(
                 "max_new_tokens", at_least=1, default=DEFAULT_MAX_NEW_TOKENS
@@ -117,7 +126,7 @@ class _Parameters:
                     raise UnsupportedParameterError(msg)
             elif name not in _PARAMETERS:
                 msg = (
-                    f"unknown parameter {name!r}{did_you_mean(name, _PARAMETERS)}; "
+                    f"unknown parameter {shown(name)}{did_you_mean(name, _PARAMETERS)}; "
                     f"known: {', '.join(sorted(_PARAMETERS))}"
                 )
                 raise UnsupportedParameterError(msg)
@@ -141,6 +150,9 @@ class _Parameters:
             ):
                 raise _invalid(name, value, "a list of non-empty strings")
             found += strings
+        if len(found) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_STRING_LEN for text in found):
+            msg = f"too many or too long stop strings; at most {MAX_STOP_STRINGS} of {MAX_STOP_STRING_LEN} characters"
+            raise UnsupportedParameterError(msg)
         return tuple(dict.fromkeys(found))
 
     def stop_token_ids(self) -> frozenset[int]:
@@ -273,10 +285,10 @@ def _output_format(stream: bool, context: ParseContext) -> str:
 
 
 def _token(token: Token) -> dict[str, Any]:
-    shown: dict[str, Any] = {"id": token.id, "text": token.text, "log_prob": token.logprob}
+    fields: dict[str, Any] = {"id": token.id, "text": token.text, "log_prob": token.logprob}
     if token.special:
-        shown["special_token"] = True
-    return shown
+        fields["special_token"] = True
+    return fields
 
 
 def _line(data: bytes) -> bytes:
@@ -301,8 +313,8 @@ def _boolean(name: str, value: object) -> bool:
 
 
 def _invalid(name: str, value: object, expected: str) -> UnsupportedParameterError:
-    shown = repr(value) if isinstance(value, (bool, int, float)) else _kind(value)
-    return UnsupportedParameterError(f"parameter {name!r} is {shown}; expected {expected}")
+    what = shown(value) if isinstance(value, (bool, int, float)) else _kind(value)
+    return UnsupportedParameterError(f"parameter {name!r} is {what}; expected {expected}")
 
 
 def _kind(value: object) -> str:

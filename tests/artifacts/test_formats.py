@@ -69,22 +69,19 @@ def test_one_file(folder):
         "safetensors",
     )
     assert (artifact.model_type, artifact.architectures) == ("llama", ("LlamaForCausalLM",))
-    assert artifact.weight_files == (folder / "model.safetensors",)
     assert artifact.config == CONFIG
-    assert artifact.generation_config is None
+    assert artifact.eos_ids == {2}
     assert artifact.dtype == "bfloat16", "16 bytes of it against 8 of float32"
 
 
 def test_shards(sharded):
-    artifact = detect(sharded)
-    assert artifact.weight_files == (sharded / "one.safetensors", sharded / "two.safetensors")
-    assert artifact.dtype == "float32"
+    assert detect(sharded).dtype == "float32"
 
 
 def test_the_committed_example_agrees_with_the_safetensors_library():
     safe_open = pytest.importorskip("safetensors").safe_open
     artifact = detect(EXAMPLE)
-    with safe_open(artifact.weight_files[0], framework="numpy") as file:
+    with safe_open(EXAMPLE / "model.safetensors", framework="numpy") as file:
         dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     assert {formats._DTYPES[dtype] for dtype in dtypes} == {artifact.dtype}
 
@@ -95,7 +92,7 @@ def test_safetensors_are_preferred_to_pickle_and_pickle_is_accepted(folder):
     (folder / "model.safetensors").unlink()
     write_json(folder / "config.json", {**CONFIG, "torch_dtype": "float16"})
     artifact = detect(folder)
-    assert (artifact.kind, artifact.weight_files) == ("pickle", (folder / "pytorch_model.bin",))
+    assert artifact.kind == "pickle"
     assert artifact.dtype == "float16", "a pickle is not opened: config.json tells"
 
 
@@ -110,23 +107,6 @@ def test_links_out_of_the_folder_are_followed(folder, tmp_path_factory):
         ArtifactNotFoundError, match=r"model\.safetensors is a link to a file that is gone"
     ):
         detect(snapshot)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"n_positions": 16}, 16),
-        ({"max_position_embeddings": 32}, 32),
-        ({"n_ctx": 8}, 8),
-        ({"seq_length": 2048}, 2048),
-        ({"max_seq_len": 4096}, 4096),
-        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 7}}, 7),
-        ({}, None),
-    ],
-)
-def test_max_position_embeddings(folder, config, expected):
-    write_json(folder / "config.json", {"model_type": "x", **config})
-    assert detect(folder).max_position_embeddings == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +131,31 @@ def test_eos_ids(folder, generation, config, expected):
 def test_an_eos_that_is_no_id_is_an_error(folder, wrong):
     write_json(folder / "config.json", {"model_type": "x", "eos_token_id": wrong})
     with pytest.raises(ArtifactError, match="eos_token_id is"):
-        _ = detect(folder).eos_ids
+        detect(folder)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_eos_ids_beyond_the_vocabulary_are_dropped_and_told(folder, caplog, nested):
+    config = {"vocab_size": 10, "eos_token_id": [9, 10**30]}
+    whole = {"model_type": "x", **({"text_config": config} if nested else config)}
+    write_json(folder / "config.json", whole)
+    write_json(folder / "generation_config.json", {"eos_token_id": 10})
+    artifact = detect(folder)
+    assert artifact.eos_ids == artifact.eos_ids == {9}, "config.json's, as the other has none left"
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "eos_ids_unused ids=[10] vocab_size=10",
+        f"eos_ids_unused ids=[{10**30}] vocab_size=10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("LlamaForCausalLM", ("LlamaForCausalLM",)), (["A", 5], ("A",)), (5, ()), (None, ())],
+)
+def test_architectures_of_any_type(folder, written, read):
+    write_json(folder / "config.json", {**CONFIG, "architectures": written})
+    assert detect(folder).architectures == read
 
 
 def test_a_missing_folder_names_path_origin_and_fix(tmp_path):
@@ -229,6 +233,15 @@ def test_a_file_with_bytes_to_spare_is_damaged_too(folder):
         b'{"a": {"dtype": "F32"}}',
         b'{"a": {"dtype": "F32", "data_offsets": [0]}}',
         b"\xff\xfe\xff",
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 1e999]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 4.0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, "4"]}}',
+        b'{"a": {"dtype": 5, "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [-8, 0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, -8]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 8]}, "b": {"dtype": "F32", "data_offsets": [4, 12]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 8]}, "b": {"dtype": "F32", "data_offsets": [40, 0]}}',
     ],
 )
 def test_a_malformed_header(folder, header):

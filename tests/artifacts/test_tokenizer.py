@@ -142,6 +142,15 @@ def test_every_piece_is_what_its_id_adds_to_a_text(loaded, name):
         assert made.decode([*anchor, token_id])[len(before) :] == piece.decode(errors="replace")
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_the_end_of_a_text_is_the_librarys(loaded, name):
+    assert loaded[name].eos_id == MADE[name].token_to_id("</s>")
+
+
+def test_a_tokenizer_may_know_no_end(tmp_path):
+    assert load_tokenizer(folders.write(tmp_path, MADE["llama"])).eos_id is None
+
+
 def test_special_ids_have_no_text_and_added_words_do(loaded):
     made, tokenizer = MADE["byte_level"], loaded["byte_level"]
     assert tokenizer.special_ids == {made.token_to_id(t) for t in ("<s>", "</s>", "<|turn|>")}

@@ -25,6 +25,7 @@ transformers = pytest.importorskip(
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.backends import cpu  # noqa: E402
 from djl_python_neuronx.backends.base import Decode, Float32Array, Prefill, Want  # noqa: E402
 from djl_python_neuronx.backends.cores import count_cores  # noqa: E402
@@ -43,10 +44,12 @@ from tests.tiny_models import (  # noqa: E402
     MAX_POSITIONS,
     VOCAB_SIZE,
     load_reference,
+    poison,
     save_tiny_model,
 )
 
 EOS_ID = 1
+SHORT: Any = {"prefill_buckets": (4, 8)}
 LLAMA: Any = transformers.LlamaForCausalLM
 
 
@@ -283,8 +286,77 @@ def test_architectures_without_positions_or_keys_are_refused(
 ) -> None:
     config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(BackendError, match="position_ids"):
+    with pytest.raises(BackendError, match=r"position_ids|keys, values and a mask"):
         backends.load("cpu", plan_for(tmp_path))
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {
+        "type": "longrope",
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 8.0],
+    },
+}
+
+
+def test_longrope_ends_where_rows_would_change_each_other(tmp_path: Path) -> None:
+    save_tiny_model("phi3", tmp_path, **LONGROPE)
+    with pytest.raises(IncompatibleOptionsError, match=r"n_positions is 17.* 16 .*longrope"):
+        backends.load("cpu", plan_for(tmp_path, max_model_len=17, **SHORT, token_buckets=()))
+    plan = plan_for(tmp_path, max_model_len=16, **SHORT, token_buckets=(16,))
+    short, long = prompts_of(3, 8)
+    driver = Driver(backends.load("cpu", plan))
+    driver.join({0: short, 1: long})
+    for _ in range(8):
+        driver.decode()
+    assert_same(driver.leave(0), generate(load_reference(tmp_path), short, 9))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "mistral"])
+def test_a_window_counts_where_the_model_has_one(
+    model_type: str, dtype: Any, tmp_path: Path
+) -> None:
+    """Whatever config.json says: llama and gpt_neox ignore it, mistral does not."""
+    save_tiny_model(model_type, tmp_path, sliding_window=12)
+    backend = backends.load("cpu", plan_for(tmp_path, dtype=dtype))
+    prompt = prompts_of(30)[0]
+    reference = load_reference(tmp_path)
+    wanted = plain_logits(reference.to(getattr(torch, dtype)), prompt)
+    found = logits_of(backend, Prefill(make_rows({1: prompt}, wants=Want.ALL_LOGITS)))[0]
+    assert np.abs(found - wanted).max() < (1e-4 if dtype == "float32" else 0.2) * wanted.std()
+    reference.config.sliding_window = 29
+    longer = np.abs(plain_logits(reference, prompt) - wanted).max() > 0.5 * wanted.std()
+    assert longer == (model_type == "mistral"), "the test would not notice"
+
+
+def test_a_window_that_is_not_used_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model("llama", tmp_path, sliding_window=12)
+    backends.load("cpu", plan_for(tmp_path))
+    assert [r.getMessage().split()[:2] for r in caplog.records if r.levelname == "WARNING"] == [
+        ["window_unused", "model=LlamaForCausalLM"]
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path) -> None:
+    """Token 96 and the padding give NaN: a rejected draft, a failed prompt and padding harm nobody."""
+    save_tiny_model(model_type, tmp_path)
+    wanted = Driver(backends.load("cpu", plan_for(tmp_path))).alone([5, 6, 7], 6)
+    poison(tmp_path / "model.safetensors", 0, 96)
+    driver = Driver(backends.load("cpu", plan_for(tmp_path)))
+    driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})
+    driver.leave(0)
+    drafts = make_rows({1: [driver.live[1].tokens[-1], 96, 96]}, {1: 3}, Want.ALL_LOGITS)
+    assert np.isnan(logits_of(driver.backend, Decode(drafts))[0, 1:]).all()
+    for _ in range(5):
+        driver.decode()
+    assert_same(driver.leave(1), wanted)
+    assert_same(driver.alone([5, 6, 7], 6), wanted)
 
 
 def test_supports_tells_the_reason() -> None:
@@ -298,6 +370,51 @@ def test_supports_tells_the_reason() -> None:
     linear = Facts(layer_types=["full_attention", "linear_attention"])
     assert "linear_attention" in str(backends.supports("cpu", linear))
     assert "encoder" in str(backends.supports("cpu", Facts(is_encoder_decoder=True)))
+    nested = Facts(text_config={"layer_types": ["chunked_attention"]})
+    assert "chunked_attention" in str(backends.supports("cpu", nested))
+    for wrong in (5, "full_attention", [3]):
+        assert "list of names" in str(backends.supports("cpu", Facts(layer_types=wrong)))
+
+
+def test_supports_takes_an_artifact(llama: Path) -> None:
+    assert backends.supports("cpu", detect(llama)) is None
+
+
+def test_kinds_of_layer_that_only_the_class_knows_are_refused(llama: Path) -> None:
+    model = LLAMA.from_pretrained(llama)
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(BackendError, match="chunked_attention layers"):
+        cpu.CpuBackend(model, plan_for(llama))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"model_type": "unheard_of"}, BackendError, "does not know model_type 'unheard_of'"),
+        ({"model_type": "t5"}, BackendError, "no causal language model of model_type 't5'"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            BackendUnavailableError,
+            "needs a package that is missing",
+        ),
+        ({"hidden_size": "wide"}, ArtifactError, r"correct config\.json"),
+    ],
+)
+def test_each_reason_not_to_load_has_its_own_advice(
+    changes: dict[str, Any], error: type[Exception], named: str, llama: Path
+) -> None:
+    path = llama / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    (llama / "unrelated.safetensors").write_bytes(b"damaged")
+    with pytest.raises(error, match=named) as caught:
+        backends.load("cpu", plan_for(llama))
+    assert "unrelated" not in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_named_as_such(llama: Path) -> None:
+    poison(llama / "model.safetensors", 3)
+    with pytest.raises(ArtifactError, match="its logits are not finite"):
+        backends.load("cpu", plan_for(llama))
 
 
 def test_missing_tensors_are_named(llama: Path) -> None:
@@ -367,8 +484,10 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
     prompt, path = prompts_of(9)[0], llama / "pytorch_model.bin"
     wanted = generate(load_reference(llama), prompt, 10)
     torch.save(load_file(llama / "model.safetensors"), path)
-    (llama / "model.safetensors").unlink()
-    assert_same(Driver(backends.load("cpu", plan_for(llama))).alone(prompt, 10), wanted)
+    # An adapter that lies beside the weights is none of them.
+    (llama / "model.safetensors").rename(llama / "adapter_model.safetensors")
+    plan = plan_for(llama, kind=detect(llama).kind)
+    assert_same(Driver(backends.load("cpu", plan)).alone(prompt, 10), wanted)
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -376,11 +495,11 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
 
     torch.save({"lm_head.weight": Trap()}, path)
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan_for(llama))
+        backends.load("cpu", plan)
     assert not (llama / "sprung").exists()
     path.write_bytes(pickle.dumps(Trap(), protocol=2))
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan_for(llama))
+        backends.load("cpu", plan)
     assert not (llama / "sprung").exists()
 
 

@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.backends.shapes import make_buckets
 from djl_python_neuronx.config import defaults
 from djl_python_neuronx.config.defaults import ModelFacts
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.resolve import complete, resolve
-from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.errors import IncompatibleOptionsError
 
 CPU = DeviceInfo(None, 0, 0, 2**40, 6, "")
 INF2 = DeviceInfo("inf2.8xlarge", 1, 2, 2**35, 32, "")
@@ -35,12 +34,7 @@ class TestComplete:
             options = completed(TINY_LLAMA, device, loader).options
             assert options.dtype != "auto"
             assert isinstance(options.tensor_parallel_degree, int)
-            for name in (
-                "n_positions",
-                "context_length_estimate",
-                "max_rolling_batch_size",
-                "cpu_threads",
-            ):
+            for name in ("n_positions", "context_length_estimate", "max_rolling_batch_size"):
                 assert getattr(options, name)
 
     def test_values_on_a_cpu(self):
@@ -50,7 +44,7 @@ class TestComplete:
         assert resolved.options.context_length_estimate == (128, 256, 512, 1024, 2048)
         assert resolved.options.max_rolling_batch_size == 32
         assert resolved.options.tensor_parallel_degree == 1
-        assert resolved.options.cpu_threads == 6
+        assert resolved.options.cpu_threads is None  # the backend counts the physical cores
         assert resolved.origins["dtype"].startswith("default: ")
         assert resolved.origins["model_id"] == "command line"
 
@@ -70,22 +64,50 @@ class TestComplete:
         assert options.context_length_estimate == (16, 32)
 
     def test_a_file_for_inferentia_can_be_tried_on_a_cpu(self):
-        resolved = completed(TINY_LLAMA, CPU, "cpu", tensor_parallel_degree="8")
-        assert "tensor_parallel_degree" in resolved.ignored
-        assert "tensor_parallel_degree" not in completed(TINY_LLAMA, INF2, "tnx").ignored
+        given = {"tensor_parallel_degree": "8", "dtype": "fp16"}
+        assert {"tensor_parallel_degree", "dtype"} <= set(
+            completed(TINY_LLAMA, CPU, "cpu", **given).ignored
+        )
+        assert not completed(TINY_LLAMA, INF2, "tnx", **given).ignored
+
+    def test_options_that_do_nothing_are_listed(self):
+        assert "cpu_threads" in completed(TINY_LLAMA, INF2, "tnx", cpu_threads="4").ignored
+        assert "cpu_threads" not in completed(TINY_LLAMA, CPU, "cpu", cpu_threads="4").ignored
+        assert "revision" in completed(TINY_LLAMA, CPU, "cpu", revision="main").ignored
+        trusting = completed(TINY_LLAMA, CPU, "cpu", revision="main", trust_remote_code="true")
+        assert "revision" not in trusting.ignored
 
     @pytest.mark.parametrize(
-        ("given", "word"),
+        ("config", "told", "expected"),
         [
-            ({"n_positions": "4096"}, "2048 positions"),
-            ({"dtype": "fp16"}, "bf16"),
-            ({"context_length_estimate": "4096"}, "n_positions"),
+            ({}, "bfloat16", "bfloat16"),
+            ({}, "float16", "float32"),
+            ({}, "f8_e4m3", "float32"),
+            ({}, None, "float32"),
+            ({"torch_dtype": "float32"}, "bfloat16", "float32"),
         ],
     )
-    def test_what_does_not_suit_is_refused_with_its_origin(self, given, word):
-        with pytest.raises(ConfigError, match=word) as caught:
-            completed(TINY_LLAMA, CPU, "cpu", **given)
+    def test_the_weight_files_tell_the_dtype_if_the_configuration_does_not(
+        self, config, told, expected
+    ):
+        resolved = resolve(None, None, {}, {"model_id": "m"})
+        assert complete(resolved, config, CPU, "cpu", told).options.dtype == expected
+
+    @pytest.mark.parametrize(
+        ("longest", "positions"), [("64,512", 2048), ("4096", 4096), ("8192", 8192)]
+    )
+    def test_prompts_that_were_asked_for_fit(self, longest, positions):
+        config = {**TINY_LLAMA, "max_position_embeddings": 8192}
+        options = completed(config, CPU, "cpu", context_length_estimate=longest).options
+        assert options.n_positions == positions
+
+    @pytest.mark.parametrize("name", ["n_positions", "context_length_estimate"])
+    def test_what_the_model_cannot_do_is_refused_with_its_origin_and_nothing_else(self, name):
+        with pytest.raises(IncompatibleOptionsError, match="2048 positions") as caught:
+            completed(TINY_LLAMA, CPU, "cpu", **{name: "4096"})
+        assert f"{name}=" in str(caught.value)
         assert "command line" in str(caught.value)
+        assert "default" not in str(caught.value)
 
 
 class TestFacts:
@@ -128,6 +150,13 @@ class TestPositions:
         needed = 32 * positions * facts.cache_values_per_token * 4
         assert needed <= 2**29 < 2 * needed
 
+    def test_the_dtype_that_was_set_is_the_one_that_is_sized(self):
+        config = {**TINY_LLAMA, "dtype": "bfloat16"}
+        small = DeviceInfo(None, 0, 0, 2**30, 2, "")
+        stored = completed(config, small, "cpu").options.n_positions
+        for dtype in ("fp32", "fp16"):  # float16 is computed in float32
+            assert completed(config, small, "cpu", dtype=dtype).options.n_positions == stored // 2
+
     @given(memory=st.integers(1, 2**42), limit=st.integers(1, 2**20), slots=st.integers(1, 256))
     def test_never_more_than_the_model_and_never_nothing(self, memory, limit, slots):
         facts = ModelFacts(limit, "float32", 2**15)
@@ -135,11 +164,6 @@ class TestPositions:
         for loader in ("cpu", "nxdi"):
             positions = defaults.n_positions(facts, machine, loader, slots)
             assert min(limit, 64) <= positions <= min(limit, defaults.MAX_POSITIONS)
-
-
-@given(st.integers(1, 2**20))
-def test_buckets_are_those_of_the_backends(length):
-    assert defaults.buckets(length) == make_buckets(length, defaults.SMALLEST_BUCKET)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
-    IGNORED,
     NAMES,
     ServingOptions,
     allowed_values,
@@ -90,12 +90,29 @@ class TestPrecedence:
         assert resolved.options.n_positions == 2
         assert resolved.origins["n_positions"].endswith("serving.properties line 2")
 
+    def test_hf_model_id_does_not_replace_the_model_of_a_folder(self, folder):
+        model_dir = folder()
+        (model_dir / "config.json").touch()
+        environ = {"HF_MODEL_ID": "org/model", "HF_REVISION": "main"}
+        resolved = resolve(None, model_dir, environ)
+        assert (resolved.options.model_id, resolved.options.revision) == (None, None)
+        assert set(resolved.ignored) == set(environ)
+
     def test_hf_model_id_stands_in_outside_djl_only(self, folder):
         model_dir = folder("engine=Python")
         environ = {"HF_MODEL_ID": "org/model"}
         assert resolve(None, model_dir, environ).options.model_id == "org/model"
         # DJL makes a model of its own from the variable; this folder is another one.
         assert resolve(as_djl_passes(model_dir), None, environ).options.model_id is None
+
+    @pytest.mark.parametrize("first", ["max_model_len", "n_positions"])
+    def test_of_two_names_the_users_first_place_wins_in_any_order_of_djls_map(self, folder, first):
+        model_dir = folder("option.max_model_len=64")
+        values = {"max_model_len": "64", "n_positions": "128"}
+        ordered = {first: values[first], **values}
+        for environ in ({"OPTION_N_POSITIONS": "128"}, {}):  # the user's second place; DJL's own
+            resolved = resolve({"model_dir": str(model_dir), **ordered}, None, environ)
+            assert resolved.options.n_positions == 64
 
 
 class TestOrigins:
@@ -165,6 +182,90 @@ class TestStrictness:
             name: IGNORED[name].reason for name in ("mpi_mode", "entryPoint", "engine", "fuse_qkv")
         }
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "enable_lora=False",
+            "load_in_8bit=false",
+            "tgi_compat=0",
+            "pipeline_parallel_degree=1",
+            "speculative_length=5",
+            "spec_length=0",
+            "task=text-generation",
+            "override_neuron_config={}",
+            "use_stable_diffusion=false",
+            "enable_streaming=true",
+            "waiting_steps=2",
+            "cluster_size=1",
+            "max_rolling_batch_prefill_tokens=4096",
+        ],
+    )
+    def test_an_old_option_that_asks_for_nothing_is_listed(self, folder, line):
+        name = line.partition("=")[0]
+        assert resolve(None, folder(f"option.{line}"), {}).ignored[name]
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "enable_lora=true",
+            "quantize=static_int8",
+            "load_in_8bit=true",
+            "load_split_model=true",
+            "compiled_graph_path=/x",
+            "speculative_draft_model=org/x",
+            "speculative_length=7",
+            "draft_model_tp_size=2",
+            "task=feature-extraction",
+            "partition_schema=safetensors",
+        ],
+    )
+    def test_one_that_asks_for_what_there_is_not_is_refused_without_a_guess(self, folder, line):
+        model_dir = folder(f"option.{line}")
+        for properties in (None, as_djl_passes(model_dir)):
+            (problem,) = problems_of(properties, model_dir, {})
+            assert isinstance(problem, InvalidOptionError)
+            assert "not supported in this version; remove it" in str(problem)
+            assert "did you mean" not in str(problem)
+
+    def test_what_djl_cannot_have_from_the_user_is_kept_quietly(self, folder):
+        model_dir = folder("option.tensor_parallel_degree=max")
+        own = {"rolling_batch": "trtllm", "tensor_parallel_degree": "-1", "enable_lora": "true"}
+        resolved = resolve(as_djl_passes(model_dir, **own), None, {})
+        assert set(own) <= set(resolved.ignored)
+        assert resolved.options.rolling_batch == "auto"
+        assert resolved.options.tensor_parallel_degree == "max"
+        (problem,) = problems_of(None, folder("option.rolling_batch=trtllm"), {})
+        assert isinstance(problem, InvalidOptionError)
+
+    @pytest.mark.parametrize("key", ["opton.n_positions", "Option.n_positions", "opt.n_positions"])
+    def test_a_misspelt_prefix_is_refused(self, folder, key):
+        model_dir = folder(f"{key}=64")
+        for properties in (None, as_djl_passes(model_dir)):
+            (problem,) = problems_of(properties, model_dir, {})
+            assert isinstance(problem, UnknownOptionError)
+            assert "option.n_positions" in str(problem)
+
+    def test_a_key_that_nobody_reads_is_suspicious(self, folder):
+        model_dir = folder("n_position=3", "minWorkers=1", "batch_size=2", "gpu.maxWorkers=1")
+        for properties in (None, as_djl_passes(model_dir)):
+            resolved = resolve(properties, model_dir, {})
+            assert set(resolved.suspicious) == {"n_position"}
+            assert "'n_positions'" in resolved.suspicious["n_position"]
+            assert "n_position" not in resolved.ignored
+
+    def test_djls_arguments_take_no_prefix(self, folder):
+        (problem,) = problems_of(None, folder("option.job_queue_size=100"), {})
+        assert "job_queue_size without 'option.'" in str(problem)
+
+    def test_the_model_folder_is_not_the_users_to_write(self, folder):
+        (problem,) = problems_of(None, folder("option.model_dir=/other"), {})
+        assert "option.model_id" in str(problem)
+
+    def test_what_djl_reads_for_itself_is_listed(self, folder):
+        resolved = resolve(None, folder("option.model_loading_timeout=3600"), {})
+        assert "DJL" in resolved.ignored["model_loading_timeout"]
+        assert "model_loading_timeout" not in resolve(None, folder(), {}).ignored
+
     def test_functions_of_a_model_py_are_listed_and_the_file_speaks(self, folder):
         model_dir = folder("option.output_formatter=sse")
         properties = as_djl_passes(model_dir, output_formatter=print, input_formatter=print)
@@ -201,6 +302,8 @@ class TestValues:
             ("[512, 256]", (256, 512)),
             ("64", (64,)),
             (" 8 , 8,16 ", (8, 16)),
+            ("128, 256,", (128, 256)),
+            ("[128,256, ]", (128, 256)),
         ],
     )
     def test_buckets(self, folder, text, value):
@@ -208,7 +311,7 @@ class TestValues:
         assert resolved.options.context_length_estimate == value
 
     @pytest.mark.parametrize(
-        "text", ["", "[]", "256,,512", "0", "-1,2", "a", "[[1]]", "1.5", "9" * 5000]
+        "text", ["", "[]", ",", "256,,512", "256,,", "0", "-1,2", "a", "[[1]]", "1.5", "9" * 5000]
     )
     def test_no_buckets(self, text):
         try:
@@ -225,6 +328,18 @@ class TestValues:
         assert resolve(None, folder(f"option.dtype={text}"), {}).options.dtype == value
 
     @pytest.mark.parametrize(
+        ("name", "text", "value"),
+        [
+            ("tensor_parallel_degree", "MAX", "max"),
+            ("rolling_batch", "TNX", "tnx"),
+            ("model_loader", "Auto", "auto"),
+            ("output_formatter", "JSON", "json"),
+        ],
+    )
+    def test_words_have_no_case(self, folder, name, text, value):
+        assert getattr(resolve(None, folder(f"option.{name}={text}"), {}).options, name) == value
+
+    @pytest.mark.parametrize(
         ("text", "value"),
         [("false", False), ("False", False), ("true", True), ("TRUE ", True), ("0", False)],
     )
@@ -238,6 +353,7 @@ class TestValues:
             ("tensor_parallel_degree", "0"),
             ("tensor_parallel_degree", "most"),
             ("n_positions", "1.5"),
+            ("n_positions", "1"),
             ("n_positions", str(2**31)),
             ("predict_timeout", "0"),
             ("predict_timeout", "nan"),
@@ -287,7 +403,9 @@ class TestValues:
             known for name in ServingOptions.model_fields for known in (name, *option(name).aliases)
         ]
         assert len(names) == len(set(names)) == len(NAMES)
-        assert not set(names) & set(IGNORED)
+        tables = [set(names), set(IGNORED), set(UNSUPPORTED)]
+        assert len(set().union(*tables)) == sum(map(len, tables))
+        assert not DJL_ARGUMENTS & (set(names) | set(UNSUPPORTED))
 
 
 class TestRules:
@@ -332,6 +450,10 @@ class TestProperties:
         assert options.model_id == "café/é"
         assert options.revision == "a=b"
 
+    def test_the_mark_of_windows_editors_is_skipped(self, folder):
+        model_dir = folder("\ufeffoption.n_positions=64", encoding="utf-8")
+        assert resolve(None, model_dir, {}).options.n_positions == 64
+
     def test_environment_names_follow_djl(self):
         environ = {
             "OPTION_ENTRYPOINT": "a",
@@ -356,7 +478,7 @@ class TestProperties:
         assert resolve(None, tmp_path, {}).options.model_dir == tmp_path
 
 
-NAMES_OR_TEXT = st.one_of(st.sampled_from([*NAMES, *IGNORED]), st.text(max_size=12))
+NAMES_OR_TEXT = st.one_of(st.sampled_from([*NAMES, *IGNORED, *UNSUPPORTED]), st.text(max_size=12))
 VALUES = st.one_of(
     st.text(max_size=20),
     st.sampled_from(

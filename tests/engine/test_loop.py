@@ -132,15 +132,9 @@ def test_abort_delivers_nothing_more_and_frees_the_slot() -> None:
         assert_idle(loop, backend)
 
 
-def test_an_aborted_id_can_be_used_again_at_once() -> None:
+def test_an_id_in_use_is_refused() -> None:
     backend = ToyBackend(step_s=0.001)
     with running(backend) as loop:
-        for round_number in range(30):
-            inbox = Inbox()
-            loop.submit(request("same", [5, round_number + 3], 50), inbox)
-            if round_number % 2:
-                inbox.drain(PATIENCE_S)
-            loop.abort("same")
         inbox = Inbox()
         loop.submit(request("same", [5, 6], 4), inbox)
         with pytest.raises(RequestError, match="already in use"):
@@ -334,3 +328,104 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
         asyncio.run(many(loop))
         assert_idle(loop, backend)
         assert len(loop._mailboxes) <= 2
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.broken = False
+
+    def stepped(self, info: Any, num_tokens: int) -> None:
+        if self.broken:
+            msg = "no"
+            raise RuntimeError(msg)
+        self.seen.append(
+            f"{'failed' if info is None else 'prefill' if info.prefill else 'decode'} {num_tokens}"
+        )
+
+    def given_up(self, stream: Any) -> None:
+        self.seen.append(f"given up {stream.request.request_id}")
+
+    def ended(self, stream: Any, delta: Delta) -> None:
+        self.seen.append(f"ended {delta.finish_reason and delta.finish_reason.value}")
+
+
+def test_the_observer_hears_what_happened_and_cannot_break_anything() -> None:
+    backend = ToyBackend()
+    recorder = Recorder()
+    with running(backend, observer=recorder) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 2), inbox)
+        collect(inbox, "a")
+        backend.fail_at = {2: RuntimeError("no")}
+        loop.submit(request("b", [5, 6], 2), inbox)
+        collect(inbox, "b")
+        backend.step_s = 0.01
+        loop.submit(request("c", [5, 6], 90), inbox)
+        loop.abort("c")
+        wait_until(lambda: not loop.engine.has_work)
+        for expected_event in (
+            "prefill 1",
+            "decode 1",
+            "ended length",
+            "failed 0",
+            "ended error",
+            "given up c",
+        ):
+            assert expected_event in recorder.seen
+        recorder.broken = True
+        loop.submit(request("d", [5, 6], 4), inbox)
+        assert text(collect(inbox, "d")["d"]) == shown(expected([5, 6], 4))
+        assert loop.alive
+
+
+def test_an_output_thread_that_ends_is_a_death_and_not_silence() -> None:
+    backend = ToyBackend(step_s=0.002)
+    deaths: list[ServingError] = []
+    with running(backend, on_death=deaths.append) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 100), inbox)
+        inbox.drain(PATIENCE_S)
+        loop._messages.put(object())  # type: ignore[arg-type]
+        assert isinstance(collect(inbox, "a")["a"][-1].error, BackendUnavailableError)
+        wait_until(lambda: not loop.alive)
+        with pytest.raises(BackendUnavailableError):
+            loop.submit(request("b", [5, 6], 4), inbox)
+    assert len(deaths) == 1
+
+
+def test_death_is_told_once() -> None:
+    backend = ToyBackend()
+    fatal = StepError("the device is gone")
+    fatal.fatal = True
+    backend.fail_at = {1: fatal}
+    deaths: list[ServingError] = []
+    with running(backend, on_death=deaths.append) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 10), inbox)
+        collect(inbox, "a")
+        wait_until(lambda: deaths)
+        loop.close()
+    assert deaths == [fatal]
+
+
+def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
+    backend = ToyBackend(step_s=0.002)
+
+    async def start(loop: EngineLoop) -> None:
+        generation = loop.generate(request("a", [5, 6], 100))
+        await generation.__anext__()
+
+    with running(backend) as loop:
+        asyncio.run(start(loop))
+        wait_until(lambda: loop.num_streams == 0 and loop.engine.num_running == 0)
+        assert backend.num_steps < 90
+
+
+def test_two_loops_share_the_switch_interval() -> None:
+    before = sys.getswitchinterval()
+    with running(ToyBackend()):
+        with running(ToyBackend()):
+            assert sys.getswitchinterval() < before
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.text import Delta, Token
-from djl_python_neuronx.errors import RequestError, StepError, UnsupportedParameterError
+from djl_python_neuronx.errors import (
+    PromptTooLongError,
+    RequestError,
+    StepError,
+    UnsupportedParameterError,
+)
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.types import FinishReason
@@ -316,3 +321,34 @@ def test_an_error_is_told_in_the_formats_own_shape() -> None:
         "one",
     )
     assert last["details"]["finish_reason"] == "error"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    class Refusing:
+        def encode(self, text: str) -> list[int]:
+            pytest.fail("tokenised")
+
+    context = ParseContext(tokenizer=Refusing(), request_id="r", max_prompt_chars=10)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLongError, match="11 characters"):
+        parse_body(b'{"inputs": "12345678901"}', context)
+
+
+@pytest.mark.parametrize("stops", [["a"] * 65, ["a" * 1001]])
+def test_stop_strings_are_bounded(stops: list[str]) -> None:
+    with pytest.raises(UnsupportedParameterError, match="at most 64 of 1000"):
+        with_parameters(stop=stops)
+
+
+def test_names_in_messages_are_cut() -> None:
+    with pytest.raises(RequestError) as caught:
+        with_parameters(**{"x" * 100_000: 1})
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(RequestError) as caught:
+        parse({"y" * 100_000: 1})
+    assert len(str(caught.value)) < 1000
+
+
+def test_text_where_a_number_belongs_is_not_shown() -> None:
+    with pytest.raises(RequestError, match="temperature is a str") as caught:
+        with_parameters(temperature="a secret prompt")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,99 @@
+"""What `make` and .ci/run install, with an interpreter that only notes what it is asked."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FAKE = """#!/bin/sh
+echo "$0 $*" >> "$LOG"
+for last; do :; done
+case "$*" in
+  *"-m venv --clear"*) rm -rf "$last" ;;
+  "-c "*) exit "${SUITS:-0}" ;;
+esac
+case "$*" in *"-m venv"*) mkdir -p "$last/bin"; cp "$0" "$last/bin/python" ;; esac
+"""
+
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Put a stand-in into a folder that comes first on the path."""
+    (tmp_path / "bin").mkdir()
+
+    def write(name, text=FAKE):
+        path = tmp_path / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a command; its status and the lines that the stand-ins noted."""
+    log = tmp_path / "log"
+
+    def call(*command, **environ):
+        log.write_text("")
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        own = {"PATH": path, "LOG": str(log), "HOME": str(tmp_path), **environ}
+        ran = subprocess.run(
+            command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=False
+        )
+        return ran, log.read_text().splitlines()
+
+    return call
+
+
+def test_an_environment_is_made_once_for_what_was_asked(run, program, tmp_path):
+    venv, python, other = tmp_path / "venv", program("one"), program("two")
+
+    def install(*settings):
+        ran, lines = run("make", "install", f"VENV={venv}", f"PYTHON={python}", *settings)
+        assert ran.returncode == 0, ran.stderr
+        return "\n".join(lines)
+
+    assert "-e .[cpu,server,dev]" in install()
+    assert install() == ""
+    for change in (
+        "EXTRAS=dev",
+        "CONSTRAINTS=constraints/transformers-4.57.txt",
+        f"PYTHON={other}",
+    ):
+        assert f"-m venv --clear {venv}" in install(change)
+        assert install(change) == ""
+    assert "--clear" in install()  # the first again: what is there is another
+    upgraded = install("UPGRADE=1", "PIP_ARGS=--extra-index-url https://mirror")
+    assert "--extra-index-url https://mirror --upgrade --upgrade-strategy eager -c" in upgraded
+    assert "--clear" not in upgraded
+    assert install() == ""
+
+
+MAKE = '#!/bin/sh\necho "make $* $PYTHON" >> "$LOG"\n'
+
+
+def test_ci_upgrades_and_takes_an_old_python_for_the_old_versions(run, program):
+    program("make", MAKE)
+    old = program("python3.10")
+    ran, lines = run(str(ROOT / ".ci/run"), PYTHON="python-x")
+    assert ran.returncode == 0, ran.stderr
+    made = [line for line in lines if line.startswith("make ")]
+    assert "UPGRADE=1" in made[0]
+    assert made[-1].endswith(f"PYTHON={old.name} python-x")
+
+
+def test_ci_says_when_no_python_is_old_enough(run, program):
+    program("make", MAKE)
+    for name in ("python3.10", "python-x"):
+        program(name)
+    ran, lines = run(str(ROOT / ".ci/run"), PYTHON="python-x", SUITS="1")
+    assert ran.returncode == 1
+    assert "PYTHON_SDK=" in ran.stderr
+    assert not [line for line in lines if line.startswith("make ")]
