@@ -121,6 +121,10 @@ class TableTokenizer:
     def __init__(self, vocab: int) -> None:
         self.pieces: Sequence[bytes] | None = [b" t%d" % (i % 1000) for i in range(vocab)]
 
+    def special_id(self, text: str) -> int | None:  # noqa: ARG002
+        """There are none."""
+        return None
+
     def encode(self, text: str) -> list[int]:
         """Not used: prompts are ids here."""
         raise NotImplementedError

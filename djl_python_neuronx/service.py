@@ -29,7 +29,12 @@ from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Stream
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
-from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError, ServingError
+from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
+    BackendError,
+    ConfigError,
+    ServingError,
+)
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics
@@ -107,16 +112,22 @@ class Service:
         name = choose_loader(
             resolved.options, machine, libraries(), backends.names(), artifact.backend
         )
-        resolved = complete(resolved, artifact.config, machine, name)
+        obstacle = backends.supports(name, artifact)
+        if obstacle is not None:
+            msg = f"the {name} backend cannot serve the model in {artifact.path}: {obstacle}"
+            raise BackendError(msg)
+        resolved = complete(resolved, artifact.config, machine, name, artifact.dtype)
         for option, value, origin in resolved.explain():
             logger.info("option name=%s value=%s origin=%r", option, value, origin)
+        for key, doubt in resolved.suspicious.items():
+            logger.warning("option_suspicious name=%s reason=%r", key, doubt)
         for option, reason in resolved.ignored.items():
             logger.info("option_ignored name=%s reason=%r", option, reason)
         options = resolved.options
         tokenizer = load_tokenizer(
             artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
         )
-        backend = backends.load(name, _plan(options, artifact))
+        backend = backends.load(name, _plan(options, artifact, _eos_ids(artifact, tokenizer)))
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
             name,
@@ -197,7 +208,17 @@ def _local_folder(resolved: Resolved) -> Path:
     return folder if folder.is_dir() else model_id
 
 
-def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
+def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
+    """The model's own, else the tokenizer's; without any, only lengths and stop strings end a text."""
+    if artifact.eos_ids:
+        return artifact.eos_ids
+    if tokenizer.eos_id is None:
+        logger.warning("no_eos path=%s reason='neither configuration nor tokenizer'", artifact.path)
+        return frozenset()
+    return frozenset({tokenizer.eos_id})
+
+
+def _plan(options: ServingOptions, artifact: Artifact, eos_ids: frozenset[int]) -> LoadPlan:
     """The backend's orders: `complete` has filled in every value that they need."""
     n_positions, num_slots = options.n_positions, options.max_rolling_batch_size
     prefill_buckets = options.context_length_estimate
@@ -215,7 +236,7 @@ def _plan(options: ServingOptions, artifact: Artifact) -> LoadPlan:
         trust_remote_code=options.trust_remote_code,
         revision=options.revision,
         num_threads=options.cpu_threads,
-        eos_ids=artifact.eos_ids,
+        eos_ids=eos_ids,
     )
 
 
@@ -228,6 +249,7 @@ class Recorder:
         self._decode_seconds = metrics["decode_seconds"]
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
+        """See `Observer`."""
         self._generated.inc(num_tokens)
         if info is None:
             return
@@ -238,10 +260,12 @@ class Recorder:
             self._decode_seconds.observe(info.device_s)
 
     def given_up(self, stream: Stream) -> None:
+        """See `Observer`."""
         self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
         logger.info("request_aborted request_id=%s", stream.request.label)
 
     def ended(self, stream: Stream, delta: Delta) -> None:
+        """See `Observer`."""
         metrics, request = self._metrics, stream.request
         total_s = stream.last_token_s - stream.submitted_s
         reason = delta.finish_reason.value if delta.finish_reason else ""

@@ -92,6 +92,9 @@ class Tokenizer(Protocol):
     def pieces(self) -> Sequence[bytes] | None:
         """UTF-8 bytes of every id, such that the text of ids is the concatenation; None if it is not that simple."""
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text, such as ``<|end|>``; None if there is none of that text."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects and never two BOS."""
 

@@ -20,6 +20,10 @@ class ToyTokenizer:
             b"" if i in self.special_ids else f"<{i}>".encode() for i in range(vocab_size)
         ]
 
+    def special_id(self, text: str) -> int | None:
+        """eos is written <eos>."""
+        return {"<eos>": 2}.get(text)
+
     def encode(self, text: str) -> list[int]:
         """The ids in the text; other characters one id each."""
         return [

@@ -20,6 +20,7 @@ class PythonTokenizer:
         self._library = library
         self._lock = threading.Lock()
         self.special_ids = frozenset(library.all_special_ids)
+        self._special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
         self.eos_id: int | None = library.eos_token_id
         bos_id = library.bos_token_id
         self._added_bos_id = (
@@ -27,6 +28,10 @@ class PythonTokenizer:
             if bos_id is not None and self._encode("", special=True)[:1] == [bos_id]
             else None
         )
+
+    def special_id(self, text: str) -> int | None:
+        """See `Tokenizer`."""
+        return self._special.get(text)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`.

@@ -252,7 +252,7 @@ def _count(step: int) -> Task:
     name = f"count_by_{step}" if step > 0 else f"count_down_{-step}"
 
     def task(rng: random.Random, scale: float) -> Example:
-        shown = _between(rng, 3, 70, scale)
+        shown = rng.randint(3, 6) if rng.random() < 0.35 else _between(rng, 3, 70, scale)
         size = abs(step)
         total = min(shown + MAX_TOLD_ITEMS, MAX_NUMBER // size + 1)
         if rng.random() < 0.3:
@@ -410,26 +410,26 @@ def owners(rng: random.Random, scale: float) -> Example:
 
 
 PLAIN_TASKS: dict[str, tuple[Task, float]] = {
-    "count_by_1": (_count(1), 0.8),
-    "count_by_2": (_count(2), 0.5),
-    "count_by_5": (_count(5), 0.4),
+    "count_by_1": (_count(1), 1.0),
+    "count_by_2": (_count(2), 0.8),
+    "count_by_5": (_count(5), 0.5),
     "count_by_10": (_count(10), 0.4),
     "count_down_1": (_count(-1), 0.8),
-    **{name: (_cycle(name), 0.2) for name in CYCLES},
-    "english_words": (english_words, 0.4),
-    "chinese_words": (chinese_words, 0.4),
+    **{name: (_cycle(name), 0.16) for name in CYCLES},
+    "english_words": (english_words, 0.3),
+    "chinese_words": (chinese_words, 0.3),
     "count_between": (count_between, 2.0),
-    "add": (add, 3.0),
-    "subtract": (subtract, 3.0),
-    "copy": (copy, 3.5),
+    "add": (add, 2.5),
+    "subtract": (subtract, 2.5),
+    "copy": (copy, 4.0),
     "copy_symbols": (copy_symbols, 1.5),
-    "reverse": (reverse, 2.0),
-    "capitals": (capitals, 0.8),
+    "reverse": (reverse, 2.5),
+    "capitals": (capitals, 1.2),
     "repeat": (repeat, 1.0),
     "first_of": (first_of, 1.0),
     "last_of": (last_of, 0.8),
     "after": (after, 1.0),
-    "before": (before, 1.0),
+    "before": (before, 1.5),
     "lookup": (lookup, 1.5),
     "remember": (remember, 2.0),
     "owners": (owners, 1.5),
@@ -450,7 +450,7 @@ CHAT_ASKED: tuple[Task, ...] = (
     last_of,
 )
 CHAT_TASKS = ("chat", "chat_memory")
-CHAT_SHARE = 4.0
+CHAT_SHARE = 5.0
 SYSTEM_PROMPTS = ("You are tiny.", "Answer briefly.", "Be exact.")
 
 
@@ -461,13 +461,13 @@ def _say(role: str, content: str) -> Message:
 
 def chat(rng: random.Random, scale: float) -> Example:
     """Asks for the answer of a plain task, in the last turn of a conversation."""
-    turns = rng.choice((1, 1, 1, 2, 3))
+    turns = rng.choice((1, 1, 1, 1, 2, 3))
     messages = [_say("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < 0.2 else []
     for _ in range(turns):
         example = rng.choice(CHAT_ASKED)(rng, scale / turns * 0.7)
         messages.append(_say("user", example.prompt))
         messages.append(_say("assistant", example.answer.strip()))
-    return Example("chat", "", messages[-1]["content"], True, tuple(messages))
+    return Example("chat", "", f" {messages[-1]['content']}", True, tuple(messages))
 
 
 def chat_memory(rng: random.Random, scale: float) -> Example:
@@ -489,7 +489,7 @@ def chat_memory(rng: random.Random, scale: float) -> Example:
     )
     messages.append(_say("user", question))
     messages.append(_say("assistant", answer))
-    return Example("chat_memory", "", answer, True, tuple(messages))
+    return Example("chat_memory", "", f" {answer}", True, tuple(messages))
 
 
 TASKS: dict[str, tuple[Task, float]] = {

@@ -57,7 +57,7 @@ GROWING = 0.5
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{{ '<|' + message['role'] + '|> ' + message['content'] | trim + '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -308,7 +308,7 @@ def make_row(example: Example, tokenizer: Tokenizer) -> Row:
     labels = [IGNORED]
     for message in example.messages:
         head = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False).ids
-        body = [*tokenizer.encode(message["content"], add_special_tokens=False).ids, TURN_END]
+        body = [*tokenizer.encode(f" {message['content']}", add_special_tokens=False).ids, TURN_END]
         spoken = message["role"] == "assistant"
         ids += head + body
         labels += [IGNORED] * len(head) + (body if spoken else [IGNORED] * len(body))
@@ -796,7 +796,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--batch-rows", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=2)

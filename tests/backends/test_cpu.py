@@ -294,7 +294,6 @@ LONGROPE = {
     "original_max_position_embeddings": 16,
     "rope_scaling": {
         "type": "longrope",
-        "rope_type": "longrope",
         "short_factor": [1.0] * 4,
         "long_factor": [2.0, 3.0, 4.0, 8.0],
     },
