@@ -37,7 +37,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_p'?``, or an empty string when nothing is near."""
     if len(name) > 64:
         return ""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -74,8 +74,8 @@ class UnknownOptionError(ConfigError):
 
     def __init__(self, name: str, origin: str, known: Iterable[str]) -> None:
         super().__init__(
-            f"unknown option {name!r} from {origin}{did_you_mean(name, known)}. "
-            "Remove it, or see docs/options.md for every option."
+            f"unknown option {name!r} from {origin}{did_you_mean(name, known)} "
+            "(remove it, or see docs/options.md for every option)"
         )
         self.name = name
         self.origin = origin

@@ -71,11 +71,20 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
                 config=config,
                 dtype=getattr(torch, plan.dtype),
                 use_safetensors=plan.kind == "safetensors",
+                ignore_mismatched_sizes=True,  # they are named below
                 output_loading_info=True,
                 **code,
             )
     except Exception as error:
         raise _translate(error, plan) from error
+    # transformers 4.57 gives names, 5 gives them with both shapes.
+    other = sorted(key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"])
+    if other:
+        message = (
+            f"the weights in {plan.model_dir} cannot be loaded: {len(other)} tensors have another "
+            f"shape than config.json says: {_some(other)}. Correct config.json or fetch the model again"
+        )
+        raise ArtifactError(message)
     missing = sorted(loaded["missing_keys"])
     if missing:
         message = (

@@ -436,7 +436,7 @@ def test_a_tied_output_layer_need_not_be_there(tmp_path: Path) -> None:
 def test_tensors_of_another_shape_are_refused(llama: Path) -> None:
     path = llama / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 56}))
-    with pytest.raises(ArtifactError, match=r"cannot be loaded"):
+    with pytest.raises(ArtifactError, match=r"6 tensors have another shape .*down_proj"):
         backends.load("cpu", plan_for(llama))
 
 
