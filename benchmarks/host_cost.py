@@ -1,7 +1,7 @@
 """What one decode step costs on the host, with a device that takes no time.
 
-    python benchmarks/host_cost.py                       # the whole table
-    python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
+    .venv/bin/python benchmarks/host_cost.py                       # the whole table
+    .venv/bin/python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
 
 The backend hands out a ring of at least 64 MB of logits, so that each step's are not in the cache
 (one reused buffer flatters 3x), and notes when it was left and entered: `critical_us` is the median

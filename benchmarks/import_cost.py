@@ -1,6 +1,6 @@
 """What importing the handler costs: DJL imports it before it listens, within its two minutes.
 
-    python benchmarks/import_cost.py [--json]
+    .venv/bin/python benchmarks/import_cost.py [--json]
 
 Each run is a fresh interpreter; a bare one is the reference, in turn with the others.
 """

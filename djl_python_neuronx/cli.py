@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from djl_python_neuronx.config.sources import environment
@@ -15,6 +16,7 @@ from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
 
+PACKAGE = "djl-python-neuronx"
 DEFAULT_MODEL_DIR = Path("/opt/ml/model")
 DEFAULT_PORT = 8080
 
@@ -35,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="djl-neuronx",
         description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version(PACKAGE)}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(
         "serve",

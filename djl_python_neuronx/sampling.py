@@ -46,7 +46,7 @@ class SamplingParams:
     """
 
     temperature: float = _rule(0.0, "a finite number >= 0 (0: greedy)", lambda v: 0 <= v < inf)
-    top_k: int = _rule(0, "an integer >= 0 (0: off)", lambda v: v >= 0, int)
+    top_k: int = _rule(0, "an integer >= 1, or 0 for off", lambda v: v >= 0, int)
     top_p: float = _rule(1.0, "a number > 0 and <= 1 (1: off)", lambda v: 0 < v <= 1)
     min_p: float = _rule(0.0, "a number from 0 to 1 (0: off)", lambda v: 0 <= v <= 1)
     repetition_penalty: float = _rule(1.0, "a finite number > 0 (1: off)", lambda v: 0 < v < inf)

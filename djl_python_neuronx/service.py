@@ -108,7 +108,8 @@ class Service:
             properties, model_dir, environment() if environ is None else environ, overrides
         )
         machine = device.detect()
-        artifact = formats.detect(_local_folder(resolved))
+        origin = "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
+        artifact = formats.detect(_local_folder(resolved), origin=origin)
         name = choose_loader(
             resolved.options, machine, libraries(), backends.names(), artifact.backend
         )

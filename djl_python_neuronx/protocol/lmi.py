@@ -55,8 +55,8 @@ class LmiProtocol:
     shape = '{"inputs": "…", "parameters": {…}}'
 
     def detect(self, payload: Mapping[str, Any]) -> bool:
-        """True if there are `inputs`."""
-        return "inputs" in payload
+        """True if there are `inputs`, or parameters to them."""
+        return "inputs" in payload or "parameters" in payload
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
@@ -70,6 +70,9 @@ class LmiProtocol:
                 )
                 msg = f"unknown field {shown(name)} beside inputs{where}; expected inputs, parameters, stream"
                 raise UnsupportedParameterError(msg)
+        if "inputs" not in payload:
+            msg = "inputs is missing; expected a prompt"
+            raise RequestError(msg)
         inputs = payload["inputs"]
         if not isinstance(inputs, str):
             msg = f"inputs is {_kind(inputs)}; expected one string (send a request for each prompt)"
@@ -150,7 +153,7 @@ class _Parameters:
             if not isinstance(strings, list) or not all(
                 isinstance(string, str) and string for string in strings
             ):
-                raise _invalid(name, value, "a list of non-empty strings")
+                raise _invalid(name, value, "a non-empty string or a list of them")
             found += strings
         if len(found) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_STRING_LEN for text in found):
             msg = f"too many or too long stop strings; at most {MAX_STOP_STRINGS} of {MAX_STOP_STRING_LEN} characters"
@@ -164,7 +167,7 @@ class _Parameters:
             isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
             for token_id in ids
         ):
-            raise _invalid("stop_token_ids", value, "a list of token ids")  # noqa: EM101  (a name, no message)
+            raise _invalid("stop_token_ids", value, "a token id (0 or more) or a list of them")  # noqa: EM101  (a name, no message)
         return frozenset(ids)
 
     def sampling(self) -> SamplingParams:
@@ -314,9 +317,9 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
-def _invalid(name: str, value: object, expected: str) -> UnsupportedParameterError:
-    what = shown(value) if isinstance(value, (bool, int, float)) else _kind(value)
-    return UnsupportedParameterError(f"parameter {name!r} is {what}; expected {expected}")
+def _invalid(name: str, value: object, expected: str) -> RequestError:
+    what = orjson.dumps(value).decode() if isinstance(value, (bool, int, float)) else _kind(value)
+    return RequestError(f"parameter {name!r} is {what}; expected {expected}")
 
 
 def _kind(value: object) -> str:

@@ -291,7 +291,8 @@ def test_waiting_too_long_is_an_error() -> None:
         ({"prompt_ids": [1] * 65}, PromptTooLongError, "65 tokens.*at most 64"),
         ({"prompt_ids": [1, 300]}, RequestError, "vocabulary of 300"),
         ({"prompt_ids": [-1]}, RequestError, "vocabulary"),
-        ({"max_new_tokens": 0}, UnsupportedParameterError, "max_new_tokens is 0"),
+        ({"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
+        ({"stop_token_ids": frozenset({300})}, RequestError, "stop_token_ids has 300"),
         ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
     ],
 )

@@ -123,6 +123,7 @@ def test_every_parameter_arrives() -> None:
         (b'"text"', "string"),
         (b"{}", "an empty object"),
         (b'{"input": "x"}', "'input'"),
+        (b'{"parameters": {}}', "inputs is missing"),
         (b'{"inputs": null}', "null"),
         (b'{"inputs": ""}', "inputs is empty"),
         (b'{"inputs": ["x"]}', "a list"),
