@@ -23,11 +23,9 @@ from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved, complete, resolve
 from djl_python_neuronx.config.sources import environment
-from djl_python_neuronx.engine.core import Engine, StepInfo
+from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.streams import Stream
-from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
 from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
@@ -37,6 +35,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.recorder import Recorder
 from djl_python_neuronx.telemetry import Metrics
 from djl_python_neuronx.types import Tokenizer
 
@@ -108,7 +107,9 @@ class Service:
             properties, model_dir, environment() if environ is None else environ, overrides
         )
         machine = device.detect()
-        origin = "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
+        origin = (
+            "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
+        )
         artifact = formats.detect(_local_folder(resolved), origin=origin)
         name = choose_loader(
             resolved.options, machine, libraries(), backends.names(), artifact.backend
@@ -239,57 +240,3 @@ def _plan(options: ServingOptions, artifact: Artifact, eos_ids: frozenset[int]) 
         num_threads=options.cpu_threads,
         eos_ids=eos_ids,
     )
-
-
-class Recorder:
-    """The engine loop's observer: metrics, and a log line per request."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._generated = metrics["generated_tokens_total"]
-        self._decode_seconds = metrics["decode_seconds"]
-
-    def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
-        """See `Observer`."""
-        self._generated.inc(num_tokens)
-        if info is None:
-            return
-        if info.prefill:
-            self._metrics["prefill_seconds"].labels(info.bucket).observe(info.device_s)
-            self._metrics["padding_tokens_total"].inc(max(0, info.rows * info.bucket - info.tokens))
-        else:
-            self._decode_seconds.observe(info.device_s)
-
-    def given_up(self, stream: Stream) -> None:
-        """See `Observer`."""
-        self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
-        logger.info("request_aborted request_id=%s", stream.request.label)
-
-    def ended(self, stream: Stream, delta: Delta) -> None:
-        """See `Observer`."""
-        metrics, request = self._metrics, stream.request
-        total_s = stream.last_token_s - stream.submitted_s
-        reason = delta.finish_reason.value if delta.finish_reason else ""
-        metrics["requests_total"].labels(request.protocol, reason).inc()
-        metrics["prompt_tokens_total"].inc(len(request.prompt_ids))
-        metrics["request_seconds"].observe(total_s)
-        first_s = 0.0
-        if stream.first_token_s is not None:
-            first_s = stream.first_token_s - stream.submitted_s
-            metrics["time_to_first_token_seconds"].observe(first_s)
-            if delta.num_generated_tokens > 1:
-                metrics["inter_token_seconds"].observe(
-                    (total_s - first_s) / (delta.num_generated_tokens - 1)
-                )
-        logger.info(
-            "request_finished request_id=%s protocol=%s reason=%s prompt_tokens=%d generated_tokens=%d "
-            "first_token_s=%.4f total_s=%.4f%s",
-            request.label,
-            request.protocol,
-            reason,
-            len(request.prompt_ids),
-            delta.num_generated_tokens,
-            first_s,
-            total_s,
-            f" error={delta.error.code}" if delta.error is not None else "",
-        )
