@@ -81,7 +81,12 @@ class Service:
 
     def _warm_up(self, engine: Engine) -> None:
         started_s = time.monotonic()
-        cold = run_every_graph(engine)
+        try:
+            cold = run_every_graph(engine)
+        except ServingError as error:
+            self.backend.close()
+            msg = f"the first run of every graph failed: {error}. option.skip_warmup=true starts without it"
+            raise BackendError(msg) from error
         seconds = time.monotonic() - started_s
         logger.info("warmed_up seconds=%.2f cold_decode_buckets=%s", seconds, cold)
 

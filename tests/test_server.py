@@ -24,7 +24,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 import uvicorn  # noqa: E402
 
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
-from djl_python_neuronx.errors import ServingError  # noqa: E402
+from djl_python_neuronx.errors import BackendError, ServingError  # noqa: E402
 from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
@@ -424,6 +424,13 @@ def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
         _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "address already in use" in log
+
+
+def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: ToyBackend) -> None:
+    backend.fail_at = {2: RuntimeError("no graph")}
+    with pytest.raises(BackendError, match="first run of every graph failed.*no graph"):
+        Service(ServingOptions(model_id="toy"), backend, TOKENIZER, warm_up=True)
+    assert backend.closed
 
 
 def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
