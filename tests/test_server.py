@@ -428,7 +428,7 @@ def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
 
 def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: ToyBackend) -> None:
     backend.fail_at = {2: RuntimeError("no graph")}
-    with pytest.raises(BackendError, match="first run of every graph failed.*no graph"):
+    with pytest.raises(BackendError, match=r"first run of every graph failed.*no graph"):
         Service(ServingOptions(model_id="toy"), backend, TOKENIZER, warm_up=True)
     assert backend.closed
 
