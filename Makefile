@@ -30,8 +30,8 @@ install: $(INSTALLED) ## the package and its tools in .venv
 
 # The stamp is written last: an installation that was cut off starts again.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(UPGRADE),always)
-	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) $(VENV)
-	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed-*
 	$(PIP) --upgrade pip
 	$(PIP) $(if $(UPGRADE),--upgrade --upgrade-strategy eager) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@

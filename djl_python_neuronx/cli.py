@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from djl_python_neuronx.config.sources import environment
@@ -32,12 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _version() -> str:
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="djl-neuronx",
         description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU.",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version(PACKAGE)}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(
         "serve",

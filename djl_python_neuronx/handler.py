@@ -61,11 +61,11 @@ def handle(inputs: Input) -> Output | Coroutine[Any, Any, Any] | None:
 def close() -> None:
     """Give up what is running and free the device; the next empty call loads again. Idempotent."""
     door, service, _State.door, _State.service = _State.door, _State.service, None, None
-    _State.dead.clear()
     if door is not None:
         door.close()
     if service is not None:
         service.close()
+    _State.dead.clear()
 
 
 def _handle(inputs: Input) -> Output | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -146,7 +147,9 @@ class _Server(uvicorn.Server):
         if service is not None:
             closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
         await super().shutdown(sockets)
-        if closing is not None:
+        if service is not None and closing is not None:
+            if self.force_exit:  # a second signal: whoever sent it does not want to wait
+                await asyncio.to_thread(service.loop.close)
             await closing
 
 
@@ -199,14 +202,20 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True).start()
+    loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
+    loader.start()
+    status = 0
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it cannot listen; it has logged why
-        return 1
+        status = 1
+    if loader.is_alive():
+        # An interpreter that ends beside a thread in torch's code aborts, now and then.
+        logging.shutdown()
+        os._exit(status)
     if application.service is not None:
         application.service.close()
-    return 1 if application.failure is not None else 0
+    return 1 if application.failure is not None else status
 
 
 async def _read(request: Request) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from djl_python_neuronx.errors import (
     BackendError,
     ConfigError,
     ServingError,
+    StepError,
 )
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
@@ -83,10 +85,13 @@ class Service:
         started_s = time.monotonic()
         try:
             cold = run_every_graph(engine)
-        except ServingError as error:
+        except StepError as error:
             self.backend.close()
-            msg = f"the first run of every graph failed: {error}. option.skip_warmup=true starts without it"
+            msg = f"the first run of every graph failed: {error}"
             raise BackendError(msg) from error
+        except BaseException:
+            self.backend.close()
+            raise
         seconds = time.monotonic() - started_s
         logger.info("warmed_up seconds=%.2f cold_decode_buckets=%s", seconds, cold)
 
@@ -184,8 +189,12 @@ class Service:
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
-        self.loop.close(drain_s)
-        self.backend.close()
+        if self.loop.close(drain_s):
+            self.backend.close()
+        else:
+            logger.error(
+                "device_left_open reason='a call has not returned; closing it now could crash the process'"
+            )
 
 
 def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
@@ -219,8 +228,13 @@ def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
     """The model's own, else the tokenizer's; without any, only lengths and stop strings end a text."""
     if artifact.eos_ids:
         return artifact.eos_ids
-    if tokenizer.eos_id is None:
-        logger.warning("no_eos path=%s reason='neither configuration nor tokenizer'", artifact.path)
+    vocab_size = artifact.config.get("vocab_size")
+    beyond = tokenizer.eos_id is not None and tokenizer.eos_id >= (vocab_size or sys.maxsize)
+    if tokenizer.eos_id is None or beyond:
+        logger.warning(
+            "no_eos path=%s reason='no id of the vocabulary in configuration or tokenizer'",
+            artifact.path,
+        )
         return frozenset()
     return frozenset({tokenizer.eos_id})
 

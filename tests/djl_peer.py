@@ -649,17 +649,20 @@ class Peer:
             answers[int(found[1])].append(value, True)
 
     def _predict_one(self, answer):
-        self._streaming = answer
+        self._streaming, self._headed = answer, threading.Event()
         message = self._predict(answer.request_headers, [("data", answer.body)], self.timeout_s)
         answer.status, answer.message, answer.headers = (
             message.code,
             message.message,
             dict(message.properties),
         )
+        self._headed.set()
         if message.content is None:
             answer.wait(PATIENCE_S)
         else:
             answer.append(b"".join(value for _, value in message.content), True)
 
     def _on_chunk(self, chunk, last):
+        # The reader thread is often ahead of the one that takes status and headers.
+        assert self._headed.wait(PATIENCE_S), "no head"
         self._streaming.append(chunk, last)

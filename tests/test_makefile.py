@@ -12,7 +12,6 @@ FAKE = """#!/bin/sh
 echo "$0 $*" >> "$LOG"
 for last; do :; done
 case "$*" in
-  *"-m venv --clear"*) rm -rf "$last" ;;
   "-c "*) exit "${SUITS:-0}" ;;
 esac
 case "$*" in *"-m venv"*) mkdir -p "$last/bin"; cp "$0" "$last/bin/python" ;; esac
@@ -67,12 +66,11 @@ def test_an_environment_is_made_once_for_what_was_asked(run, program, tmp_path):
         "CONSTRAINTS=constraints/transformers-4.57.txt",
         f"PYTHON={other}",
     ):
-        assert f"-m venv --clear {venv}" in install(change)
+        assert f"-m venv {venv}" in install(change)
         assert install(change) == ""
-    assert "--clear" in install()  # the first again: what is there is another
+    assert "-m venv" in install()  # the first again: what is there is another
     upgraded = install("UPGRADE=1", "PIP_ARGS=--extra-index-url https://mirror")
     assert "--extra-index-url https://mirror --upgrade --upgrade-strategy eager -c" in upgraded
-    assert "--clear" not in upgraded
     assert install() == ""
 
 

@@ -24,7 +24,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 import uvicorn  # noqa: E402
 
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
-from djl_python_neuronx.errors import BackendError, ServingError  # noqa: E402
+from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
 from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
@@ -431,6 +431,11 @@ def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: Toy
     with pytest.raises(BackendError, match=r"first run of every graph failed.*no graph"):
         Service(ServingOptions(model_id="toy"), backend, TOKENIZER, warm_up=True)
     assert backend.closed
+    short = ToyBackend()
+    short.fail_at = {1: DeviceMemoryError("no memory")}
+    with pytest.raises(DeviceMemoryError):  # its 507 is what DJL Serving takes for out of memory
+        Service(ServingOptions(model_id="toy"), short, TOKENIZER, warm_up=True)
+    assert short.closed
 
 
 def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:

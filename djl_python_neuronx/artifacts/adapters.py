@@ -117,6 +117,7 @@ class FastTokenizer(PythonTokenizer):
         super().__init__(library)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = {token.content: i for i, token in added.items() if token.special}
         decoder = self._backend.decoder
         self.pieces = make_pieces(
             self._backend.get_vocab(with_added_tokens=False),

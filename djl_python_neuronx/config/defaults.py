@@ -63,6 +63,9 @@ def fill(options: ServingOptions, facts: ModelFacts, device: DeviceInfo, loader:
         filled["tensor_parallel_degree"] = degree, "all cores" if loader != "cpu" else "a CPU"
     if options.dtype == "auto":
         filled["dtype"] = dtype_of(facts, loader), "the checkpoint's, but never float16 on a CPU"
+    elif loader == "cpu" and options.dtype == "float16":
+        filled["dtype"] = "float32", "what the cpu loader computes float16 in"
+        facts = replace(facts, dtype="float32")
     else:
         facts = replace(facts, dtype=options.dtype)
     positions = options.n_positions

@@ -29,10 +29,8 @@ def unknown(
 ) -> Iterator[ConfigError]:
     """What to say of a name that is no option."""
     name, value, origin = setting.name, setting.value, setting.origin
-    if name in UNSUPPORTED and setting.by_user and not UNSUPPORTED[name].accepts(value):
-        yield InvalidOptionError(name, value, origin, UNSUPPORTED[name].expected)
-    elif name in UNSUPPORTED:
-        ignored[name] = "it is not supported in this version, and not asked for"
+    if name in UNSUPPORTED:
+        yield from _unsupported(setting, ignored, suspicious)
     elif name in IGNORED:
         ignored[name] = IGNORED[name].reason
     elif name in DJL_ARGUMENTS and setting.by_user:
@@ -49,6 +47,20 @@ def unknown(
         suspicious[name] = (
             f"{origin}: neither an option nor a key that DJL Serving reads{hint} Options are option.<name>"
         )
+
+
+def _unsupported(
+    setting: Setting, ignored: dict[str, str], suspicious: dict[str, str]
+) -> Iterator[ConfigError]:
+    name, value, origin = setting.name, setting.value, setting.origin
+    if UNSUPPORTED[name].accepts(value) or not (
+        setting.by_user or setting.source == sources.FILE_NAME
+    ):
+        ignored[name] = "it is not supported in this version, and not asked for"
+    elif setting.by_user:
+        yield InvalidOptionError(name, value, origin, UNSUPPORTED[name].expected)
+    else:
+        suspicious[name] = f"{origin}: not supported in this version"
 
 
 def passed_over(name: str, setting: Setting) -> str | None:
@@ -81,7 +93,7 @@ def contradiction(first: Setting, other: Setting) -> Iterator[ConfigError]:
 def _means_option(key: str) -> bool:
     """True for a key that begins with a misspelt ``option.``."""
     head, dot, _ = key.lower().partition(".")
-    return head.startswith("opt") or bool(dot and get_close_matches(head, ["option"], cutoff=0.7))
+    return bool(dot and (head == "opt" or get_close_matches(head, ["option"], cutoff=0.7)))
 
 
 def _valid(name: str, value: object) -> bool:

@@ -158,9 +158,13 @@ class Engine:
         """One device call for whoever is next. Never raises: what failed is an output that carries its error."""
         outputs: list[TokenOutput] = []
         self.last_step = None
-        scheduled = self._scheduler.schedule()
+        scheduled = None if self.dead is not None else self._scheduler.schedule()
         if isinstance(scheduled, ScheduledPrefill):
             outputs = self._enter(scheduled)
+        if self.dead is not None:
+            return outputs + [
+                self._fail(sequence, self.dead) for sequence in [*self._live.values()]
+            ]
         if scheduled is None or not scheduled.sequences:
             return outputs
         try:
@@ -282,6 +286,7 @@ class Engine:
         """Fail the sequences of a step, and everyone when the device is lost."""
         self._batcher.forget()
         self._failed_steps += 1
+        self.last_step = None
         translated = translate(error)
         logger.error(
             "step_failed rows=%d failures_in_a_row=%d",

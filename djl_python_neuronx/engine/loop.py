@@ -70,6 +70,7 @@ class EngineLoop:
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._dead = threading.Event()
+        self._dying = threading.Lock()
         self._mailboxes = Mailboxes(self.abort)
         self._switching = ShortSwitchInterval()
         self._death: ServingError | None = None
@@ -133,10 +134,11 @@ class EngineLoop:
         # No delta can overtake the registration: both happen in this event loop's thread.
         return Generation(request.request_id, mailbox, self.abort)
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
 
-        Idempotent. A thread that is stuck in the device is left behind: nothing can end it.
+        Idempotent; a second call cuts the drain of the first short. False: the engine thread is stuck in the device
+        and left behind, because nothing can end it.
         """
         self._streams.close(
             BackendUnavailableError("the server is stopping; send the request elsewhere")
@@ -154,6 +156,7 @@ class EngineLoop:
             if thread.is_alive() and thread is not current:
                 thread.join(JOIN_S)
         self._switching.let_go()
+        return not self._threads[0].is_alive()
 
     # Engine thread
 
@@ -254,7 +257,8 @@ class EngineLoop:
             self._tell("ended", stream, delta)
             self._hand_over(stream.outlet, [delta])
         if self._on_death is not None and error is self._death:
-            self._on_death(error)
+            on_death, self._on_death = self._on_death, None
+            on_death(error)
 
     def _tell(self, event: str, *facts: object) -> None:
         """Metrics and logs must never cost a request."""
@@ -286,8 +290,10 @@ class EngineLoop:
     def _die(self, error: ServingError) -> None:
         """Once: the first reason counts."""
         self._streams.close(error)
-        if not self._dead.is_set():
-            self._dead.set()
+        with self._dying:
+            if self._dead.is_set():
+                return
             self._death = error
-            logger.critical("engine_dead error=%s", error)
-            self._messages.put(error)
+            self._dead.set()
+        logger.critical("engine_dead error=%s", error)
+        self._messages.put(error)

@@ -92,8 +92,9 @@ class LmiProtocol:
         )
         details = given.flag("details")
         output = _output_format(stream, context)
-        # A special token has no text, so a stop string of that name could never be found in any.
-        stops = {text: context.tokenizer.special_id(text) for text in given.stop_strings()}
+        # A special token has no text in which its name could be found, so its id stops as well.
+        stops = given.stop_strings()
+        special_ids = [context.tokenizer.special_id(text) for text in stops]
         request = GenerationRequest(
             request_id=context.request_id,
             prompt_ids=context.encode(inputs),
@@ -101,8 +102,8 @@ class LmiProtocol:
             max_new_tokens=given.integer(
                 "max_new_tokens", at_least=1, default=DEFAULT_MAX_NEW_TOKENS
             ),
-            stop_token_ids=given.stop_token_ids() | {i for i in stops.values() if i is not None},
-            stop_strings=tuple(text for text, token_id in stops.items() if token_id is None),
+            stop_token_ids=given.stop_token_ids().union(i for i in special_ids if i is not None),
+            stop_strings=stops,
             ignore_eos=given.flag("ignore_eos"),
             logprobs=details or output != "json",
             client_id=context.client_id,

@@ -10,6 +10,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.errors import (
@@ -291,3 +292,13 @@ def test_a_tokenizer_with_code_of_its_own_needs_trust(tmp_path, monkeypatch):
 def test_importing_it_does_not_import_transformers():
     code = "import sys, djl_python_neuronx.artifacts.tokenizer; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_special_token_that_no_configuration_names_is_known_by_its_text(tmp_path):
+    made = folders.byte_level()
+    made.add_special_tokens([AddedToken("<|eot|>", special=True)])
+    tokenizer = load_tokenizer(
+        folders.write(tmp_path / "made", made, **folders.special_tokens(made))
+    )
+    assert tokenizer.special_id("<|eot|>") == made.token_to_id("<|eot|>")
+    assert tokenizer.special_id("eot") is None

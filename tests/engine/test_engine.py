@@ -292,7 +292,6 @@ def test_waiting_too_long_is_an_error() -> None:
         ({"prompt_ids": [1, 300]}, RequestError, "vocabulary of 300"),
         ({"prompt_ids": [-1]}, RequestError, "vocabulary"),
         ({"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
-        ({"stop_token_ids": frozenset({300})}, RequestError, "stop_token_ids has 300"),
         ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
     ],
 )
@@ -382,3 +381,22 @@ def test_warm_up_runs_every_graph_that_a_prompt_reaches(
     decodes = {bucket for kind, bucket in ran if kind == "decode"}
     assert decodes == set(decode or (length,)) - set(cold)
     assert_clean(engine, backend)
+
+
+def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() -> None:
+    class Losing(ToyBackend):
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            if next(iter(prompt_ids)) == 13:  # type: ignore[call-overload]
+                error = DeviceMemoryError("the device is gone")
+                error.fatal = True
+                raise error
+            return super().acquire(slot, prompt_ids, adapter)  # type: ignore[arg-type]
+
+    backend = Losing(replace(TOY_SPEC, max_prefill_batch=4))
+    engine = Engine(backend)
+    for name, first in (("a", 5), ("b", 13), ("c", 7)):
+        engine.add(request(name, [first, 8], 3))
+    outputs = engine.step()
+    assert {output.request_id for output in outputs if output.error is not None} == set("abc")
+    assert backend.num_steps == 0
+    assert engine.step() == []

@@ -192,9 +192,9 @@ def test_values_that_change_nothing_are_accepted() -> None:
         with_parameters(n=True)
 
 
-def test_a_stop_string_that_is_a_special_token_stops_at_the_token() -> None:
+def test_a_stop_string_that_is_a_special_token_also_stops_at_the_token() -> None:
     request = with_parameters(stop=["<eos>", "end"], stop_token_ids=[7]).request
-    assert request.stop_strings == ("end",)
+    assert request.stop_strings == ("<eos>", "end")
     assert request.stop_token_ids == {2, 7}
 
 
