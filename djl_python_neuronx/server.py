@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from djl_python_neuronx.errors import BackendUnavailableError, RequestError, ServingError
+from djl_python_neuronx.protocol.serving import generate, parse_beside
 from djl_python_neuronx.responses import (
     GenerationResponse,
     on_bug,
@@ -40,9 +41,6 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
-
-INLINE_BODY_BYTES = 8 * 1024
-"""Bodies up to this size are tokenised in the event loop: a thread hop would take longer than the work."""
 
 
 class _BodyTooLargeError(RequestError):
@@ -118,18 +116,8 @@ class Application:
         headers = dict(request.headers)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         body = await _read(request)
-        if len(body) <= INLINE_BODY_BYTES:
-            parsed = service.parse(body, request_id=request_id, headers=headers)
-        else:
-            parsed = await asyncio.to_thread(
-                service.parse, body, request_id=request_id, headers=headers
-            )
-        try:
-            generation = service.loop.generate(parsed.request)
-        except ServingError as error:
-            service.count_rejected(error)
-            raise
-        return GenerationResponse(generation, parsed)
+        parsed = await parse_beside(service, body, request_id=request_id, headers=headers)
+        return GenerationResponse(generate(service, parsed), parsed)
 
 
 class _Server(uvicorn.Server):

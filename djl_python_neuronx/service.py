@@ -18,8 +18,8 @@ from djl_python_neuronx.artifacts.formats import Artifact
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.base import Backend, ModelSpec
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import make_buckets
 from djl_python_neuronx.config import device
+from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved, complete, resolve

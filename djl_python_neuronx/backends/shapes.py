@@ -8,7 +8,6 @@ from typing import NoReturn
 import numpy as np
 
 from djl_python_neuronx.backends.base import Int32Array, ModelSpec, Rows
-from djl_python_neuronx.config.defaults import make_buckets as make_buckets
 from djl_python_neuronx.errors import StepError
 
 

@@ -16,6 +16,7 @@ from djl_python_neuronx.backends.base import (
     Rows,
     StepOutput,
 )
+from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.faults import require_shape, translate
 from djl_python_neuronx.engine.limits import check
@@ -213,11 +214,8 @@ class Engine:
 
     def _bucket(self, *, prefill: bool) -> int:
         """The compiled length that the step needs."""
-        reach = self._batcher.reach
-        for bucket in self.spec.prefill_buckets if prefill else self.spec.token_buckets:
-            if bucket >= reach:
-                return bucket
-        return self.spec.max_model_len
+        buckets = self.spec.prefill_buckets if prefill else self.spec.token_buckets
+        return choose_bucket(self._batcher.reach, buckets or (self.spec.max_model_len,))
 
     def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
         """int32[B, K]; -1: none."""

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.outlets import Inbox, Outlet
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import QueueFullError, ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, error_body
+from djl_python_neuronx.protocol.serving import Serving, submit
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
 
 logger = logging.getLogger(__name__)
-
-
-class Serving(Protocol):
-    """What the doors need of a `Service`."""
-
-    @property
-    def loop(self) -> EngineLoop:
-        """Where requests are submitted."""
-
-    def parse(
-        self, body: bytes, *, request_id: str | None, headers: Mapping[str, str]
-    ) -> ParsedRequest:
-        """Understand and check a body."""
-
-    def count_rejected(self, error: ServingError) -> None:
-        """Note a request that was not accepted."""
 
 
 class Record(NamedTuple):
@@ -217,9 +201,5 @@ def _submit(service: Serving, row: Input, outlet: Outlet) -> ParsedRequest:
         logger.exception("request_failed")
         msg = f"the request cannot be read ({type(error).__name__})"
         raise ServingError(msg) from error
-    try:
-        service.loop.submit(parsed.request, outlet)
-    except ServingError as error:
-        service.count_rejected(error)
-        raise
+    submit(service, parsed, outlet)
     return parsed

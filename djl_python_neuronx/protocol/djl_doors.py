@@ -6,7 +6,6 @@ python_async_engine.py.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import threading
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING
 
 from djl_python_neuronx.engine.outlets import Generation
 from djl_python_neuronx.errors import RequestError, RequestTimeoutError, ServingError
-from djl_python_neuronx.protocol.base import ParsedRequest
 from djl_python_neuronx.protocol.djl import (
     Record,
     Refused,
     Replies,
     Reply,
-    Serving,
     failure,
     is_new,
     new_output,
@@ -30,14 +27,12 @@ from djl_python_neuronx.protocol.djl import (
     record_output,
     with_headers,
 )
+from djl_python_neuronx.protocol.serving import Serving, generate, parse_beside
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
 
 logger = logging.getLogger(__name__)
-
-INLINE_BODY_BYTES = 8192
-"""A longer prompt is tokenised on a thread, so that the other streams of the event loop go on."""
 
 
 class RollingBatchDoor:
@@ -201,14 +196,9 @@ class AsyncDoor:
         generation: Generation | None = None
         try:
             body, headers = read(inputs)
-            parse = self._service.parse
-            if len(body) <= INLINE_BODY_BYTES:
-                parsed = parse(body, request_id=headers.get("requestid"), headers=headers)
-            else:
-                parsed = await asyncio.to_thread(
-                    parse, body, request_id=headers.get("requestid"), headers=headers
-                )
-            generation = self._generate(parsed)
+            request_id = headers.get("requestid")
+            parsed = await parse_beside(self._service, body, request_id=request_id, headers=headers)
+            generation = generate(self._service, parsed)
             reply = Reply(parsed)
             async for delta in generation:
                 reply.feed(delta)
@@ -229,10 +219,3 @@ class AsyncDoor:
 
     def close(self) -> None:
         """The engine loop answers what is running."""
-
-    def _generate(self, parsed: ParsedRequest) -> Generation:
-        try:
-            return self._service.loop.generate(parsed.request)
-        except ServingError as error:
-            self._service.count_rejected(error)
-            raise

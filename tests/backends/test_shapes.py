@@ -13,9 +13,9 @@ from djl_python_neuronx.backends.base import ModelSpec, Rows, Want
 from djl_python_neuronx.backends.shapes import (
     check_rows,
     choose_bucket,
-    make_buckets,
     pad_to_bucket,
 )
+from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.errors import StepError
 from tests.device_driver import make_rows
 
