@@ -6,7 +6,6 @@ python_async_engine.py.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -168,14 +167,15 @@ class PlainDoor:
 
     def _answer_stream(self, replies: Replies, reply: Reply | Refused) -> Output:
         first = reply.take()
-        chunks = itertools.chain([first.data], self._chunks(replies, reply))
+        chunks = self._chunks(first.data, replies, reply)
         return with_headers(new_output(), first.headers).add_stream_content(
             chunks, output_formatter=None
         )
 
-    def _chunks(self, replies: Replies, reply: Reply | Refused) -> Iterator[bytes]:
-        """The rest of a stream. Java sets no limit to it: the engine ends it, with an error if need be."""
+    def _chunks(self, first: bytes, replies: Replies, reply: Reply | Refused) -> Iterator[bytes]:
+        """A stream from `first` on. Java sets no limit to it: the engine ends it, with an error if need be."""
         try:
+            yield first
             while not reply.finished:
                 replies.collect(self._limit_s)
                 chunk = reply.take().body()

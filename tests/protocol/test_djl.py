@@ -380,13 +380,16 @@ def test_a_long_prompt_is_read_on_a_thread(service):
     }
 
 
-def test_a_plain_stream_that_is_dropped_frees_its_slot(service):
+def test_a_plain_stream_that_is_dropped_frees_its_slot(backend, service):
+    backend.hang_at = {50}  # else a fast device may be through before the door looks
     output = PlainDoor(service, 60.0).answer(single(body([5], 100, stream=True)))
     chunks = output.stream_content
     assert next(chunks)
-    assert next(chunks)
+    assert backend.hanging.wait(30)
     del chunks, output
+    backend.resume.set()
     wait_until(lambda: service.loop.num_streams == 0)
+    assert backend.num_steps < 60
 
 
 def test_a_plain_error_before_the_first_bytes_is_a_status(backend, service):
