@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.options import Conflict, ServingOptions
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.rules import Finding
 
 MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows unless it is told another number, so fewer slots would lock rows out."""
@@ -85,7 +86,7 @@ def fill(options: ServingOptions, facts: ModelFacts, device: DeviceInfo, loader:
     return filled
 
 
-def unsuited(options: ServingOptions, facts: ModelFacts) -> Iterator[Conflict]:
+def unsuited(options: ServingOptions, facts: ModelFacts) -> Iterator[Finding]:
     """What the user set and the model cannot do."""
     limit = facts.max_positions
     lengths = {
@@ -94,7 +95,7 @@ def unsuited(options: ServingOptions, facts: ModelFacts) -> Iterator[Conflict]:
     }
     for name, length in lengths.items():
         if limit and length and length > limit:
-            yield Conflict((name,), f"the model was made for {limit} positions; set at most that")
+            yield Finding((name,), f"the model was made for {limit} positions; set at most that")
 
 
 def unused(options: ServingOptions, loader: str) -> dict[str, str]:

@@ -6,68 +6,29 @@ names, its check and its place in `Resolved.explain` all follow from the field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-_COUNT = "a whole number of at least 1"
-_POSITIONS = "a whole number of at least 2"
-_SECONDS = "seconds, a number above 0"
-_BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
+from djl_python_neuronx.config.values import (
+    BUCKETS,
+    COUNT,
+    POSITIONS,
+    SECONDS,
+    Buckets,
+    Count,
+    Dtype,
+    Lower,
+    Option,
+    Positions,
+    Seconds,
+)
 
 MAX_ROWS = 999
 """Rows of one call of DJL Serving's rolling batch."""
-
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Option:
-    """What an option is beside its type and default."""
-
-    allowed: str = ""
-    """The values that are allowed, in words; empty where the type says it (a Literal, a bool)."""
-    aliases: tuple[str, ...] = ()
-    """Other names that users know it by."""
-    env: tuple[str, ...] = ()
-    """Environment variables that stand in for it when nothing else sets it, the first one first."""
-    to: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Loader name to the library's own name, for options that are handed through."""
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _long_dtype(value: object) -> object:
-    return _DTYPES.get(value.lower(), value.lower()) if isinstance(value, str) else value
-
-
-def _split(value: object) -> object:
-    if isinstance(value, str):
-        # Blanks go here: pydantic 2.6 does not take " 512" for a number.
-        listed = value.strip().removeprefix("[").removesuffix("]").strip()
-        parts = listed.removesuffix(",").split(",")
-        return [part.strip() for part in parts]
-    return [value] if isinstance(value, int) else value
-
-
-def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(lengths)))
-
-
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Positions = Annotated[int, Field(ge=2, le=2**31 - 1)]
-Lower = BeforeValidator(_lower)
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
-Buckets = Annotated[
-    tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)
-]
 
 
 class ServingOptions(BaseModel):
@@ -103,7 +64,7 @@ class ServingOptions(BaseModel):
         Count | Literal["max"] | None,
         Lower,
         Option(
-            allowed=f'{_COUNT}, or "max"',
+            allowed=f'{COUNT}, or "max"',
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
         ),
@@ -122,7 +83,7 @@ class ServingOptions(BaseModel):
     n_positions: Annotated[
         Positions | None,
         Option(
-            allowed=_POSITIONS,
+            allowed=POSITIONS,
             aliases=("max_model_len",),
             to={"tnx": "n_positions", "nxdi": "seq_len"},
         ),
@@ -133,7 +94,7 @@ class ServingOptions(BaseModel):
     context_length_estimate: Annotated[
         Buckets | None,
         Option(
-            allowed=_BUCKETS,
+            allowed=BUCKETS,
             env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
             to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
         ),
@@ -148,29 +109,29 @@ class ServingOptions(BaseModel):
     """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
     max_rolling_batch_size: Annotated[
         Count | None,
-        Option(allowed=_COUNT, to={"tnx": "batch_size", "nxdi": "batch_size"}),
+        Option(allowed=COUNT, to={"tnx": "batch_size", "nxdi": "batch_size"}),
     ] = None
     """Sequences that are generated at once: the slots of the cache. The default is 32, DJL Serving's own."""
-    batch_size: Annotated[Count, Option(allowed=_COUNT)] = 1
+    batch_size: Annotated[Count, Option(allowed=COUNT)] = 1
     """Requests that DJL Serving collects before a call when `rolling_batch` is off."""
-    max_waiting: Annotated[Count, Option(allowed=_COUNT)] = 1000
+    max_waiting: Annotated[Count, Option(allowed=COUNT)] = 1000
     """Requests that may wait for a slot; one more gets 503. 1000 is the length of DJL Serving's own queue."""
-    decode_interleave: Annotated[Count, Option(allowed=_COUNT)] = 1
+    decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
     """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
     smoother and new requests wait longer."""
 
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
-    predict_timeout: Annotated[Seconds, Option(allowed=_SECONDS, env=("PREDICT_TIMEOUT",))] = 120.0
+    predict_timeout: Annotated[Seconds, Option(allowed=SECONDS, env=("PREDICT_TIMEOUT",))] = 120.0
     """Most time that a request waits for a slot and that a step on the device takes."""
     model_loading_timeout: Annotated[
-        Seconds, Option(allowed=_SECONDS, env=("MODEL_LOADING_TIMEOUT",))
+        Seconds, Option(allowed=SECONDS, env=("MODEL_LOADING_TIMEOUT",))
     ] = 240.0
     """Most time that a model may take to load. DJL Serving reads it and ends a load that takes longer; the embedded
     server has no limit. Compiling on first use needs much more than the default."""
     skip_warmup: Annotated[bool, Option()] = False
     """Answer before every graph has run once; the first request of each length is then slower."""
-    cpu_threads: Annotated[Count | None, Option(allowed=_COUNT)] = None
+    cpu_threads: Annotated[Count | None, Option(allowed=COUNT)] = None
     """Threads that the cpu loader computes with. The default is all physical cores but one, which is left to the
     server."""
 
@@ -199,65 +160,3 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {known: name for name in ServingOptions.model_fields for known in (name, *option(name).aliases)}
 )
 """Every name that an option can be written with, aliases included, to the field's name."""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Options that do not go together; `problem` completes a sentence that lists them with their values."""
-
-    names: tuple[str, ...]
-    problem: str
-
-
-def _one_batching(options: ServingOptions) -> Conflict | None:
-    if options.batch_size > 1 and options.rolling_batch in {"tnx", "vllm"}:
-        problem = "batch_size is for rolling_batch=disable; set only one of them"
-        return Conflict(("batch_size", "rolling_batch"), problem)
-    return None
-
-
-def _one_route(options: ServingOptions) -> Conflict | None:
-    if options.async_mode and options.rolling_batch in {"tnx", "vllm"}:
-        problem = "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
-        return Conflict(("async_mode", "rolling_batch"), problem)
-    return None
-
-
-def _rows_countable(options: ServingOptions) -> Conflict | None:
-    # Source: djl-serving, inputs.py get_batches: the keys batch_iii.* have three digits.
-    if (
-        options.rolling_batch in {"tnx", "vllm"}
-        and (options.max_rolling_batch_size or 0) > MAX_ROWS
-    ):
-        problem = f"DJL Serving's rolling batch has at most {MAX_ROWS} rows; lower it or use async_mode=true"
-        return Conflict(("max_rolling_batch_size", "rolling_batch"), problem)
-    return None
-
-
-def _prompts_fit(options: ServingOptions) -> Conflict | None:
-    buckets, limit = options.context_length_estimate, options.n_positions
-    if buckets and limit and buckets[-1] > limit:
-        problem = f"a prompt of {buckets[-1]} tokens would not fit; lower it or raise n_positions"
-        return Conflict(("context_length_estimate", "n_positions"), problem)
-    return None
-
-
-def _some_model(options: ServingOptions) -> Conflict | None:
-    if options.model_id is None and options.model_dir is None:
-        problem = "there is no model to serve; give a model folder or set option.model_id"
-        return Conflict(("model_id", "model_dir"), problem)
-    return None
-
-
-_RULES: tuple[Callable[[ServingOptions], Conflict | None], ...] = (
-    _some_model,
-    _one_batching,
-    _one_route,
-    _rows_countable,
-    _prompts_fit,
-)
-
-
-def conflicts(options: ServingOptions) -> Iterator[Conflict]:
-    """Every rule across options that is broken."""
-    return (found for rule in _RULES if (found := rule(options)))

@@ -12,13 +12,8 @@ from pydantic import ValidationError
 
 from djl_python_neuronx.config import defaults, sources, strictness
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.options import (
-    NAMES,
-    Conflict,
-    ServingOptions,
-    allowed_values,
-    conflicts,
-)
+from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values
+from djl_python_neuronx.config.rules import Finding, conflicts
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.errors import (
     ConfigError,
@@ -183,7 +178,7 @@ def _validate(chosen: Mapping[str, Setting], problems: list[ConfigError]) -> Ser
 
 
 def _incompatible(
-    conflict: Conflict, options: ServingOptions, origins: Mapping[str, str]
+    conflict: Finding, options: ServingOptions, origins: Mapping[str, str]
 ) -> ConfigError:
     listed = " and ".join(
         f"{name}={getattr(options, name)} ({origins.get(name, _DEFAULT)})"
