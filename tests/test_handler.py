@@ -214,6 +214,10 @@ def test_a_failed_load_says_why(start, mode):
 
 def test_plain_mode_that_nobody_asked_for_is_named_at_load(start, tmp_path):
     def warned(peer):
+        deadline_s = time.monotonic() + 30
+        while not any("ready door=" in line for line in peer.log):  # the log comes on a thread
+            assert time.monotonic() < deadline_s, peer.log
+            time.sleep(0.01)
         return any("option.async_mode=true" in line for line in peer.log)
 
     assert warned(start("plain"))
