@@ -1,18 +1,25 @@
-"""The command line: ``djl-neuronx serve [model_dir]``."""
+"""The command line: ``djl-neuronx serve [model_dir]``, ``djl-neuronx check [target]``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.telemetry import setup_logging
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.config.device import DeviceInfo
+
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     setup_logging(arguments.log_level.upper())
     try:
-        return _serve(arguments)
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        return run(arguments)
     except ServingError as error:
         print(f"djl-neuronx: {error}", file=sys.stderr)  # noqa: T201  (this is the program's own voice)
         return 1
@@ -46,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_serve(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="load a model and answer over HTTP",
@@ -74,11 +88,42 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for running requests to end",
     )
-    serve.add_argument(
+    _add_common(serve, log_level="info")
+    serve.set_defaults(run=_serve)
+
+
+def _add_check(commands: Commands) -> None:
+    check = commands.add_parser(
+        "check",
+        help="tell what serving a model would do, in a second, without weights, device or compiler",
+        description="Print every option with its value and where it comes from, the plan (backend, graphs to compile, "
+        "memory per core), and all that is wrong, each with what to do. Reads config.json only. Exit status: 0 if the "
+        "model would be loaded like this, 1 if not, 2 for a wrong command line.",
+    )
+    check.add_argument(
+        "target",
+        nargs="?",
+        default=str(DEFAULT_MODEL_DIR),
+        help="model folder, .properties file, Hugging Face id or s3:// URI (default %(default)s)",
+    )
+    check.add_argument(
+        "--instance",
+        type=_instance,
+        metavar="TYPE",
+        help="plan for this machine instead of the one at hand; for example inf2.48xlarge",
+    )
+    check.add_argument("--all", action="store_true", help="list options at their default too")
+    check.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
+    _add_common(check, log_level="warning")
+    check.set_defaults(run=_check)
+
+
+def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
+    command.add_argument(
         "-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME"
     )
-    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    return parser
+    levels = ["debug", "info", "warning", "error"]
+    command.add_argument("--log-level", choices=levels, default=log_level)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -98,6 +143,33 @@ def _serve(arguments: argparse.Namespace) -> int:
     port = arguments.port or _port_from_environment()
     name = model_dir.resolve().name
     return serve(load, folder_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from djl_python_neuronx.check import check
+    from djl_python_neuronx.report import as_json
+    from djl_python_neuronx.terminal import render
+
+    report = check(
+        arguments.target,
+        environ=environment(),
+        overrides=_overrides(arguments.option),
+        machine=arguments.instance,
+    )
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
+    else:
+        render(report, sys.stdout, everything=arguments.all)
+    return 0 if report.ok else 1
+
+
+def _instance(name: str) -> DeviceInfo:
+    from djl_python_neuronx.config.instances import named
+
+    try:
+        return named(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _overrides(pairs: Sequence[str]) -> dict[str, str]:

@@ -128,25 +128,8 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
         _State.door = RollingBatchDoor(service, timeout_s)
     else:
         _State.door = PlainDoor(service, timeout_s)
-        _warn_of_plain_mode(service, model_dir)
     _State.service = service
     logger.info("ready door=%s", type(_State.door).__name__)
-
-
-def _warn_of_plain_mode(service: Service, model_dir: Path) -> None:
-    from djl_python_neuronx.config.sources import environment, from_environ, from_file
-
-    written = [*from_file(model_dir), *from_environ(environment())]
-    asked = any(
-        setting.name == "rolling_batch" and setting.value == "disable" for setting in written
-    )
-    if asked or service.options.batch_size > 1:
-        return
-    logger.warning(
-        "DJL Serving sends one request at a time: the device works for one sequence while the others wait. "
-        "Set option.async_mode=true or option.rolling_batch=tnx to serve them together (recent versions of DJL Serving "
-        "turn rolling_batch=auto into disable); option.rolling_batch=disable in serving.properties accepts it"
-    )
 
 
 def _end_process(_error: ServingError) -> None:

@@ -113,16 +113,22 @@ class Service:
             ServingError: what is wrong with the settings, the model's files or the machine.
         """
         started_s = time.monotonic()
-        resolved = resolve(
-            properties, model_dir, environment() if environ is None else environ, overrides
-        )
-        machine = device.detect()
+        environ = environment() if environ is None else environ
+        resolved = resolve(properties, model_dir, environ, overrides)
+        machine = device.detect(environ=environ)
+        if machine.assumed:
+            logger.warning("device_assumed reason=%r", machine.assumed)
         origin = (
             "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
         )
         artifact = formats.detect(_local_folder(resolved), origin=origin)
         name = choose_loader(
-            resolved.options, machine, libraries(), backends.names(), artifact.backend
+            resolved.options,
+            machine,
+            libraries(),
+            backends.names(),
+            artifact.backend,
+            artifact.model_type,
         )
         obstacle = backends.supports(name, artifact)
         if obstacle is not None:
@@ -135,6 +141,11 @@ class Service:
             logger.warning("option_suspicious name=%s reason=%r", key, doubt)
         for option, reason in resolved.ignored.items():
             logger.info("option_ignored name=%s reason=%r", option, reason)
+        for finding in resolved.findings:
+            level = logging.WARNING if finding.level == "warning" else logging.INFO
+            logger.log(
+                level, "option_finding level=%s %s", finding.level, resolved.describe(finding)
+            )
         options = resolved.options
         tokenizer = load_tokenizer(
             artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
@@ -241,18 +252,18 @@ def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
 
 def _plan(options: ServingOptions, artifact: Artifact, eos_ids: frozenset[int]) -> LoadPlan:
     """The backend's orders: `complete` has filled in every value that they need."""
-    n_positions, num_slots = options.n_positions, options.max_rolling_batch_size
+    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
     prefill_buckets = options.context_length_estimate
-    if n_positions is None or num_slots is None or prefill_buckets is None:
+    if max_model_len is None or num_slots is None or prefill_buckets is None:
         msg = "n_positions, max_rolling_batch_size and context_length_estimate must be filled in first"
         raise ConfigError(msg)
     return LoadPlan(
         model_dir=artifact.path,
         kind=artifact.kind,
         num_slots=num_slots,
-        max_model_len=n_positions,
+        max_model_len=max_model_len,
         prefill_buckets=prefill_buckets,
-        token_buckets=make_buckets(n_positions),
+        token_buckets=options.token_buckets or make_buckets(max_model_len),
         dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
         trust_remote_code=options.trust_remote_code,
         revision=options.revision,

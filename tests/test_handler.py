@@ -212,22 +212,6 @@ def test_a_failed_load_says_why(start, mode):
         start(mode, toy_load_error="DeviceMemoryError")
 
 
-def test_plain_mode_that_nobody_asked_for_is_named_at_load(start, tmp_path):
-    def warned(peer):
-        deadline_s = time.monotonic() + 30
-        while not any("ready door=" in line for line in peer.log):  # the log comes on a thread
-            assert time.monotonic() < deadline_s, peer.log
-            time.sleep(0.01)
-        return any("option.async_mode=true" in line for line in peer.log)
-
-    assert warned(start("plain"))
-    assert not warned(start("rolling"))
-    (tmp_path / "serving.properties").write_text("option.rolling_batch=auto\n")
-    assert warned(start("plain"))
-    (tmp_path / "serving.properties").write_text("option.rolling_batch=disable\n")
-    assert not warned(start("plain"))
-
-
 def test_both_ways_at_once_are_refused(start):
     with pytest.raises(EngineError, match=r"leave out option\.rolling_batch"):
         start("async", rolling_batch="auto")

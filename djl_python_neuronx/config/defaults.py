@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config import memory
+from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.instances import DeviceInfo, legal_degrees
+from djl_python_neuronx.config.memory import CoreMemory, Load
+from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.rules import Finding
 
 MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows unless it is told another number, so fewer slots would lock rows out."""
@@ -16,124 +17,192 @@ MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
 SMALLEST_BUCKET = 128
 
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-_KNOWN_DTYPES = ("float32", "float16", "bfloat16")
-
 Filled = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the defaults need to know of a model; None where its configuration does not say."""
-
-    max_positions: int | None = None
-    """Longest sequence that the model was trained for."""
-    dtype: str | None = None
-    """float32, float16 or bfloat16: what the checkpoint is stored in."""
-    cache_values_per_token: int | None = None
-    """Numbers that the KV cache holds for one token of one sequence, all layers together."""
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], checkpoint_dtype: str | None = None
-    ) -> ModelFacts:
-        """Facts from the content of `config.json`, whatever its architecture calls them.
-
-        `checkpoint_dtype` is what the weight files say, for a configuration that does not.
-        """
-        nested = config.get("text_config")
-        config = {**config, **nested} if isinstance(nested, Mapping) else config
-        told = (config.get("dtype"), config.get("torch_dtype"), checkpoint_dtype)
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in told)
-        return cls(
-            max_positions=_first(config, *_POSITION_KEYS),
-            dtype=next((dtype for dtype in dtypes if dtype in _KNOWN_DTYPES), None),
-            cache_values_per_token=_cache_values(config),
-        )
-
-
 def fill(options: ServingOptions, facts: ModelFacts, device: DeviceInfo, loader: str) -> Filled:
-    """A value for every option that is still None or `auto` and follows from facts."""
+    """A value for every option that is still None, `auto` or `max` and follows from facts.
+
+    In this order, each within what the ones before leave: dtype, tensor_parallel_degree, n_positions,
+    max_rolling_batch_size, context_length_estimate. Where nothing fits they are the smallest; `suitability` says so.
+    """
     filled: Filled = {}
-    slots = options.max_rolling_batch_size or MAX_ROLLING_BATCH_SIZE
-    if options.max_rolling_batch_size is None:
-        filled["max_rolling_batch_size"] = slots, "what DJL Serving sends at most"
-    degree = tensor_parallel_degree(device, loader)
-    if options.tensor_parallel_degree in {None, "max"}:
-        filled["tensor_parallel_degree"] = degree, "all cores" if loader != "cpu" else "a CPU"
-    if options.dtype == "auto":
-        filled["dtype"] = dtype_of(facts, loader), "the checkpoint's, but never float16 on a CPU"
-    elif loader == "cpu" and options.dtype == "float16":
-        filled["dtype"] = "float32", "what the cpu loader computes float16 in"
-        facts = replace(facts, dtype="float32")
-    else:
-        facts = replace(facts, dtype=options.dtype)
-    positions = options.n_positions
+    dtype, why = _dtype(options, facts, loader)
+    if dtype != options.dtype:
+        filled["dtype"] = dtype, why
+    room = _Room.of(options, facts, device, loader, dtype)
+    degree = options.tensor_parallel_degree
+    if not isinstance(degree, int):
+        degree, why = _degree(degree == "max", room, _wanted_positions(options, facts, loader)[0])
+        filled["tensor_parallel_degree"] = degree, why
+    positions = options.max_model_len
     if positions is None:
-        positions = n_positions(facts, device, loader, slots)
-        why = "the model's limit, capped for this machine"
-        wanted = (options.context_length_estimate or (0,))[-1]
-        if wanted > positions:
-            positions = min(wanted, facts.max_positions or wanted)
-            why = "what context_length_estimate asks for, within the model's limit"
+        positions, why = _positions(options, room, degree)
         filled["n_positions"] = positions, why
-    if options.context_length_estimate is None:
-        filled["context_length_estimate"] = (
-            make_buckets(positions),
-            "powers of two up to n_positions",
-        )
+    if options.max_rolling_batch_size is None:
+        filled["max_rolling_batch_size"] = _slots(options, room, degree, positions)
+    if options.context_length_estimate is None and (
+        buckets := _buckets(options, facts, loader, positions)
+    ):
+        filled["context_length_estimate"] = buckets
     return filled
 
 
-def unsuited(options: ServingOptions, facts: ModelFacts) -> Iterator[Finding]:
-    """What the user set and the model cannot do."""
-    limit = facts.max_positions
-    lengths = {
-        "n_positions": options.n_positions,
-        "context_length_estimate": (options.context_length_estimate or (0,))[-1],
-    }
-    for name, length in lengths.items():
-        if limit and length and length > limit:
-            yield Finding((name,), f"the model was made for {limit} positions; set at most that")
+@dataclass(frozen=True)
+class _Room:
+    """What is there to be filled, and with what."""
+
+    facts: ModelFacts
+    device: DeviceInfo
+    loader: str
+    load: Load
+    """Everything but lengths and slots, which are tried."""
+
+    @classmethod
+    def of(
+        cls,
+        options: ServingOptions,
+        facts: ModelFacts,
+        device: DeviceInfo,
+        loader: str,
+        dtype: str,
+    ) -> _Room:
+        known = {"dtype": dtype, "n_positions": 1, "max_rolling_batch_size": 1}
+        return cls(facts, device, loader, Load.of(options.model_copy(update=known), loader))
+
+    @property
+    def judged(self) -> bool:
+        """Whether model and machine tell enough to say what fits."""
+        facts, device = self.facts, self.device
+        if self.loader == "cpu":
+            return not device.has_neuron and bool(
+                device.memory_bytes and facts.cache_values_per_token
+            )
+        return facts.num_parameters is not None and device.core_memory_bytes > 0
+
+    def on_core(self, degree: int, positions: int, slots: int) -> CoreMemory:
+        """Memory of one Neuron core; only where it is judged."""
+        return memory.needed(
+            self.facts,
+            replace(self.load, max_model_len=positions, num_slots=slots),
+            degree=degree,
+            core_memory_bytes=self.device.core_memory_bytes,
+            loader=self.loader,
+        )
+
+    def fits(self, degree: int, positions: int, slots: int) -> bool:
+        """Whether there is memory to spare for it, or nothing that tells."""
+        if not self.judged:
+            return True
+        if self.loader == "cpu":
+            return self._fits_on_host(positions, slots)
+        return self.on_core(degree, positions, slots).roomy
+
+    def _fits_on_host(self, positions: int, slots: int) -> bool:
+        """The cache within half of the memory and within what the weights leave of it."""
+        load = replace(self.load, max_model_len=positions, num_slots=slots)
+        host = self.device.memory_bytes
+        left = host - memory.weight_bytes(self.facts, load) - memory.HEADROOM_BYTES
+        return memory.cache_bytes(self.facts, load) <= min(host // 2, left)
 
 
-def unused(options: ServingOptions, loader: str) -> dict[str, str]:
-    """Options that the user may set and that do nothing, or not what they say, with this loader; with the reason."""
-    found = {}
-    if options.revision is not None and not options.trust_remote_code:
-        # This version loads local folders only.
-        found["revision"] = "a local folder has one version, and no code of the model's own is run"
-    if loader != "cpu" and options.cpu_threads is not None:
-        found["cpu_threads"] = "only the cpu loader computes on the CPU"
+def _dtype(options: ServingOptions, facts: ModelFacts, loader: str) -> tuple[str, str]:
     if loader == "cpu" and options.dtype == "float16":
-        found["dtype"] = "the cpu loader computes float16 in float32"
-    if loader == "cpu" and options.tensor_parallel_degree not in {None, "max", 1}:
-        found["tensor_parallel_degree"] = "it counts NeuronCores, and the cpu loader uses none"
-    return found
-
-
-def n_positions(facts: ModelFacts, device: DeviceInfo, loader: str, slots: int) -> int:
-    """Tokens per slot: the model's own limit within `MAX_POSITIONS`; on a CPU what half of its memory caches."""
-    limit = min(facts.max_positions or MAX_POSITIONS, MAX_POSITIONS)
+        return "float32", "what the cpu loader computes float16 in"
+    if options.dtype != "auto":
+        return options.dtype, ""
+    dtype = dtype_of(facts, loader)
+    if dtype == facts.dtype:
+        return dtype, "the checkpoint's"
+    stored = f"the checkpoint's is {facts.dtype}" if facts.dtype else "the checkpoint does not say"
     if loader != "cpu":
-        return limit
-    limit = min(limit, MAX_POSITIONS_CPU)
-    values, width = facts.cache_values_per_token, 4 if dtype_of(facts, loader) == "float32" else 2
-    while (
-        values
-        and device.memory_bytes
-        and limit > SMALLEST_BUCKET
-        and slots * limit * values * width > device.memory_bytes // 2
-    ):
-        limit //= 2
-    return limit
+        return dtype, f"{stored}; float32 would take twice the memory"
+    return dtype, f"{stored}; CPUs are slow at float16" if facts.dtype else stored
+
+
+def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
+    """The largest documented degree that the library takes; unasked, only if no smaller one needs less memory."""
+    if room.loader == "cpu":
+        return 1, "a CPU"
+    cores = room.device.visible_cores // room.load.stages
+    legal = legal_degrees(room.device.family, cores)
+    degrees = [degree for degree in legal if memory.takes(room.facts, degree, room.loader)]
+    if not degrees:
+        return 1, "no more cores are known of"
+    why = f"the largest that {room.device.family or 'any family'} documents within {cores} cores"
+    if degrees[-1] != legal[-1]:
+        why += f" and that divides the model's {room.facts.num_heads} heads, as the library asks"
+    chosen = degrees[-1]
+    if not most and room.judged:
+        slots = MAX_ROLLING_BATCH_SIZE
+        chosen = min(
+            degrees, key=lambda degree: (room.on_core(degree, positions, slots).needed, -degree)
+        )
+        if chosen != degrees[-1]:
+            why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
+    return chosen, why
+
+
+def _wanted_positions(options: ServingOptions, facts: ModelFacts, loader: str) -> tuple[int, str]:
+    """Tokens per slot before memory is looked at."""
+    if options.max_model_len is not None:
+        return options.max_model_len, ""
+    cap = MAX_POSITIONS_CPU if loader == "cpu" else MAX_POSITIONS
+    limit = facts.max_positions or cap
+    prompt = (options.context_length_estimate or (0,))[-1]
+    if prompt > min(limit, cap):
+        why = "what context_length_estimate asks for, within the model's limit"
+        return min(prompt, facts.max_positions or prompt), why
+    if limit < cap:
+        return limit, "the model's limit"
+    return cap, f"the model's limit, but unasked at most {cap}"
+
+
+def _positions(options: ServingOptions, room: _Room, degree: int) -> tuple[int, str]:
+    """Tokens per slot: halved until the slots that were asked for, or one, fit."""
+    wanted, why = _wanted_positions(options, room.facts, room.loader)
+    slots = options.max_rolling_batch_size or 1
+    prompt = (options.context_length_estimate or (0,))[-1]
+    least = min(max(SMALLEST_BUCKET, prompt), wanted)
+    positions = wanted
+    while positions > least and not room.fits(degree, positions, slots):
+        positions = max(positions // 2, least)
+    if positions < wanted:
+        why = f"halved from {wanted} until {_count(slots, 'slot')} had room in memory"
+    return positions, why
+
+
+def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) -> tuple[int, str]:
+    if options.speculative_draft_model is not None and room.loader == "tnx":
+        return 1, "transformers-neuronx speculates for one sequence at a time"
+    slots = MAX_ROLLING_BATCH_SIZE
+    while slots > 1 and not room.fits(degree, positions, slots):
+        slots //= 2
+    if slots < MAX_ROLLING_BATCH_SIZE:
+        return slots, f"the most, doubling from 1, whose caches of {positions} tokens have room"
+    if not room.judged:
+        return slots, "what DJL Serving sends at most; nothing tells whether memory suffices"
+    return slots, "what DJL Serving sends at most"
+
+
+def _buckets(
+    options: ServingOptions, facts: ModelFacts, loader: str, positions: int
+) -> tuple[tuple[int, ...], str] | None:
+    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    if capability is not None and not capability.context_buckets:
+        return None
+    if loader == "tnx" and options.cache_layout == "BSH" and not options.enable_chunked_prefill:
+        return (positions,), "cache_layout=BSH takes a single length"
+    return make_buckets(positions), "powers of two up to n_positions"
 
 
 def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
     """Doubling lengths from `smallest`, ending with `max_len` itself.
 
-    At most half of a padded row is padding, and a model has few graphs: eight up to 16 384.
+    At most half of a padded row is padding, for six graphs up to 4096 and one more for each doubling. Steps of four
+    would save two graphs, some minutes of compiling once, and let a row be three quarters padding at every request;
+    below `smallest` a prompt costs what reading the weights costs, however short it is.
 
     Raises:
         ValueError: a length is not positive.
@@ -146,30 +215,12 @@ def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ..
 
 
 def dtype_of(facts: ModelFacts, loader: str) -> str:
-    """What `auto` computes in: the checkpoint's own type, float32 where that is unknown or float16 on a CPU."""
+    """What `auto` computes in: the checkpoint's type, but no float16 on a CPU and no float32 on a Neuron device."""
     dtype = facts.dtype or "float32"
-    return "float32" if loader == "cpu" and dtype == "float16" else dtype
+    if loader == "cpu":
+        return "float32" if dtype == "float16" else dtype
+    return "bfloat16" if dtype == "float32" else dtype
 
 
-def tensor_parallel_degree(device: DeviceInfo, loader: str) -> int:
-    """Every core of the machine; 1 on a CPU."""
-    return 1 if loader == "cpu" else max(device.neuron_cores, 1)
-
-
-def _cache_values(config: Mapping[str, Any]) -> int | None:
-    layers = _first(config, "num_hidden_layers", "n_layer", "num_layers")
-    heads = _first(config, "num_attention_heads", "n_head")
-    hidden = _first(config, "hidden_size", "n_embd", "d_model")
-    if layers is None or heads is None or hidden is None:
-        return None
-    kv_heads = (
-        1 if config.get("multi_query") is True else _first(config, "num_key_value_heads") or heads
-    )
-    head_size = _first(config, "head_dim") or hidden // heads
-    return 2 * layers * kv_heads * head_size
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of `keys` that holds a positive whole number."""
-    values = (config.get(key) for key in keys)
-    return next((value for value in values if type(value) is int and value > 0), None)
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""What the machine is: Neuron devices, memory, CPUs. Looking never fails; what was seen is told."""
+"""What the machine is: Neuron devices, memory, CPUs. Looking never fails; what was seen and assumed is told."""
 
 from __future__ import annotations
 
@@ -6,78 +6,149 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from djl_python_neuronx.config.instances import FAMILIES, DeviceInfo, Family, Instance, known
+
+__all__ = ["DeviceInfo", "detect"]
+
 _TIMEOUT_S = 20.0
+_MOST_CORES = 4096
+"""More than any machine has; a longer list of cores is a typing error, not a wish."""
 
 
 @dataclass(frozen=True)
-class DeviceInfo:
-    """Facts of the machine, as far as they can be seen."""
+class _Listing:
+    """What `neuron-ls` said."""
 
+    devices: list[dict[str, Any]]
     instance_type: str | None
-    """Such as ``inf2.xlarge``."""
-    neuron_devices: int
-    """Chips, each with one or more cores."""
-    neuron_cores: int
-    """0 with `neuron_devices` > 0: the devices are there but `neuron-ls` could not count their cores."""
-    memory_bytes: int
-    """Of all Neuron devices if `neuron-ls` knows it, else of the host; 0: unknown."""
-    cpus: int
-    """CPUs that this process may use."""
-    seen: str
-    """What was looked at and found, for messages."""
-
-    @property
-    def has_neuron(self) -> bool:
-        """True on a machine with a Neuron device, whether or not it works."""
-        return self.neuron_devices > 0
+    told: str
+    """What became of the call, in words."""
 
 
-def detect(root: Path = Path("/"), search_path: str | None = None) -> DeviceInfo:
+def detect(
+    root: Path = Path("/"),
+    search_path: str | None = None,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> DeviceInfo:
     """The machine's facts from `/dev/neuron*`, `neuron-ls -j`, the firmware's product name and the host's memory.
 
-    Never raises. `root` and `search_path` (None: `$PATH`) tell where to look.
+    Never raises. `root` and `search_path` (None: `$PATH`) tell where to look; of `environ` the variables that limit
+    the cores of this process count: `NEURON_RT_VISIBLE_CORES`, else `NEURON_RT_NUM_CORES`, as DJL Serving sets them,
+    and `NEURON_LOGICAL_NC_CONFIG`.
     """
     nodes = [
         path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
     ]
-    listed, listing = _neuron_ls(search_path)
-    devices = max(len(nodes), len(listed))
-    memory = sum(_number(entry, "memory_size") for entry in listed)
+    listing = _neuron_ls(search_path)
+    devices = max(len(nodes), len(listing.devices))
+    told = _product_name(root) or listing.instance_type
+    instance = known(told)
+    cores, memory = _total(listing.devices, "nc_count"), _total(listing.devices, "memory_size")
+    assumed = None
+    if devices and instance:
+        cores, memory, assumed = _corrected(cores, memory, devices, instance, environ)
+    visible, limit = _visible(environ, cores)
     return DeviceInfo(
-        instance_type=_product_name(root),
+        instance_type=instance.name if instance else told,
         neuron_devices=devices,
-        neuron_cores=sum(_number(entry, "nc_count") for entry in listed),
+        neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
         cpus=_cpus(),
-        seen=f"{len(nodes)} devices under {root / 'dev'}, {listing}",
+        seen=f"{len(nodes)} devices under {root / 'dev'}, {listing.told}{limit}",
+        family=instance.family if instance else None,
+        core_memory_bytes=memory // cores if cores else 0,
+        visible_cores=visible,
+        assumed=assumed,
     )
 
 
-def _neuron_ls(search_path: str | None) -> tuple[list[dict[str, Any]], str]:
-    """The devices that `neuron-ls` lists, and what became of the call in words."""
+def _corrected(
+    cores: int, memory: int, devices: int, instance: Instance, environ: Mapping[str, str]
+) -> tuple[int, int, str | None]:
+    """Logical cores, their memory in bytes, and what had to be assumed to know them."""
+    family = FAMILIES[instance.family]
+    expected = devices * _logical_cores(family, environ)
+    told = []
+    if not cores:
+        told.append("neuron-ls does not tell the cores")
+    elif cores != expected and family.name == "trn2":
+        # Which of the two neuron-ls lists is not documented.
+        told.append(f"neuron-ls lists {cores} cores, taken for physical ones")
+        cores = 0
+    if not memory:
+        told.append("neuron-ls does not tell the memory")
+        memory = devices * family.cores_per_device * family.core_memory_bytes
+    cores = cores or expected
+    if not told:
+        return cores, memory, None
+    size = memory / cores / 2**30
+    counted = f"{cores} cores with {size:g} GiB each, as {devices} devices of {instance.name} have"
+    return cores, memory, f"{' and '.join(told)}: {counted}"
+
+
+def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
+    """Logical cores of a device; Trn2's can be told to make one of each physical core."""
+    alone = environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip() == "1"
+    return family.cores_per_device * (2 if alone and family.name == "trn2" else 1)
+
+
+def _visible(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
+    """Cores that this process may use, and the words about a limit that was set."""
+    name = "NEURON_RT_VISIBLE_CORES"
+    text = environ.get(name, "").strip()
+    count = _count_of_list(text)
+    if not text:
+        name = "NEURON_RT_NUM_CORES"
+        text = environ.get(name, "").strip()
+        count = int(text) if text.isdecimal() and len(text) < 6 else None
+    if not text:
+        return cores, ""
+    if not count:
+        return cores, f", {name} is not understood and left aside"
+    return min(count, cores) if cores else count, f", {name} allows {count} cores"
+
+
+def _count_of_list(text: str) -> int | None:
+    """How many cores a list such as ``0,1,4-7`` names; None if it is no such list."""
+    named: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and len(last) < 6 and len(first) < 6):
+            return None
+        named.update(range(int(first), min(int(last), _MOST_CORES) + 1))
+    return len(named)
+
+
+def _neuron_ls(search_path: str | None) -> _Listing:
     program = shutil.which("neuron-ls", path=search_path)
     if program is None:
-        return [], "no neuron-ls"
+        return _Listing([], None, "no neuron-ls")
     try:
         ran = subprocess.run(  # noqa: S603 - a fixed argument, and no shell
             [program, "-j"], capture_output=True, timeout=_TIMEOUT_S, check=True
         )
         answer = json.loads(ran.stdout)
     except (OSError, subprocess.SubprocessError, ValueError, RecursionError) as error:
-        return [], f"{program} failed ({type(error).__name__})"
+        return _Listing([], None, f"{program} failed ({type(error).__name__})")
     # An object with the instance beside the list of devices is allowed for: the format is not documented.
-    rows = answer.get("mlas", []) if isinstance(answer, dict) else answer
+    rows, name = answer, None
+    if isinstance(answer, dict):
+        rows, name = answer.get("mlas", []), answer.get("instance_type")
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return listed, f"{program} lists {len(listed)}"
+    name = name if isinstance(name, str) and name else None
+    return _Listing(listed, name, f"{program} lists {len(listed)}")
 
 
-def _number(entry: dict[str, Any], key: str) -> int:
-    value = entry.get(key)
-    return value if isinstance(value, int) and value > 0 else 0
+def _total(rows: list[dict[str, Any]], key: str) -> int:
+    values = (row.get(key) for row in rows)
+    return sum(value for value in values if type(value) is int and value > 0)
 
 
 def _product_name(root: Path) -> str | None:

@@ -10,6 +10,7 @@ from importlib import metadata, util
 from types import MappingProxyType
 from typing import Literal
 
+from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError
@@ -39,6 +40,9 @@ NEURON_LOADERS: Mapping[str, str] = MappingProxyType(
 )
 """Neuron loader to the package it needs, the preferred one first."""
 
+LEFT_OPEN = frozenset({"auto", "optimum", "vllm"})
+"""Values of model_loader that name no loader of this package: the last two are the old engine's."""
+
 
 @dataclass(frozen=True)
 class Library:
@@ -61,21 +65,24 @@ def choose_loader(
     installed: Mapping[str, Library],
     backends: Collection[str],
     artifact_backend: str | None = None,
+    model_type: str | None = None,
 ) -> str:
     """The backend to load with: a name in `backends`, which are those of this version.
 
     `auto` takes what the artifact was compiled for; else nxdi or tnx where the library and a Neuron device are
-    there; else, without any Neuron device, cpu with one warning. Never cpu by itself on a Neuron instance.
+    there and the library knows the model's type; else, without any Neuron device, cpu with one warning. Never cpu by
+    itself on a Neuron instance.
 
     Raises:
         BackendUnavailableError: nothing can serve here; the message says what is missing.
     """
-    wanted = artifact_backend if options.model_loader == "auto" else options.model_loader
+    left_open = options.model_loader in LEFT_OPEN
+    wanted = artifact_backend if left_open else options.model_loader
     if wanted is None and device.has_neuron:
-        return _neuron_loader(device, installed, backends)
+        return _neuron_loader(device, installed, backends, model_type)
     loader = wanted or "cpu"
     if obstacle := _obstacle(loader, installed, backends):
-        asked = "option.model_loader" if options.model_loader != "auto" else "the model's format"
+        asked = "the model's format" if left_open else "option.model_loader"
         message = f"the loader {loader!r} ({asked}) cannot be used: {obstacle}"
         raise BackendUnavailableError(message)
     if wanted is None:
@@ -84,9 +91,15 @@ def choose_loader(
 
 
 def _neuron_loader(
-    device: DeviceInfo, installed: Mapping[str, Library], backends: Collection[str]
+    device: DeviceInfo,
+    installed: Mapping[str, Library],
+    backends: Collection[str],
+    model_type: str | None,
 ) -> str:
-    obstacles = {name: _obstacle(name, installed, backends) for name in NEURON_LOADERS}
+    obstacles = {
+        name: _obstacle(name, installed, backends) or _foreign(name, model_type)
+        for name in NEURON_LOADERS
+    }
     for name, obstacle in obstacles.items():
         if obstacle is None:
             return name
@@ -114,6 +127,15 @@ def _obstacle(
         names = ", ".join(sorted(backends)) or "none"
         return f"this version of djl_python_neuronx has no {loader} backend; it has: {names}"
     return None
+
+
+def _foreign(loader: str, model_type: str | None) -> str | None:
+    """Why a Neuron library cannot serve the model; None if it can, or the type is unknown."""
+    if model_type is None or model_type in CAPABILITIES[loader]:
+        return None
+    return (
+        f"it knows no model of the type {model_type!r}; it knows {', '.join(CAPABILITIES[loader])}"
+    )
 
 
 def _library(name: str, module: str) -> Library:

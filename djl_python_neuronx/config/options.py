@@ -1,47 +1,117 @@
 """Every option of `serving.properties`: one annotated field is one option.
 
-The text below a field is its documentation (docs/options.md is made from it). Its name, aliases and environment
-names, its check and its place in `Resolved.explain` all follow from the field.
+`ServingOptions` has them all: its own, those of the graphs (graph_options.py) and those that only NxD Inference knows
+(nxdi_options.py). Each class is a section of docs/options.md, the text below a field its documentation there. An
+option's name, aliases and environment names, its check, its place in `Resolved.explain` and what the libraries are
+given of it (mapping.py) all follow from the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import MappingProxyType
+from typing import Annotated, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from djl_python_neuronx.config.graph_options import GraphOptions
 from djl_python_neuronx.config.values import (
     BUCKETS,
     COUNT,
+    DTYPES,
     POSITIONS,
     SECONDS,
+    AutoDtype,
     Buckets,
     Count,
-    Dtype,
+    Hyphenated,
     Lower,
+    OneOrList,
     Option,
+    OptionGroup,
     Positions,
     Seconds,
+    TokenBuckets,
 )
 
 MAX_ROWS = 999
 """Rows of one call of DJL Serving's rolling batch."""
 
+_STORED: Mapping[str, Literal["int8", "fp8"]] = MappingProxyType(
+    {"static_int8": "int8", "static_fp8": "fp8"}
+)
 
-class ServingOptions(BaseModel):
-    """All options, validated one by one; `conflicts` tells what does not go together.
 
-    None means that the value follows from the model and the machine: `resolve.complete` fills it in.
+class BatchingOptions(GraphOptions):
+    """Batching and lengths."""
+
+    n_positions: Annotated[
+        TokenBuckets | Positions | None,
+        OneOrList,
+        Option(
+            allowed=f'{POSITIONS}, or lengths such as "1024,2048,4096"',
+            aliases=("max_model_len",),
+            to={"tnx": "n_positions", "nxdi": "seq_len"},
+        ),
+    ] = None
+    """Tokens that a sequence can have, prompt and output together. A list compiles a decode graph for each of its
+    lengths, and a step runs in the smallest that holds every sequence; the last one is the limit. The default is what
+    the model was trained for, at most 4096, and what fits into memory; on a CPU at most 2048."""
+    context_length_estimate: Annotated[
+        Buckets | None,
+        Option(
+            allowed=BUCKETS,
+            aliases=("context_encoding_buckets",),
+            env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
+            to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
+        ),
+    ] = None
+    """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
+    longest prompt. The default is chosen from `n_positions`."""
+    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Lower, Option()] = "auto"
+    """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
+    at each step. `disable`: one request (or `batch_size`) at a time. Recent DJL Serving turns `auto` into `disable`
+    before the handler sees it: write `tnx`, or set `async_mode`."""
+    async_mode: Annotated[bool, Option()] = False
+    """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
+    max_rolling_batch_size: Annotated[
+        Count | None,
+        Option(
+            allowed=COUNT,
+            aliases=("max_num_seqs",),
+            to={"tnx": "batch_size", "nxdi": "batch_size"},
+        ),
+    ] = None
+    """Sequences that are generated at once: the slots of the cache. The default is what fits into memory, at most 32,
+    which is what DJL Serving sends."""
+    batch_size: Annotated[Count, Option(allowed=COUNT)] = 1
+    """Requests that DJL Serving collects before a call when `rolling_batch` is off."""
+    max_waiting: Annotated[Count, Option(allowed=COUNT)] = 1000
+    """Requests that may wait for a slot; one more gets 503. 1000 is the length of DJL Serving's own queue."""
+    decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
+    """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
+    smoother and new requests wait longer."""
+
+
+class ServingOptions(BatchingOptions):
+    """General.
+
+    All options, validated one by one; `rules.conflicts` tells what does not go together. None means that the value
+    follows from the model and the machine, `resolve.complete` fills it in, or else that the library's default holds.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    model_id: Annotated[str | None, Option(allowed="a folder", env=("HF_MODEL_ID",))] = None
-    """The model: a local folder, absolute or relative to the model folder. By default the model lies in the model
-    folder itself. Hugging Face model ids come with a later version."""
+    model_id: Annotated[
+        str | None,
+        Option(
+            allowed="a folder, a Hugging Face model id or s3://bucket/key",
+            aliases=("s3url",),
+            env=("HF_MODEL_ID",),
+        ),
+    ] = None
+    """The model: a local folder, absolute or relative to the model folder, an id of the Hugging Face hub, or a place in
+    S3. By default the model lies in the model folder itself. This version serves local folders; `check` reads the
+    configuration of all three."""
     model_dir: Annotated[Path | None, Option(allowed="a folder")] = None
     """The folder that holds `serving.properties`. Set by whoever starts the model; written in the file it is
     refused."""
@@ -56,69 +126,41 @@ class ServingOptions(BaseModel):
         str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
     ] = None
     """Name under which the embedded server offers the model: `/predictions/<name>`. The default is the folder's."""
+    task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
+        "text-generation"
+    )
+    """What the model does. Only text is generated: no embeddings, no classification."""
 
-    model_loader: Annotated[Literal["auto", "cpu", "tnx", "nxdi"], Lower, Option()] = "auto"
+    model_loader: Annotated[
+        Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"], Lower, Option()
+    ] = "auto"
     """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
-    machine without any Neuron device, `cpu`. This version has only `cpu`: the others say so and stop."""
+    machine without any Neuron device, `cpu`. `optimum` and `vllm` are loaders of the old engine and mean `auto`. This
+    version has only `cpu`: the others say so and stop."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,
         Option(
             allowed=f'{COUNT}, or "max"',
+            aliases=("tp_degree", "tensor_parallel_size"),
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
         ),
     ] = None
-    """NeuronCores that share the model. `max` and the default take all of them. The cpu loader uses
-    none: a file written for Inferentia can be tried on a CPU as it is."""
+    """NeuronCores that share the model: Inf2 takes 1, 2, 4, 8 or 24, Trn1 1, 2, 8, 16 or 32, Trn2 1, 2, 4, 8, 16, 32
+    or 64. `max` is the largest of these that the machine has. The cpu loader uses none: a file written for Inferentia
+    can be tried on a CPU as it is."""
     dtype: Annotated[
-        Dtype,
+        AutoDtype,
         Option(
-            allowed="auto, fp32 or float32, fp16 or float16, bf16 or bfloat16",
+            allowed=f"auto, {DTYPES}",
+            aliases=("torch_dtype",),
             to={"tnx": "amp", "nxdi": "torch_dtype"},
         ),
     ] = "auto"
-    """Type of weights and activations. `auto` keeps the checkpoint's own. The cpu loader computes float16, asked for or
-    not, in float32: CPUs are slow at float16, and it loses accuracy."""
-    n_positions: Annotated[
-        Positions | None,
-        Option(
-            allowed=POSITIONS,
-            aliases=("max_model_len",),
-            to={"tnx": "n_positions", "nxdi": "seq_len"},
-        ),
-    ] = None
-    """Tokens that a sequence can have, prompt and output together. The default is what the model was trained for, at
-    most 4096; on a CPU at most 2048, and halved until the cache of all slots fits into half of the memory; but never
-    less than the last of `context_length_estimate`."""
-    context_length_estimate: Annotated[
-        Buckets | None,
-        Option(
-            allowed=BUCKETS,
-            env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
-            to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
-        ),
-    ] = None
-    """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
-    longest prompt. The default is powers of two from 128 up to `n_positions`."""
-
-    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Lower, Option()] = "auto"
-    """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
-    at each step. `disable`: one request (or `batch_size`) at a time. DJL turns `auto` into `disable`."""
-    async_mode: Annotated[bool, Option()] = False
-    """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
-    max_rolling_batch_size: Annotated[
-        Count | None,
-        Option(allowed=COUNT, to={"tnx": "batch_size", "nxdi": "batch_size"}),
-    ] = None
-    """Sequences that are generated at once: the slots of the cache. The default is 32, DJL Serving's own."""
-    batch_size: Annotated[Count, Option(allowed=COUNT)] = 1
-    """Requests that DJL Serving collects before a call when `rolling_batch` is off."""
-    max_waiting: Annotated[Count, Option(allowed=COUNT)] = 1000
-    """Requests that may wait for a slot; one more gets 503. 1000 is the length of DJL Serving's own queue."""
-    decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
-    """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
-    smoother and new requests wait longer."""
+    """Type of weights and activations. `auto` is the checkpoint's own, bfloat16 on a Neuron device where that is
+    float32. The cpu loader computes float16, asked for or not, in float32: CPUs are slow at float16, and it loses
+    accuracy."""
 
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
@@ -135,6 +177,21 @@ class ServingOptions(BaseModel):
     """Threads that the cpu loader computes with. The default is all physical cores but one, which is left to the
     server."""
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a sequence: the largest of `n_positions`."""
+        return self.n_positions[-1] if isinstance(self.n_positions, tuple) else self.n_positions
+
+    @property
+    def token_buckets(self) -> tuple[int, ...] | None:
+        """Lengths that decode graphs are compiled for, ascending; None unless `n_positions` was written as a list."""
+        return self.n_positions if isinstance(self.n_positions, tuple) else None
+
+    @property
+    def weight_dtype(self) -> Literal["int8", "fp8"] | None:
+        """What `quantize` stores weights in."""
+        return None if self.quantize is None else _STORED[self.quantize]
+
 
 def option(name: str) -> Option:
     """The marker of a field."""
@@ -146,15 +203,27 @@ def allowed_values(name: str) -> str:
     """The values that an option takes, in words: ``auto, cpu, tnx or nxdi``."""
     if words := option(name).allowed:
         return words
-    annotation: Any = ServingOptions.model_fields[name].annotation
-    if annotation is bool:
-        return "true or false"
-    branches = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
-    *most, last = [
-        value for branch in branches if branch is not NoneType for value in get_args(branch)
-    ]
+    *most, last = _choices(ServingOptions.model_fields[name].annotation)
     return f"{', '.join(most)} or {last}"
 
+
+def _choices(annotation: object) -> list[str]:
+    """The values of the Literals and booleans in a type."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [choice for branch in get_args(annotation) for choice in _choices(branch)]
+
+
+SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        str(group.__doc__).partition(".")[0]: tuple(group.__annotations__)
+        for group in ServingOptions.__mro__
+        if issubclass(group, OptionGroup) and group is not OptionGroup
+    }
+)
+"""Title to options, in the order in which people read them: one class of options is one section."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {known: name for name in ServingOptions.model_fields for known in (name, *option(name).aliases)}

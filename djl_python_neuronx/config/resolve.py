@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import defaults, sources, strictness
+from djl_python_neuronx.config import defaults, djl_serving, plan, sources, strictness, suitability
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values
+from djl_python_neuronx.config.legacy import TRANSLATED
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.rules import Finding, conflicts
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.errors import (
@@ -22,6 +25,14 @@ from djl_python_neuronx.errors import (
 )
 
 _DEFAULT = "default"
+# pydantic lists a base's fields before a class's own, the documentation the general ones first.
+_DOCUMENTED = tuple(
+    name
+    for group in ServingOptions.__mro__
+    for name in inspect.get_annotations(group)
+    if name in ServingOptions.model_fields
+)
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,58 +46,124 @@ class Resolved:
     """Name as written to the reason why it does nothing here."""
     suspicious: Mapping[str, str]
     """Key of the file that nobody is known to read to what may be wrong with it; worth a warning."""
+    findings: tuple[Finding, ...] = ()
+    """Warnings and notes; errors are raised, or returned beside."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
         return [
             (name, getattr(self.options, name), self.origins.get(name, _DEFAULT))
-            for name in ServingOptions.model_fields
+            for name in _DOCUMENTED
         ]
+
+    def describe(self, finding: Finding) -> str:
+        """The finding as a sentence, each option with its value and origin."""
+        listed = " and ".join(
+            f"{name}={strictness.shown(getattr(self.options, name))} ({self.origins.get(name, _DEFAULT)})"
+            if name in ServingOptions.model_fields
+            else name
+            for name in finding.names
+        )
+        return f"{listed}: {finding.problem}" if listed else finding.problem
+
+
+@dataclass
+class _Reading:
+    """What becomes of the settings while they are read, highest precedence first."""
+
+    ignored: dict[str, str]
+    problems: list[ConfigError]
+    suspicious: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, tuple[Setting, object]] = field(default_factory=dict)
+    """Option to the setting that counts, and to the value that it stands for."""
+    notes: list[Finding] = field(default_factory=list)
+    _firsts: dict[tuple[str, str], tuple[Setting, object]] = field(default_factory=dict)
+
+    def read(self, setting: Setting) -> None:
+        name, value = NAMES.get(setting.name), setting.value
+        if name is None and setting.name in TRANSLATED:
+            try:
+                meant = strictness.translated(setting, self.ignored)
+            except InvalidOptionError as error:
+                self.problems.append(error)
+                return
+            if meant is None:
+                return
+            name, value = meant
+        if name is None:
+            self.problems += strictness.unknown(setting, self.ignored, self.suspicious)
+        elif reason := strictness.passed_over(name, setting):
+            self.ignored[setting.name] = reason
+        else:
+            self._choose(name, setting, value)
+
+    def _choose(self, name: str, setting: Setting, value: object) -> None:
+        first = self._firsts.setdefault((setting.source, name), (setting, value))
+        self.problems += strictness.misplaced(name, setting)
+        self.problems += strictness.contradiction(name, first, (setting, value))
+        winner = self.chosen.setdefault(name, (setting, value))
+        self.notes += strictness.overruled(name, winner, (setting, value))
 
 
 def resolve(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
-    overrides: Mapping[str, str] = MappingProxyType({}),
+    overrides: Mapping[str, str] = _NOTHING,
+    *,
+    file: Path | None = None,
 ) -> Resolved:
-    """Options from everything that can set them; the earlier of these wins.
-
-    `overrides` (command line), `properties` (what DJL Serving passes, None outside it), `serving.properties` in
-    `model_dir`, `OPTION_*`, fallbacks such as `TENSOR_PARALLEL_DEGREE`. Empty values count as not given.
+    """Options from everything that can set them: `examine`, for those who cannot go on with a problem.
 
     Raises:
         ConfigError: every problem of every source at once.
     """
-    if model_dir is None and properties and properties.get("model_dir"):
-        model_dir = Path(str(properties["model_dir"]))
-    ignored = sources.overruled(environ, model_dir, in_djl=properties is not None)
-    gathered, problems = _gather(properties, model_dir, environ, overrides, ignored)
-    chosen: dict[str, Setting] = {}
-    firsts: dict[tuple[str, str], Setting] = {}
-    suspicious: dict[str, str] = {}
-    for setting in gathered:
-        name = NAMES.get(setting.name)
-        if name is None:
-            problems += strictness.unknown(setting, ignored, suspicious)
-        elif reason := strictness.passed_over(name, setting):
-            ignored[setting.name] = reason
-        else:
-            chosen.setdefault(name, setting)
-            first = firsts.setdefault((setting.source, name), setting)
-            problems += strictness.misplaced(name, setting)
-            problems += strictness.contradiction(first, setting)
-    if "model_loading_timeout" in chosen:
-        ignored["model_loading_timeout"] = "DJL Serving reads it itself"
-    options = _validate(chosen, problems)
-    origins = {name: setting.origin for name, setting in chosen.items()}
-    problems += [_incompatible(conflict, options, origins) for conflict in conflicts(options)]
+    resolved, problems = examine(properties, model_dir, environ, overrides, file=file)
     if problems:
         raise ConfigError.collect(problems)
-    ignored = {name: reason for name, reason in ignored.items() if name not in suspicious}
-    return Resolved(
-        options, MappingProxyType(origins), MappingProxyType(ignored), MappingProxyType(suspicious)
+    return resolved
+
+
+def examine(
+    properties: Mapping[str, Any] | None,
+    model_dir: Path | None,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, str] = _NOTHING,
+    *,
+    file: Path | None = None,
+) -> tuple[Resolved, list[ConfigError]]:
+    """Options from everything that can set them, and every problem; what is not valid is left at its default.
+
+    The earlier of these wins: `overrides` (command line), `properties` (what DJL Serving passes, None outside it),
+    SageMaker's variables, `option.*` in `serving.properties` of `model_dir` (or in `file`, if given), the variables
+    that name a model of the hub, `OPTION_*`, DJL's arguments in file and environment, fallbacks such as
+    `TENSOR_PARALLEL_DEGREE`. Empty values count as not given.
+    """
+    if model_dir is None and properties and properties.get("model_dir"):
+        model_dir = Path(str(properties["model_dir"]))
+    reading = _Reading(ignored={}, problems=[])
+    written = _written(properties, model_dir, environ, overrides, file, reading)
+    passed = sources.from_djl(properties or {}, written)
+    for setting in [*_folder(model_dir), *_stripped(passed), *written]:
+        reading.read(setting)
+    if "model_loading_timeout" in reading.chosen:
+        reading.ignored["model_loading_timeout"] = "DJL Serving reads it itself"
+    options = _validate(reading, model_dir or (file.parent if file else Path()))
+    if properties is None:
+        about_djl = djl_serving.ahead(written, options, model_dir, environ)
+    else:
+        about_djl = djl_serving.inside(properties, written, options)
+    resolved = Resolved(
+        options,
+        MappingProxyType({name: entry.origin for name, (entry, _) in reading.chosen.items()}),
+        MappingProxyType(
+            {k: reason for k, reason in reading.ignored.items() if k not in reading.suspicious}
+        ),
+        MappingProxyType(reading.suspicious),
     )
+    found = [*about_djl, *conflicts(options), *reading.notes]
+    resolved, conflicting = _judged(resolved, found)
+    return resolved, reading.problems + conflicting
 
 
 def complete(
@@ -95,16 +172,38 @@ def complete(
     device: DeviceInfo,
     loader: str,
     checkpoint_dtype: str | None = None,
+    *,
+    draft: ModelFacts | None = None,
 ) -> Resolved:
-    """The same options with every value that follows from the model and the machine filled in.
-
-    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`,
-    `checkpoint_dtype` torch's word for what the weight files hold, if they tell.
+    """The options filled in and judged: `assess`, for those who cannot go on with a problem.
 
     Raises:
-        IncompatibleOptionsError: what the user set does not suit the model.
+        ConfigError: every option that does not suit the model or the machine.
     """
-    facts = defaults.ModelFacts.from_config(model_config, checkpoint_dtype)
+    resolved, problems = assess(
+        resolved, model_config, device, loader, checkpoint_dtype, draft=draft
+    )
+    if problems:
+        raise ConfigError.collect(problems)
+    return resolved
+
+
+def assess(
+    resolved: Resolved,
+    model_config: Mapping[str, Any],
+    device: DeviceInfo,
+    loader: str,
+    checkpoint_dtype: str | None = None,
+    *,
+    draft: ModelFacts | None = None,
+) -> tuple[Resolved, list[ConfigError]]:
+    """The same options with every value that follows from the model and the machine filled in, and every problem.
+
+    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`,
+    `checkpoint_dtype` torch's word for what the weight files hold, if they tell, `draft` the facts of the
+    draft model, if they are known.
+    """
+    facts = ModelFacts.from_config(model_config, checkpoint_dtype)
     filled = defaults.fill(resolved.options, facts, device, loader)
     options = resolved.options.model_copy(
         update={name: value for name, (value, _) in filled.items()}
@@ -113,75 +212,116 @@ def complete(
         **resolved.origins,
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
-    unsuited = defaults.unsuited(resolved.options, facts)
-    if problems := [_incompatible(conflict, options, origins) for conflict in unsuited]:
-        raise ConfigError.collect(problems)
-    ignored = MappingProxyType({**resolved.ignored, **defaults.unused(options, loader)})
-    return replace(resolved, options=options, origins=MappingProxyType(origins), ignored=ignored)
+    resolved = replace(resolved, options=options, origins=MappingProxyType(origins))
+    minutes = plan.compile_minutes(facts, len([*plan.graphs(options, facts, loader)]))
+    found = suitability.findings(
+        options,
+        facts,
+        device,
+        loader,
+        draft=draft,
+        estimated_load_s=60 * minutes or None,
+        filled=filled,
+    )
+    return _judged(resolved, found)
 
 
-def _gather(
+def _judged(
+    resolved: Resolved, found: Iterator[Finding] | Sequence[Finding]
+) -> tuple[Resolved, list[ConfigError]]:
+    """The findings that only warn or note, added to those of `resolved`, and the others as errors."""
+    findings = list(found)
+    errors: list[ConfigError] = [
+        IncompatibleOptionsError(resolved.describe(finding))
+        for finding in findings
+        if finding.level == "error"
+    ]
+    milder = tuple(finding for finding in findings if finding.level != "error")
+    return replace(resolved, findings=resolved.findings + milder), errors
+
+
+def _written(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
-    overruled: Collection[str],
-) -> tuple[list[Setting], list[ConfigError]]:
-    """Every setting that says something, highest precedence first; the variables in `overruled` say nothing."""
-    problems: list[ConfigError] = []
-    written: list[Setting] = []
-    folder: list[Setting] = []
-    if model_dir is not None:
-        folder.append(
-            Setting("model_dir", model_dir, "the model folder", "argument", by_user=False)
+    file: Path | None,
+    reading: _Reading,
+) -> list[Setting]:
+    """Every setting that a user wrote and that says something, highest precedence first."""
+    in_file = _from_file(model_dir, file, reading)
+    options = [setting for setting in in_file if setting.by_user]
+    arguments = [setting for setting in in_file if not setting.by_user]
+    stronger = [*sources.from_overrides(overrides), *sources.from_sagemaker(environ), *options]
+    hub: list[Setting] = []
+    silent: dict[str, str] = {}
+    if djl_serving.wrote(in_file, environ):
+        stronger = [*stronger[: -len(options)], *djl_serving.retold(options)]
+    else:
+        hub, silent = sources.from_hub(
+            environ, model_dir, [*_stripped(stronger)], in_djl=properties is not None
         )
-        try:
-            written += sources.from_file(model_dir)
-        except ConfigError as error:
-            problems.append(error)
-    written += sources.from_environ(environ)
-    settings = [
-        *folder,
-        *sources.from_overrides(overrides),
-        *sources.from_djl(properties or {}, written),
-        *written,
-        *sources.from_fallbacks(
-            {name: value for name, value in environ.items() if name not in overruled}
-        ),
+    reading.ignored.update(silent)
+    variables = sources.from_environ(environ)
+    return [
+        *_stripped(
+            [
+                *stronger,
+                *hub,
+                *(setting for setting in variables if setting.by_user),
+                *arguments,
+                *(setting for setting in variables if not setting.by_user),
+                *sources.from_fallbacks(environ),
+            ]
+        )
     ]
-    return [stripped for setting in settings if (stripped := _stripped(setting))], problems
 
 
-def _stripped(setting: Setting) -> Setting | None:
-    """Without blanks around the value, which Java keeps; None if nothing is left."""
-    if setting.value is None:
-        return None
-    if not isinstance(setting.value, str):
-        return setting
-    value = setting.value.strip()
-    return replace(setting, value=value) if value else None
-
-
-def _validate(chosen: Mapping[str, Setting], problems: list[ConfigError]) -> ServingOptions:
-    """The options; one that is not valid is added to `problems` and left at its default."""
-    values = {name: setting.value for name, setting in chosen.items()}
+def _from_file(model_dir: Path | None, file: Path | None, reading: _Reading) -> list[Setting]:
     try:
-        return ServingOptions.model_validate(values)
-    except ValidationError as error:
-        wrong = {str(entry["loc"][0]) for entry in error.errors(include_url=False)}
-    for name in sorted(wrong):
-        setting = chosen[name]
-        problems.append(
-            InvalidOptionError(setting.name, setting.value, setting.origin, allowed_values(name))
+        if file is not None:
+            return sources.from_properties(file)
+        return [] if model_dir is None else sources.from_file(model_dir)
+    except ConfigError as error:
+        reading.problems.append(error)
+        return []
+
+
+def _folder(model_dir: Path | None) -> list[Setting]:
+    if model_dir is None:
+        return []
+    return [Setting("model_dir", model_dir, "the model folder", "argument", by_user=False)]
+
+
+def _stripped(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """Without blanks around the values, which Java keeps; those that say nothing left out."""
+    for setting in settings:
+        value = setting.value.strip() if isinstance(setting.value, str) else setting.value
+        if value is not None and value != "":
+            yield replace(setting, value=value)
+
+
+def _validate(reading: _Reading, folder: Path) -> ServingOptions:
+    """The options; one that is not valid becomes a problem and is left at its default. Files lie in `folder`."""
+    values: dict[str, object] = {}
+    wrong: dict[str, str] = {}
+    for name, (_, value) in reading.chosen.items():
+        values[name], obstacle = (
+            sources.content(value, folder) if option(name).file else (value, "")
         )
-    return ServingOptions.model_validate({name: values[name] for name in values.keys() - wrong})
-
-
-def _incompatible(
-    conflict: Finding, options: ServingOptions, origins: Mapping[str, str]
-) -> ConfigError:
-    listed = " and ".join(
-        f"{name}={getattr(options, name)} ({origins.get(name, _DEFAULT)})"
-        for name in conflict.names
-    )
-    return IncompatibleOptionsError(f"{listed}: {conflict.problem}")
+        if obstacle:
+            wrong[name] = f"; {obstacle}"
+            del values[name]
+    try:
+        options = ServingOptions.model_validate(values)
+    except ValidationError as error:
+        invalid = strictness.reasons(error)
+        wrong.update(invalid)
+        options = ServingOptions.model_validate(
+            {name: value for name, value in values.items() if name not in invalid}
+        )
+    reading.problems += [
+        strictness.invalid(reading.chosen[name][0], allowed_values(name) + why)
+        for name, why in wrong.items()
+    ]
+    return options

@@ -1,4 +1,4 @@
-"""Where values come from: the model's `serving.properties`, the environment, DJL Serving, the command line.
+"""Where values come from: command line, SageMaker, `serving.properties`, the environment, DJL Serving.
 
 Nothing is interpreted here but names: a source gives `Setting`s, `resolve` decides. What a user wrote is marked,
 because only that is ours to refuse.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import javaproperties
 
@@ -20,13 +22,45 @@ from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import ConfigError
 
 FILE_NAME = "serving.properties"
-_HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION")
 DJL = "DJL"
 """Source, and origin, of what DJL Serving passes; a value that the user wrote has the user's origin."""
-_PREFIX, _ENV_PREFIX = "option.", "OPTION_"
-# Source: DJL Serving's ModelInfo.java: other names are lower-cased, and only if they are upper-case throughout.
+COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
+_PREFIX, _ENV_PREFIX, _ARGUMENT_PREFIX = "option.", "OPTION_", "ARGS_"
+
+SAGEMAKER: Mapping[str, str] = MappingProxyType(
+    {
+        "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
+    }
+)
+"""Variables that overrule the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
+
+HUB: Mapping[str, str] = MappingProxyType(
+    {"HF_MODEL_ID": "model_id", "HF_REVISION": "revision", "HF_TASK": "task"}
+)
+"""Variables that describe one model of the hub together, to the option. Source: djl-serving d21927c, ModelStore.java:
+DJL Serving writes a `serving.properties` with them, so they come before `OPTION_*`."""
+
+TGI: Mapping[str, str] = MappingProxyType(
+    {
+        "HF_MODEL_QUANTIZE": "quantize",
+        "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
+        "MAX_BATCH_SIZE": "max_rolling_batch_size",
+        "MAX_BATCH_PREFILL_TOKENS": "max_rolling_batch_prefill_tokens",
+        "MAX_CONCURRENT_REQUESTS": "max_waiting",
+        "SM_NUM_GPUS": "tensor_parallel_degree",
+    }
+)
+"""Variables of users who come from TGI, to the option. Source: djl-serving d21927c,
+dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
+DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
+
+# Source: djl-serving d21927c, ModelInfo.java: other names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"ENTRYPOINT": "entryPoint", "ENGINE": "engine"}
 _UPPER = re.compile(r"[A-Z_\d]+")
+MAX_FILE_BYTES = 1 << 20
+_MAX_PATH = 4096  # Linux's own limit
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "none", "null"})
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -50,7 +84,21 @@ def environment() -> dict[str, str]:
 
 
 def from_file(model_dir: Path) -> list[Setting]:
-    """Settings of the folder's `serving.properties`, those with the `option.` prefix first; none without the file.
+    """Settings of the folder's `serving.properties`, as `from_properties` reads them; none without the file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds a broken escape.
+    """
+    path = model_dir / FILE_NAME
+    try:
+        there = path.exists()
+    except (OSError, ValueError):
+        there = True  # reading it says what is wrong
+    return from_properties(path) if there else []
+
+
+def from_properties(path: Path) -> list[Setting]:
+    """Settings of a properties file, those with the `option.` prefix first.
 
     Read as Java's `Properties.load` reads bytes: ISO-8859-1 and escapes, the last of equal keys counts. Keys without
     the prefix are DJL Serving's arguments, which reach a handler too (`batch_size`, `engine`, `minWorkers` …). The mark
@@ -59,15 +107,15 @@ def from_file(model_dir: Path) -> list[Setting]:
     Raises:
         ConfigError: the file cannot be read or holds a broken escape.
     """
-    path = model_dir / FILE_NAME
     try:
-        content = path.read_bytes() if path.exists() else b""
+        content = path.read_bytes()
         entries = list(javaproperties.parse(io.BytesIO(content.removeprefix(codecs.BOM_UTF8))))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
     except ValueError as error:
-        message = f"{path} is not a properties file: {error}. Write \\\\ for a backslash, \\uXXXX for a character"
+        fix = r"Write \\ for a backslash, \uXXXX for a character"
+        message = f"{str(path)!r} is not a properties file: {error}. {fix}"
         raise ConfigError(message) from error
     found: dict[str, Setting] = {}
     line = 1
@@ -77,58 +125,117 @@ def from_file(model_dir: Path) -> list[Setting]:
             name, origin = entry.key.removeprefix(_PREFIX), f"{path} line {line}"
             found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user)
         line += len(_LINE_END.findall(entry.source))
+    if "max_dynamic_batch_size" in found:
+        # Source: djl-serving d21927c, ModelInfo.java configPerModelSettings: it is passed on under this name.
+        found.setdefault("batch_size", replace(found["max_dynamic_batch_size"], name="batch_size"))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
 
 
 def from_environ(environ: Mapping[str, str]) -> list[Setting]:
-    """Settings of the `OPTION_*` variables, named as DJL Serving names them."""
-    found = []
+    """Settings of the `OPTION_*` variables, then of `ARGS_*` (arguments of DJL Serving), named as DJL names them."""
+    options: list[Setting] = []
+    arguments: list[Setting] = []
     for variable, value in environ.items():
-        if not variable.startswith(_ENV_PREFIX) or variable == _ENV_PREFIX:
-            continue
-        name = variable.removeprefix(_ENV_PREFIX)
-        if _UPPER.fullmatch(name):
-            name = _ENV_SPECIAL.get(name, name.lower())
-        found.append(Setting(name, value, f"environment {variable}", "environment", by_user=True))
-    return found
+        for prefix, found in ((_ENV_PREFIX, options), (_ARGUMENT_PREFIX, arguments)):
+            name = variable.removeprefix(prefix)
+            if name in {variable, ""}:
+                continue
+            if _UPPER.fullmatch(name):
+                name = _ENV_SPECIAL.get(name, name.lower())
+            by_user = found is options
+            found.append(Setting(name, value, f"environment {variable}", ENVIRONMENT, by_user))
+    return options + arguments
 
 
-def from_fallbacks(environ: Mapping[str, str]) -> list[Setting]:
-    """Settings of the variables that stand in for options, such as `TENSOR_PARALLEL_DEGREE`."""
-    return [
-        Setting(name, environ[variable], f"environment {variable}", "fallbacks", by_user=True)
-        for name in ServingOptions.model_fields
-        for variable in option(name).env
-        if variable in environ
-    ]
+def from_sagemaker(environ: Mapping[str, str]) -> list[Setting]:
+    """Settings of SageMaker's own variables; the others that it knows belong to DJL Serving."""
+    return _from_variables(environ, SAGEMAKER, "SageMaker")
 
 
-def overruled(
-    environ: Mapping[str, str], model_dir: Path | None, *, in_djl: bool
-) -> dict[str, str]:
-    """The variables that name a model of the hub and say nothing about this one, with the reason."""
-    if in_djl:
+def from_hub(
+    environ: Mapping[str, str],
+    model_dir: Path | None,
+    stronger: Sequence[Setting],
+    *,
+    in_djl: bool,
+) -> tuple[list[Setting], dict[str, str]]:
+    """Settings of the variables that name a model of the hub, and those that say nothing here with the reason.
+
+    `stronger` is what comes before them. Revision and task belong to the model that they are given with: where
+    something else names the model, they are not used for it.
+    """
+    given = {name: value for name, value in environ.items() if name in HUB and value.strip()}
+    named = next((entry.origin for entry in stronger if entry.name == "model_id"), None)
+    if "HF_MODEL_ID" not in given:
+        reason = "it goes with HF_MODEL_ID, which is not set; for another model there is OPTION_REVISION (or _TASK)"
+    elif in_djl:
         reason = "DJL Serving makes a model folder of its own from it"
     elif model_dir is not None and _holds_model(model_dir):
         reason = f"{model_dir} holds a model itself"
+    elif named is not None:
+        reason = f"the model is named by {named}"
     else:
-        return {}
-    return {name: reason for name in _HUB_VARIABLES if environ.get(name, "").strip()}
+        return _from_variables(given, HUB, HUB_SOURCE), {}
+    return [], dict.fromkeys(given, reason)
+
+
+def from_fallbacks(environ: Mapping[str, str]) -> list[Setting]:
+    """Settings of the variables that stand in for options: TGI's, then such as `TENSOR_PARALLEL_DEGREE`."""
+    fields = {
+        variable: name
+        for name in ServingOptions.model_fields
+        for variable in option(name).env
+        if variable not in HUB
+    }
+    late = {"SM_NUM_GPUS": TGI["SM_NUM_GPUS"]}  # the container sets TENSOR_PARALLEL_DEGREE from it
+    early = {variable: name for variable, name in TGI.items() if variable not in late}
+    return _from_variables(environ, {**early, **fields, **late}, "fallbacks")
+
+
+def content(value: object, folder: Path) -> tuple[object, str]:
+    """The JSON of the file that `value` names, absolute or relative to `folder`; `value` itself if it is no path.
+
+    A path is a text that is neither a word for yes, no or nothing nor the beginning of an object or list. The second
+    part says what is wrong with the file: at most 1 MiB of JSON is expected.
+    """
+    if not isinstance(value, str) or value.lower() in _WORDS or value[:1] in {"{", "[", "("}:
+        return value, ""
+    if len(value) > _MAX_PATH:
+        return None, f"a path has at most {_MAX_PATH} characters"
+    path, named = folder / value, repr(str(folder / value))
+    try:
+        if not path.is_file():
+            return None, f"there is no file {named}"
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        return None, f"the file {named} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return None, f"{named} is no path: {error}"
+    if len(data) > MAX_FILE_BYTES:
+        return None, f"the file {named} has more than {MAX_FILE_BYTES} bytes"
+    try:
+        return json.loads(data), ""
+    except (ValueError, RecursionError) as error:
+        return None, f"the file {named} is not JSON: {error}"
 
 
 def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> list[Setting]:
     """Settings that DJL Serving passes: what the user wrote, changed or not, mixed with DJL's own keys.
 
-    The prefix is gone by then, so a value keeps the origin of the setting in `written` that it equals. They come in
-    the order of `written`, not in that of Java's hash map: of two names for one option the user's first one counts.
+    The prefix is gone by then, so a value keeps the origin of the setting in `written` that it equals, blanks around
+    it left aside. They come in the order of `written`, not in that of Java's hash map: of two names for one option the
+    user's first one counts.
     """
     origins: dict[tuple[str, object], str] = {}
+    firsts: dict[str, Setting] = {}
     ranks: dict[str, int] = {}
     for rank, setting in enumerate(written):
         origins.setdefault((setting.name, setting.value), setting.origin)
+        firsts.setdefault(setting.name, setting)
         ranks.setdefault(setting.name, rank)
     return [
-        Setting(name, value, _origin(origins, name, value), DJL, by_user=False)
+        Setting(name, value, _origin(origins, firsts, name, value), DJL, by_user=False)
         for name, value in sorted(
             properties.items(), key=lambda entry: (ranks.get(entry[0], len(ranks)), entry[0])
         )
@@ -138,13 +245,34 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
 def from_overrides(overrides: Mapping[str, str]) -> list[Setting]:
     """Settings of the command line."""
     return [
-        Setting(name, value, "command line", "command line", True)
-        for name, value in overrides.items()
+        Setting(name, value, COMMAND_LINE, COMMAND_LINE, True) for name, value in overrides.items()
     ]
 
 
-def _origin(origins: Mapping[tuple[str, object], str], name: str, value: object) -> str:
-    return origins.get((name, value), DJL) if isinstance(value, str) else DJL
+def _from_variables(
+    environ: Mapping[str, str], names: Mapping[str, str], source: str
+) -> list[Setting]:
+    """One setting for each variable of `names` (to the name it sets) that there is, in that order."""
+    return [
+        Setting(name, environ[variable], f"environment {variable}", source, by_user=True)
+        for variable, name in names.items()
+        if variable in environ
+    ]
+
+
+def _origin(
+    origins: Mapping[tuple[str, object], str],
+    firsts: Mapping[str, Setting],
+    name: str,
+    value: object,
+) -> str:
+    if not isinstance(value, str):
+        return DJL
+    value, first = value.strip(), firsts.get(name)
+    if first is not None and str(first.value).startswith("s3://") and value != first.value:
+        # Source: djl-serving d21927c, ModelInfo.java downloadS3, downloadDraftModel.
+        return f"{first.origin}, downloaded by DJL"
+    return origins.get((name, value), DJL)
 
 
 def _holds_model(model_dir: Path) -> bool:

@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
-from djl_python_neuronx.config.options import NAMES, ServingOptions
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.options import NAMES, ServingOptions, option
+from djl_python_neuronx.config.rules import Finding
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.errors import (
     ConfigError,
@@ -23,21 +24,45 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 
+_MAX_SHOWN = 200
+_RECOMMENDED = frozenset(
+    {
+        *("tensor_parallel_degree", "pipeline_parallel_degree"),
+        *("max_rolling_batch_size", "n_positions"),
+    }
+)
+"""Options that DJL Serving fills in where the user says nothing, or `max`. Source: djl-serving d21927c,
+LmiConfigRecommender.java and PyModel.java; up to 1132e3ab^ NeuronSmartDefaultUtils.java too."""
+
+
+def shown(value: object) -> object:
+    """For messages: `value` itself, or the beginning of its text where that is too long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
+        return f"<{type(value).__name__}>"
+    return value if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def invalid(setting: Setting, expected: str) -> InvalidOptionError:
+    """The error for a value that is not allowed; one too long for a message is cut."""
+    return InvalidOptionError(setting.name, shown(setting.value), setting.origin, expected)
+
 
 def unknown(
     setting: Setting, ignored: dict[str, str], suspicious: dict[str, str]
 ) -> Iterator[ConfigError]:
     """What to say of a name that is no option."""
-    name, value, origin = setting.name, setting.value, setting.origin
+    name, origin = setting.name, setting.origin
     if name in UNSUPPORTED:
         yield from _unsupported(setting, ignored, suspicious)
     elif name in IGNORED:
         ignored[name] = IGNORED[name].reason
     elif name in DJL_ARGUMENTS and setting.by_user:
         expected = f"{name} without 'option.' in serving.properties, where DJL Serving reads it"
-        yield InvalidOptionError(name, value, origin, expected)
+        yield invalid(setting, expected)
     elif setting.by_user:
-        yield UnknownOptionError(name, origin, [*NAMES, *IGNORED, *UNSUPPORTED])
+        yield UnknownOptionError(name, origin, [*NAMES, *TRANSLATED, *IGNORED, *UNSUPPORTED])
     elif setting.source != sources.FILE_NAME or name in DJL_ARGUMENTS:
         ignored.setdefault(name, "DJL Serving's own")
     elif _means_option(name):
@@ -49,26 +74,37 @@ def unknown(
         )
 
 
-def _unsupported(
-    setting: Setting, ignored: dict[str, str], suspicious: dict[str, str]
-) -> Iterator[ConfigError]:
-    name, value, origin = setting.name, setting.value, setting.origin
-    if UNSUPPORTED[name].accepts(value) or not (
-        setting.by_user or setting.source == sources.FILE_NAME
-    ):
-        ignored[name] = "it is not supported in this version, and not asked for"
-    elif setting.by_user:
-        yield InvalidOptionError(name, value, origin, UNSUPPORTED[name].expected)
-    else:
-        suspicious[name] = f"{origin}: not supported in this version"
+def translated(setting: Setting, ignored: dict[str, str]) -> tuple[str, str] | None:
+    """Option and value that one of the `TRANSLATED` names stands for; None if it asks for nothing.
+
+    Raises:
+        InvalidOptionError: the name has no such value.
+    """
+    translation = TRANSLATED[setting.name]
+    word = str(setting.value).strip().lower() if isinstance(setting.value, str | bool) else ""
+    if word not in translation.values:
+        if setting.source == sources.DJL:  # refused where the user wrote it, if he did
+            ignored[setting.name] = _means_nothing(setting)
+            return None
+        *most, last = translation.values
+        raise invalid(setting, f"{', '.join(most)} or {last}" if most else last)
+    value = translation.values[word]
+    if value is None:
+        ignored[setting.name] = f"it asks for nothing; the option is {translation.option}"
+        return None
+    return translation.option, value
 
 
 def passed_over(name: str, setting: Setting) -> str | None:
     """Why the value of an option does not count, though nobody is to blame; None if it counts."""
     if callable(setting.value):
         return "functions of a model.py are not called; the built-in formats are served"
-    if setting.origin == sources.DJL and not _valid(name, setting.value):
-        return f"DJL Serving's own {setting.value!r} means nothing here"
+    if setting.origin != sources.DJL:
+        return None
+    if parsed(name, setting.value) is INVALID:
+        return _means_nothing(setting)
+    if name in _RECOMMENDED:
+        return f"DJL Serving's own {setting.value} gives way to what follows from the model and the cores"
     return None
 
 
@@ -78,27 +114,91 @@ def misplaced(name: str, setting: Setting) -> Iterator[ConfigError]:
         expected = (
             "nothing: whoever starts the model sets it; name another folder with option.model_id"
         )
-        yield InvalidOptionError(name, setting.value, setting.origin, expected)
+        yield invalid(setting, expected)
 
 
-def contradiction(first: Setting, other: Setting) -> Iterator[ConfigError]:
-    """Two names for one option with two values in one source, both written by the user."""
-    if first.name != other.name and first.value != other.value and first.by_user and other.by_user:
+def contradiction(
+    name: str, first: tuple[Setting, object], other: tuple[Setting, object]
+) -> Iterator[ConfigError]:
+    """Two names for the option `name` with two values in one source, both written by the user.
+
+    Each comes with the value that counts. Spellings of one value agree; what is invalid is not compared.
+    """
+    (one, one_value), (two, two_value) = first, other
+    if one.name == two.name or not (one.by_user and two.by_user):
+        return
+    values = [parsed(name, one_value), parsed(name, two_value)]
+    if INVALID not in values and values[0] != values[1]:
         yield IncompatibleOptionsError(
-            f"{first.name}={first.value!r} ({first.origin}) and {other.name}={other.value!r} ({other.origin}) "
+            f"{one.name}={shown(one.value)!r} ({one.origin}) and {two.name}={shown(two.value)!r} ({two.origin}) "
             "are one option; keep one of them"
         )
 
 
+def overruled(
+    name: str, winner: tuple[Setting, object], other: tuple[Setting, object]
+) -> Iterator[Finding]:
+    """What a user wrote for the option `name` and another of his places overrules; the command line may do so."""
+    (one, one_value), (two, two_value) = winner, other
+    places = {sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE}
+    if (
+        one.origin in {two.origin, sources.DJL, sources.COMMAND_LINE}
+        or one.source == two.source
+        or two.source not in places
+        or not two.by_user
+    ):
+        return
+    if parsed(name, one_value) != parsed(name, two_value):
+        problem = f"{two.name}={shown(two.value)} ({two.origin}) does not count beside it"
+        yield Finding((name,), problem, "note")
+
+
+def reasons(error: ValidationError) -> dict[str, str]:
+    """The options that are not valid, with what is to be added to the values that they take."""
+    found: dict[str, str] = {}
+    for entry in error.errors(include_url=False, include_context=False, include_input=False):
+        name, *inner = map(str, entry["loc"])
+        # Within an object, the name that is wrong; of a union's branches the message would only confuse.
+        where = f"; {'.'.join(inner)}: {entry['msg']}" if inner and option(name).file else ""
+        found.setdefault(name, where)
+    return found
+
+
+class _Invalid:
+    """What no option can be."""
+
+
+INVALID = _Invalid()
+"""`parsed` of a value that is not allowed."""
+
+
+def parsed(name: str, value: object) -> object:
+    """The value as the options hold it, or `INVALID`."""
+    try:
+        return getattr(ServingOptions.model_validate({name: value}), name)
+    except ValidationError:
+        return INVALID
+
+
+def _unsupported(
+    setting: Setting, ignored: dict[str, str], suspicious: dict[str, str]
+) -> Iterator[ConfigError]:
+    name = setting.name
+    if UNSUPPORTED[name].accepts(shown(setting.value)) or not (
+        setting.by_user or setting.source == sources.FILE_NAME
+    ):
+        ignored[name] = "it is not supported in this version, and not asked for"
+    elif setting.by_user:
+        yield invalid(setting, UNSUPPORTED[name].expected)
+    else:
+        suspicious[name] = f"{setting.origin}: not supported in this version"
+
+
 def _means_option(key: str) -> bool:
     """True for a key that begins with a misspelt ``option.``."""
-    head, dot, _ = key.lower().partition(".")
+    head, dot, _ = key[:_MAX_SHOWN].lower().partition(".")
     return bool(dot and (head == "opt" or get_close_matches(head, ["option"], cutoff=0.7)))
 
 
-def _valid(name: str, value: object) -> bool:
-    try:
-        ServingOptions.model_validate({name: value})
-    except ValidationError:
-        return False
-    return True
+def _means_nothing(setting: Setting) -> str:
+    return f"DJL Serving's own {shown(setting.value)!r} means nothing here"

@@ -1,20 +1,49 @@
-"""What an option's value may be: the marker that every field carries, and the types with their readers."""
+"""What an option's value may be: the marker that every field carries, and the types with their readers.
+
+Values come as text (`serving.properties`, the environment) or as objects (DJL Serving, tests). A reader gives what
+pydantic then validates; text that it cannot make sense of it hands on, and pydantic refuses it.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 COUNT = "a whole number of at least 1"
 POSITIONS = "a whole number of at least 2"
 SECONDS = "seconds, a number above 0"
 BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
+DTYPES = "fp32 or float32, fp16 or float16, bf16 or bfloat16"
+OBJECT = 'a JSON object such as {"name": 1}, or a file that holds one'
+TREE = "a JSON list of lists of numbers, or a file that holds one"
+WORDS = 'names such as "lm_head,embed_tokens"'
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+MAX_TEXT = 65_536
+"""Characters of a JSON value; real ones have some hundreds."""
+MAX_LITERAL = 8_192
+"""Characters of a Python literal. Python's parser recurses once per operator: this many do not exhaust its stack."""
+MAX_DEPTH = 32
+"""Brackets within brackets."""
+
+_LARGEST, _BEYOND = 2**31 - 1, 2**63
+_DTYPES = {
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16",), "bfloat16"),
+}
+_NOTHING = frozenset({"none", "null"})
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+_INT8 = frozenset({"int8", "static_int8", "s8"})
+_FP8 = frozenset(
+    {"fp8", "static_fp8", "f8e4m3", "f8e4m3fn", "fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"}
+)
 
 
 @dataclass(frozen=True)
@@ -28,35 +57,202 @@ class Option:
     env: tuple[str, ...] = ()
     """Environment variables that stand in for it when nothing else sets it, the first one first."""
     to: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Loader name to the library's own name, for options that are handed through."""
+    """Loader name to the library's own name, for options that are handed through: a keyword (`fuse_qkv`), one inside
+    another (`quant.quant_dtype`), a compiler flag (`--optlevel`), an environment variable (`NEURON_CC_FLAGS`) or a
+    method (`load()`). Empty: the option is ours and means the same with every loader."""
+    tunes: bool = False
+    """It changes speed or memory, never an answer: a loader without an equivalent leaves it out and says so. Without
+    it such a loader refuses the option."""
+    file: bool = False
+    """The value may be the path of a JSON file, absolute or relative to the model folder."""
+
+
+class OptionGroup(BaseModel):
+    """Base of the classes that hold option fields: frozen, closed, and ``None`` written out means not set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset(cls, values: object) -> object:
+        """Old files spell a default out: ``option.unroll=None``."""
+        if not isinstance(values, Mapping):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if not (
+                isinstance(value, str)
+                and value.strip().lower() in _NOTHING
+                and name in cls.model_fields
+                and cls.model_fields[name].default is None
+            )
+        }
+
+
+def parse_object(text: str) -> object:
+    """The value of a JSON text or, as old files have them, of a Python literal (`{'a': True}`).
+
+    Raises:
+        ValueError: it is neither, or longer or deeper than any real value.
+    """
+    if len(text) > MAX_TEXT or _depth(text) > MAX_DEPTH:
+        message = f"expected at most {MAX_TEXT} characters and {MAX_DEPTH} nested brackets"
+        raise ValueError(message)
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    except ValueError:
+        if len(text) > MAX_LITERAL:
+            raise
+    try:
+        with warnings.catch_warnings():
+            # A backslash that escapes nothing; the user sees the value, not Python's opinion of it.
+            warnings.simplefilter("ignore")
+            return ast.literal_eval(text.strip())
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        message = "expected JSON or a Python literal"
+        raise ValueError(message) from error
+
+
+def truth(value: object) -> bool | None:
+    """True or False for a boolean in any of its spellings, None for anything else."""
+    word = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    message = f"{name} is no JSON"
+    raise ValueError(message)
+
+
+def _depth(text: str) -> int:
+    """Most brackets open at once; those in strings count too, which only makes the bound stricter."""
+    depth = deepest = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]})":
+            depth -= 1
+    return deepest
 
 
 def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _upper(value: object) -> object:
+    return value.strip().upper() if isinstance(value, str) else value
+
+
+def _hyphenated(value: object) -> object:
+    return value.strip().lower().replace("_", "-") if isinstance(value, str) else value
 
 
 def _long_dtype(value: object) -> object:
-    return _DTYPES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    name = value.strip().lower().removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 def _split(value: object) -> object:
+    """The parts of a list written as "a,b", "[a, b]" or "(a, b)", without blanks and quotes."""
     if isinstance(value, str):
         # Blanks go here: pydantic 2.6 does not take " 512" for a number.
-        listed = value.strip().removeprefix("[").removesuffix("]").strip()
-        parts = listed.removesuffix(",").split(",")
-        return [part.strip() for part in parts]
+        listed = value.strip()
+        for left, right in ("[]", "()"):
+            if listed.startswith(left) and listed.endswith(right):
+                listed = listed[1:-1].strip()
+                break
+        return [_unquoted(part.strip()) for part in listed.removesuffix(",").split(",")]
     return [value] if isinstance(value, int) else value
+
+
+def _unquoted(part: str) -> str:
+    quoted = len(part) > 1 and part[0] == part[-1] and part[0] in "\"'"
+    return part[1:-1] if quoted else part
+
+
+def _one_or_list(value: object) -> object:
+    listed = isinstance(value, str) and ("," in value or value.strip()[:1] in {"[", "("})
+    return _split(value) if listed else value
 
 
 def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(lengths)))
 
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Positions = Annotated[int, Field(ge=2, le=2**31 - 1)]
+def _object(value: object) -> object:
+    return plain(parse_object(value) if isinstance(value, str) else value)
+
+
+def plain(value: object, depth: int = MAX_DEPTH) -> object:
+    """The value with lists for tuples, if JSON can hold it: it is written into reports and artifacts.
+
+    Raises:
+        ValueError: it cannot, or a number or the nesting is beyond any real value.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)) and abs(value) < _BEYOND:
+        return value
+    if depth and isinstance(value, (list, tuple)):
+        return [plain(entry, depth - 1) for entry in value]
+    if depth and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(entry, depth - 1) for key, entry in value.items()}
+    message = "expected objects, lists, text, numbers, booleans and null, as in JSON"
+    raise ValueError(message)
+
+
+def _eight_bits(value: object) -> object:
+    word = value.strip().lower() if isinstance(value, str) else None
+    return "int8" if word in _INT8 else "fp8" if word in _FP8 else value
+
+
+def _weights(value: object) -> object:
+    """`NEURON_QUANT` and `load_in_8bit` say true for int8."""
+    told = truth(value)
+    eight_bits = "int8" if told else _eight_bits(value)
+    if told is False:
+        return None
+    return f"static_{eight_bits}" if eight_bits in ("int8", "fp8") else value
+
+
+Count = Annotated[int, Field(ge=1, le=_LARGEST)]
+Amount = Annotated[int, Field(ge=0, le=_LARGEST)]
+Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
 Lower = BeforeValidator(_lower)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+AutoDtype = Annotated[
+    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)
+]
 Buckets = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)
 ]
+TokenBuckets = Annotated[tuple[Positions, ...], Field(min_length=1), AfterValidator(_ascending)]
+OneOrList = BeforeValidator(_one_or_list)
+Words = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+    Field(min_length=1),
+    BeforeValidator(_split),
+]
+Order = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=3)], ...],
+    Field(min_length=4, max_length=4),
+    BeforeValidator(_split),
+]
+Sizes = Annotated[tuple[Count, ...], Field(min_length=1), BeforeValidator(_split)]
+Axes = Annotated[tuple[Amount, ...], Field(min_length=1), BeforeValidator(_split)]
+Object = Annotated[dict[str, Any], BeforeValidator(_object)]
+MedusaTree = Annotated[
+    tuple[tuple[Amount, ...], ...], Field(min_length=1), BeforeValidator(_object)
+]
+Upper = BeforeValidator(_upper)
+Hyphenated = BeforeValidator(_hyphenated)
+EightBits = Annotated[Literal["int8", "fp8"], BeforeValidator(_eight_bits)]
+Weights = Annotated[Literal["static_int8", "static_fp8"] | None, BeforeValidator(_weights)]

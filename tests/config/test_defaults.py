@@ -1,181 +1,421 @@
 """Values that follow from the model and the machine."""
 
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config import defaults
-from djl_python_neuronx.config.defaults import ModelFacts
-from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.resolve import complete, resolve
-from djl_python_neuronx.errors import IncompatibleOptionsError
+from djl_python_neuronx.config.defaults import fill, make_buckets
+from djl_python_neuronx.config.instances import (
+    GIB,
+    INSTANCES,
+    DeviceInfo,
+    legal_degrees,
+    named,
+)
+from djl_python_neuronx.config.memory import Load, needed
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
 
 CPU = DeviceInfo(None, 0, 0, 2**40, 6, "")
-INF2 = DeviceInfo("inf2.8xlarge", 1, 2, 2**35, 32, "")
-TINY_LLAMA = {
-    "model_type": "llama",
-    "max_position_embeddings": 2048,
-    "hidden_size": 2048,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "torch_dtype": "float16",
+MODELS = Path(__file__).parent / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+TINY = "tinyllama-1.1b"
+FILLED = (
+    "dtype",
+    "tensor_parallel_degree",
+    "n_positions",
+    "max_rolling_batch_size",
+    "context_length_estimate",
+)
+
+
+def facts_of(name):
+    return ModelFacts.from_config(json.loads((MODELS / f"{name}.json").read_text()))
+
+
+def options_with(**values):
+    return ServingOptions.model_validate({"model_id": "m", **values})
+
+
+def filled(name, machine, loader="tnx", **values):
+    """Options with every value filled in; `name`: a model's or its facts, `machine`: an instance type's or a device."""
+    facts = facts_of(name) if isinstance(name, str) else name
+    device = named(machine) if isinstance(machine, str) else machine
+    options = options_with(**values)
+    found = fill(options, facts, device, loader)
+    assert all(why for _, why in found.values())
+    return options.model_copy(update={option: value for option, (value, _) in found.items()})
+
+
+def chosen(name, machine, loader="tnx", **values):
+    options = filled(name, machine, loader, **values)
+    return options.tensor_parallel_degree, options.n_positions, options.max_rolling_batch_size
+
+
+def fits(options, name, machine, loader):
+    device = named(machine)
+    return needed(
+        facts_of(name),
+        Load.of(options, loader),
+        degree=options.tensor_parallel_degree,
+        core_memory_bytes=device.core_memory_bytes,
+        loader=loader,
+    ).fits
+
+
+# degree, n_positions, max_rolling_batch_size; None: no choice fits, and the smallest is filled in
+PLANS = {
+    "llama-3-8b": {
+        "inf2.xlarge": (2, 4096, 16),
+        "inf2.8xlarge": (2, 4096, 16),
+        "inf2.24xlarge": (8, 4096, 32),
+        "inf2.48xlarge": (24, 4096, 32),
+        "trn1.2xlarge": (2, 4096, 16),
+        "trn1.32xlarge": (32, 4096, 32),
+        "trn2.3xlarge": (4, 4096, 32),
+        "trn2.48xlarge": (64, 4096, 32),
+    },
+    "llama-3-70b": {
+        "inf2.xlarge": None,
+        "inf2.24xlarge": None,
+        "inf2.48xlarge": (24, 4096, 32),
+        "trn1.2xlarge": None,
+        "trn1.32xlarge": (32, 4096, 32),
+        "trn2.3xlarge": None,
+        "trn2.48xlarge": (64, 4096, 32),
+    },
+    "llama-2-7b": {"inf2.xlarge": (2, 4096, 8), "inf2.24xlarge": (8, 4096, 32)},
+    "llama-2-13b": {"inf2.xlarge": (2, 4096, 1), "inf2.24xlarge": (8, 4096, 16)},
+    "mistral-7b-v0.1": {"inf2.xlarge": (2, 4096, 16), "inf2.48xlarge": (24, 4096, 32)},
+    "mixtral-8x7b": {
+        "inf2.xlarge": None,
+        "inf2.24xlarge": (8, 4096, 32),
+        "trn1.32xlarge": (32, 4096, 32),
+    },
+    "gpt-neox-20b": {
+        "inf2.xlarge": None,
+        "inf2.24xlarge": (8, 2048, 32),
+        "inf2.48xlarge": (8, 2048, 32),  # 64 heads, which 24 does not divide
+        "trn1.32xlarge": (32, 2048, 32),
+    },
+    "bloom-176b": {"inf2.24xlarge": None, "trn1.32xlarge": (32, 2048, 8)},
+    "opt-66b": {"inf2.24xlarge": None, "inf2.48xlarge": (24, 2048, 32)},
+    "qwen2.5-32b": {"inf2.xlarge": None, "inf2.24xlarge": (8, 4096, 32)},
+    TINY: {
+        "inf2.xlarge": (2, 2048, 32),
+        "inf2.48xlarge": (24, 2048, 32),
+        "trn1.2xlarge": (2, 2048, 32),
+        "trn2.3xlarge": (4, 2048, 32),
+    },
 }
 
 
-def completed(config, device, loader, **options):
-    resolved = resolve(None, None, {}, {"model_id": "m", **options})
-    return complete(resolved, config, device, loader)
-
-
-class TestComplete:
-    def test_nothing_is_left_open(self):
-        for device, loader in ((CPU, "cpu"), (INF2, "nxdi")):
-            options = completed(TINY_LLAMA, device, loader).options
-            assert options.dtype != "auto"
-            assert isinstance(options.tensor_parallel_degree, int)
-            for name in ("n_positions", "context_length_estimate", "max_rolling_batch_size"):
-                assert getattr(options, name)
-
-    def test_values_on_a_cpu(self):
-        resolved = completed(TINY_LLAMA, CPU, "cpu")
-        assert resolved.options.dtype == "float32"
-        assert resolved.options.n_positions == 2048
-        assert resolved.options.context_length_estimate == (128, 256, 512, 1024, 2048)
-        assert resolved.options.max_rolling_batch_size == 32
-        assert resolved.options.tensor_parallel_degree == 1
-        assert resolved.options.cpu_threads is None  # the backend counts the physical cores
-        assert resolved.origins["dtype"].startswith("default: ")
-        assert resolved.origins["model_id"] == "command line"
-
-    def test_values_on_a_device(self):
-        options = completed(TINY_LLAMA, INF2, "tnx", tensor_parallel_degree="max").options
-        assert (options.dtype, options.tensor_parallel_degree) == ("float16", 2)
-
-    def test_what_was_set_stays(self):
-        given = {
-            "dtype": "bf16",
-            "n_positions": "64",
-            "context_length_estimate": "16,32",
-            "cpu_threads": "1",
-        }
-        options = completed(TINY_LLAMA, CPU, "cpu", **given).options
-        assert (options.dtype, options.n_positions, options.cpu_threads) == ("bfloat16", 64, 1)
-        assert options.context_length_estimate == (16, 32)
-
-    def test_a_file_for_inferentia_can_be_tried_on_a_cpu(self):
-        given = {"tensor_parallel_degree": "8", "dtype": "fp16"}
-        resolved = completed(TINY_LLAMA, CPU, "cpu", **given)
-        assert "tensor_parallel_degree" in resolved.ignored
-        assert resolved.options.dtype == "float32"
-        assert "float16" in resolved.origins["dtype"]
-        assert not completed(TINY_LLAMA, INF2, "tnx", **given).ignored
-
-    def test_options_that_do_nothing_are_listed(self):
-        assert "cpu_threads" in completed(TINY_LLAMA, INF2, "tnx", cpu_threads="4").ignored
-        assert "cpu_threads" not in completed(TINY_LLAMA, CPU, "cpu", cpu_threads="4").ignored
-        assert "revision" in completed(TINY_LLAMA, CPU, "cpu", revision="main").ignored
-        trusting = completed(TINY_LLAMA, CPU, "cpu", revision="main", trust_remote_code="true")
-        assert "revision" not in trusting.ignored
-
+class TestOnDevices:
     @pytest.mark.parametrize(
-        ("config", "told", "expected"),
-        [
-            ({}, "bfloat16", "bfloat16"),
-            ({}, "float16", "float32"),
-            ({}, "f8_e4m3", "float32"),
-            ({}, None, "float32"),
-            ({"torch_dtype": "float32"}, "bfloat16", "float32"),
-        ],
+        ("name", "machine", "plan"),
+        [(name, machine, plan) for name, row in PLANS.items() for machine, plan in row.items()],
     )
-    def test_the_weight_files_tell_the_dtype_if_the_configuration_does_not(
-        self, config, told, expected
-    ):
-        resolved = resolve(None, None, {}, {"model_id": "m"})
-        assert complete(resolved, config, CPU, "cpu", told).options.dtype == expected
+    def test_plans(self, name, machine, plan):
+        options = filled(name, machine)
+        assert fits(options, name, machine, "tnx") is (plan is not None)
+        if plan is None:
+            assert (options.n_positions, options.max_rolling_batch_size) == (128, 1)
+        else:
+            assert chosen(name, machine) == plan
 
+    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+    @pytest.mark.parametrize("machine", INSTANCES)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_each_model_on_each_machine_has_a_legal_plan_or_none_fits(self, name, machine, loader):
+        device = named(machine)
+        options = filled(name, machine, loader)
+        degree = options.tensor_parallel_degree
+        legal = legal_degrees(device.family, device.visible_cores)
+        assert degree in legal
+        if fits(options, name, machine, loader):
+            return
+        smallest = Load(128, 1, options.dtype)
+        sizes = (
+            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, loader=loader)
+            for d in legal
+        )
+        assert all(size.needed > device.core_memory_bytes for size in sizes)
+
+    def test_int8_makes_room(self):
+        assert not fits(
+            filled("llama-3-70b", "inf2.24xlarge"), "llama-3-70b", "inf2.24xlarge", "tnx"
+        )
+        options = filled("llama-3-70b", "inf2.24xlarge", quantize="static_int8")
+        assert fits(options, "llama-3-70b", "inf2.24xlarge", "tnx")
+        assert options.n_positions == 4096
+
+    def test_a_model_of_unknown_size_is_filled_without_a_look_at_memory(self):
+        facts = ModelFacts(model_type="other", max_positions=65536)
+        assert chosen(facts, "inf2.xlarge") == (2, 4096, 32)
+        found = fill(options_with(), facts, named("inf2.xlarge"), "tnx")
+        assert "nothing tells whether memory suffices" in found["max_rolling_batch_size"][1]
+
+
+class TestDegree:
     @pytest.mark.parametrize(
-        ("longest", "positions"), [("64,512", 2048), ("4096", 4096), ("8192", 8192)]
+        ("visible", "degree"), [(24, 24), (23, 8), (12, 8), (6, 4), (3, 2), (1, 1), (0, 1)]
     )
-    def test_prompts_that_were_asked_for_fit(self, longest, positions):
-        config = {**TINY_LLAMA, "max_position_embeddings": 8192}
-        options = completed(config, CPU, "cpu", context_length_estimate=longest).options
-        assert options.n_positions == positions
+    def test_within_the_cores_of_this_process(self, visible, degree):
+        device = replace(named("inf2.48xlarge"), visible_cores=visible)
+        assert filled(TINY, device).tensor_parallel_degree == degree
+        assert filled(TINY, device, tensor_parallel_degree="max").tensor_parallel_degree == degree
 
-    @pytest.mark.parametrize("name", ["n_positions", "context_length_estimate"])
-    def test_what_the_model_cannot_do_is_refused_with_its_origin_and_nothing_else(self, name):
-        with pytest.raises(IncompatibleOptionsError, match="2048 positions") as caught:
-            completed(TINY_LLAMA, CPU, "cpu", **{name: "4096"})
-        assert f"{name}=" in str(caught.value)
-        assert "command line" in str(caught.value)
-        assert "default" not in str(caught.value)
+    def test_twelve_is_only_taken_when_asked_for(self):
+        assert filled(TINY, "inf2.24xlarge").tensor_parallel_degree == 8
+        asked = filled(TINY, "inf2.24xlarge", tensor_parallel_degree=12)
+        assert asked.tensor_parallel_degree == 12
 
+    def test_max_is_nothing_that_the_library_refuses(self):
+        assert filled(
+            "gpt-neox-20b", "inf2.48xlarge", "tnx", tensor_parallel_degree="max"
+        ) == filled("gpt-neox-20b", "inf2.48xlarge", "tnx")
+        padding = filled("gpt-neox-20b", "inf2.48xlarge", "nxdi", tensor_parallel_degree="max")
+        assert padding.tensor_parallel_degree == 24
 
-class TestFacts:
-    def test_of_a_grouped_query_model(self):
-        facts = ModelFacts.from_config(TINY_LLAMA)
-        assert facts == ModelFacts(2048, "float16", 2 * 22 * 4 * 64)
+    def test_the_reason_names_the_heads_that_decide(self):
+        found = fill(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx")
+        assert "64 heads" in found["tensor_parallel_degree"][1]
 
-    @pytest.mark.parametrize(
-        ("config", "facts"),
-        [
-            (
-                {"n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
-                (1024, None, 2 * 12 * 768),
-            ),
-            (
-                {"n_positions": 8, "n_layer": 1, "n_head": 4, "n_embd": 32, "multi_query": True},
-                (8, None, 2 * 8),
-            ),
-            ({"seq_length": 2048, "dtype": "bfloat16"}, (2048, "bfloat16", None)),
-            (
-                {"text_config": {"max_position_embeddings": 64}, "torch_dtype": "torch.float32"},
-                (64, "float32", None),
-            ),
-            ({}, (None, None, None)),
-            (
-                {"n_positions": "1024", "max_position_embeddings": True, "dtype": 7},
-                (None, None, None),
-            ),
-        ],
-    )
-    def test_of_others(self, config, facts):
-        assert ModelFacts.from_config(config) == ModelFacts(*facts)
+    def test_a_larger_degree_that_needs_more_memory_on_each_core_is_only_taken_as_max(self):
+        """10 KV heads: on 2 cores each holds 5, on 4 the library copies them for each of the 40 query heads: 10."""
+        facts = replace(
+            facts_of("llama-3-8b"),
+            num_heads=40,
+            num_kv_heads=10,
+            cache_values_per_token=2 * 32 * 10 * 128,
+        )
+        device = replace(named("inf2.48xlarge"), visible_cores=4)
+        # With nothing but the cache to hold, its copies decide.
+        facts = replace(facts, num_parameters=facts.embedding_parameters * 2 + 10**6)
+        assert filled(facts, device).tensor_parallel_degree == 2
+        assert filled(facts, device, tensor_parallel_degree="max").tensor_parallel_degree == 4
+
+    def test_pipeline_stages_have_cores_of_their_own(self):
+        options = filled("llama-3-8b", "trn1.32xlarge", "nxdi", pipeline_parallel_degree=2)
+        assert options.tensor_parallel_degree == 16
 
 
 class TestPositions:
-    def test_the_cache_of_all_slots_fits_into_half_of_a_cpus_memory(self):
-        facts = ModelFacts.from_config(TINY_LLAMA)
-        small = DeviceInfo(None, 0, 0, 2**30, 2, "")
-        positions = defaults.n_positions(facts, small, "cpu", slots=32)
-        needed = 32 * positions * facts.cache_values_per_token * 4
-        assert needed <= 2**29 < 2 * needed
+    @pytest.mark.parametrize(
+        ("limit", "positions"), [(1024, 1024), (4096, 4096), (131072, 4096), (None, 4096), (64, 64)]
+    )
+    def test_the_models_limit_but_not_too_many(self, limit, positions):
+        facts = replace(facts_of(TINY), max_positions=limit)
+        assert filled(facts, "inf2.xlarge").n_positions == positions
 
-    def test_the_dtype_that_was_set_is_the_one_that_is_sized(self):
-        config = {**TINY_LLAMA, "dtype": "bfloat16"}
-        small = DeviceInfo(None, 0, 0, 2**30, 2, "")
-        stored = completed(config, small, "cpu").options.n_positions
-        for dtype in ("fp32", "fp16"):  # float16 is computed in float32
-            assert completed(config, small, "cpu", dtype=dtype).options.n_positions == stored // 2
+    @pytest.mark.parametrize(
+        ("buckets", "positions"),
+        [("64,512", 4096), ("4096", 4096), ("8192", 8192), ("99999", 16384)],
+    )
+    def test_prompts_that_were_asked_for_fit(self, buckets, positions):
+        facts = replace(facts_of(TINY), max_positions=16384)
+        options = filled(facts, "inf2.48xlarge", context_length_estimate=buckets)
+        assert options.n_positions == positions
 
-    @given(memory=st.integers(1, 2**42), limit=st.integers(1, 2**20), slots=st.integers(1, 256))
-    def test_never_more_than_the_model_and_never_nothing(self, memory, limit, slots):
-        facts = ModelFacts(limit, "float32", 2**15)
-        machine = DeviceInfo(None, 0, 0, memory, 2, "")
-        for loader in ("cpu", "nxdi"):
-            positions = defaults.n_positions(facts, machine, loader, slots)
-            assert min(limit, 64) <= positions <= min(limit, defaults.MAX_POSITIONS)
+    def test_the_slots_that_were_asked_for_decide(self):
+        options = filled("llama-3-8b", "inf2.xlarge", max_rolling_batch_size=64)
+        assert options.n_positions == 1024
+        assert fits(options, "llama-3-8b", "inf2.xlarge", "tnx")
+        assert chosen("llama-3-8b", "inf2.xlarge", max_rolling_batch_size=1) == (2, 4096, 1)
+
+    def test_never_less_than_the_longest_prompt_asked_for(self):
+        options = filled(
+            "llama-3-8b", "inf2.xlarge", max_rolling_batch_size=64, context_length_estimate="3000"
+        )
+        assert options.n_positions == 3000
+
+    @pytest.mark.parametrize("given", [1000, "256,1000"])
+    def test_what_was_set_stays(self, given):
+        options = filled("llama-3-70b", "inf2.xlarge", n_positions=given)
+        assert options.max_model_len == 1000
+        assert options.context_length_estimate == (128, 256, 512, 1000)
 
 
-@pytest.mark.parametrize(
-    ("stored", "on_cpu", "on_device"),
-    [
-        ("float16", "float32", "float16"),
-        ("bfloat16", "bfloat16", "bfloat16"),
-        ("float32", "float32", "float32"),
-        (None, "float32", "float32"),
-    ],
+class TestSlots:
+    @pytest.mark.parametrize("slots", [1, 7, 64, 999])
+    def test_what_was_set_stays(self, slots):
+        options = filled(
+            "llama-3-8b", "inf2.xlarge", n_positions=4096, max_rolling_batch_size=slots
+        )
+        assert options.max_rolling_batch_size == slots
+
+    def test_shorter_slots_are_more(self):
+        by_length = [
+            filled("llama-3-8b", "inf2.xlarge", n_positions=length).max_rolling_batch_size
+            for length in (2048, 4096, 8192)
+        ]
+        assert by_length == [32, 16, 8]
+
+    def test_a_quantised_cache_has_room_for_more(self):
+        options = filled("llama-3-8b", "inf2.xlarge", kv_cache_quantize="int8")
+        assert options.max_rolling_batch_size == 32
+
+    def test_speculation_is_for_one_sequence_on_transformers_neuronx(self):
+        draft = {"speculative_draft_model": "d"}
+        assert chosen("llama-3-8b", "inf2.48xlarge", "tnx", **draft) == (24, 4096, 1)
+        assert chosen("llama-3-8b", "inf2.48xlarge", "nxdi", **draft) == (24, 4096, 32)
+
+    @pytest.mark.parametrize("machine", ["inf2.xlarge", "inf2.24xlarge", "trn1.2xlarge"])
+    @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b", "llama-3-8b", "opt-13b"])
+    def test_one_doubling_more_would_not_leave_a_twentieth(self, name, machine):
+        options = filled(name, machine)
+        slots = options.max_rolling_batch_size
+        if slots == defaults.MAX_ROLLING_BATCH_SIZE:
+            return
+        more = replace(Load.of(options, "tnx"), num_slots=2 * slots)
+        core = named(machine).core_memory_bytes
+        found = needed(
+            facts_of(name),
+            more,
+            degree=options.tensor_parallel_degree,
+            core_memory_bytes=core,
+            loader="tnx",
+        )
+        assert found.needed > core * 0.95
+
+
+class TestBuckets:
+    def test_powers_of_two_up_to_the_longest(self):
+        options = filled("llama-3-8b", "inf2.xlarge")
+        assert options.context_length_estimate == (128, 256, 512, 1024, 2048, 4096)
+
+    def test_what_was_set_stays(self):
+        options = filled("llama-3-8b", "inf2.xlarge", context_length_estimate="16,32")
+        assert options.context_length_estimate == (16, 32)
+
+    def test_a_layout_that_takes_one_length_gets_one(self):
+        options = filled("llama-3-8b", "inf2.xlarge", cache_layout="BSH")
+        assert options.context_length_estimate == (4096,)
+
+    def test_architectures_that_take_none_get_none(self):
+        found = fill(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx")
+        assert "context_length_estimate" not in found
+
+    @given(longest=st.integers(1, 2**20))
+    def test_at_most_half_of_a_row_is_padding(self, longest):
+        buckets = make_buckets(longest)
+        assert buckets[-1] == longest
+        assert all(b <= 2 * a for a, b in itertools.pairwise(buckets))
+
+
+class TestDtype:
+    @pytest.mark.parametrize(
+        ("stored", "on_cpu", "on_device"),
+        [
+            ("float16", "float32", "float16"),
+            ("bfloat16", "bfloat16", "bfloat16"),
+            ("float32", "float32", "bfloat16"),
+            (None, "float32", "bfloat16"),
+        ],
+    )
+    def test_auto(self, stored, on_cpu, on_device):
+        facts = replace(facts_of(TINY), dtype=stored)
+        assert filled(facts, CPU, "cpu").dtype == on_cpu
+        for loader in ("tnx", "nxdi"):
+            assert filled(facts, "inf2.xlarge", loader).dtype == on_device
+
+    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_what_was_set_stays(self, dtype, loader):
+        assert filled(TINY, "inf2.xlarge", loader, dtype=dtype).dtype == dtype
+
+    def test_a_cpu_computes_float16_in_float32_and_says_so(self):
+        found = fill(options_with(dtype="fp16"), facts_of(TINY), CPU, "cpu")
+        assert found["dtype"][0] == "float32"
+        assert "float16" in found["dtype"][1]
+        assert "dtype" not in fill(options_with(dtype="bf16"), facts_of(TINY), CPU, "cpu")
+
+
+class TestOnCpu:
+    def test_a_large_host(self):
+        options = filled(TINY, CPU, "cpu")
+        assert chosen(TINY, CPU, "cpu") == (1, 2048, 32)
+        assert options.context_length_estimate == (128, 256, 512, 1024, 2048)
+        assert options.cpu_threads is None  # the backend counts the physical cores
+
+    def test_at_most_2048_unasked(self):
+        assert filled("llama-3-8b", CPU, "cpu").n_positions == 2048
+        asked = filled("llama-3-8b", CPU, "cpu", context_length_estimate="8192")
+        assert asked.n_positions == 8192
+
+    def test_degrees_count_neuron_cores_and_stay(self):
+        assert filled(TINY, CPU, "cpu", tensor_parallel_degree=8).tensor_parallel_degree == 8
+        assert filled(TINY, CPU, "cpu", tensor_parallel_degree="max").tensor_parallel_degree == 1
+
+    @given(gib=st.floats(0.1, 64), dtype=st.sampled_from(("float32", "bfloat16")))
+    def test_the_cache_fits_beside_the_weights(self, gib, dtype):
+        facts = facts_of(TINY)
+        host = replace(CPU, memory_bytes=int(gib * GIB))
+        options = filled(facts, host, "cpu", dtype=dtype)
+        width = 4 if dtype == "float32" else 2
+        slots, positions = options.max_rolling_batch_size, options.n_positions
+        cache = slots * positions * facts.cache_values_per_token * width
+        room = min(gib * GIB / 2, gib * GIB - facts.num_parameters * width - GIB)
+        assert cache <= room or (slots, positions) == (1, 128)
+        if slots < 32:
+            assert 2 * cache > room
+
+    def test_a_model_of_unknown_size_gets_half_of_the_memory(self):
+        facts = ModelFacts(max_positions=2048, cache_values_per_token=2**15, dtype="float32")
+        for gib, slots in ((4, 8), (2, 4)):  # 256 MiB a slot
+            host = replace(CPU, memory_bytes=gib * GIB)
+            assert chosen(facts, host, "cpu") == (1, 2048, slots)
+
+    def test_memory_of_neuron_devices_is_not_the_hosts(self):
+        tight = replace(named("inf2.xlarge"), memory_bytes=1)
+        assert chosen(TINY, tight, "cpu") == (1, 2048, 32)
+
+    def test_nothing_known_is_nothing_judged(self):
+        assert chosen(ModelFacts(), replace(CPU, memory_bytes=0), "cpu") == (1, 2048, 32)
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    loader=st.sampled_from(("cpu", "tnx", "nxdi")),
+    machine=st.sampled_from(sorted(INSTANCES)),
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            "n_positions": st.integers(2, 2**17) | st.lists(st.integers(2, 8192), min_size=1),
+            "max_rolling_batch_size": st.integers(1, 999),
+            "tensor_parallel_degree": st.integers(1, 100) | st.just("max"),
+            "context_length_estimate": st.lists(st.integers(1, 2**17), min_size=1),
+            "dtype": st.sampled_from(("auto", "fp32", "fp16", "bf16")),
+            "quantize": st.sampled_from(("static_int8", "static_fp8")),
+            "kv_cache_quantize": st.sampled_from(("int8", "fp8")),
+            "speculative_draft_model": st.just("d"),
+        },
+    ),
 )
-def test_dtype(stored, on_cpu, on_device):
-    facts = ModelFacts(dtype=stored)
-    assert (defaults.dtype_of(facts, "cpu"), defaults.dtype_of(facts, "tnx")) == (on_cpu, on_device)
+def test_every_value_is_sensible_whatever_was_set(name, loader, machine, values):
+    options = options_with(**values)
+    done = filled(name, machine, loader, **values)
+    assert done.dtype != "auto"
+    assert type(done.tensor_parallel_degree) is int
+    assert 1 <= done.max_rolling_batch_size <= 999
+    limit = facts_of(name).max_positions
+    if options.n_positions is None:
+        assert 1 <= done.max_model_len <= limit
+    buckets = done.context_length_estimate
+    if options.context_length_estimate is None and buckets is not None:
+        assert buckets[-1] == done.max_model_len
+    for field in FILLED:
+        if (set_to := getattr(options, field)) not in {None, "auto", "max"} and field != "dtype":
+            assert getattr(done, field) == set_to
+
+
+def test_filling_what_is_filled_changes_nothing():
+    for name in NAMES:
+        options = filled(name, "inf2.48xlarge", "nxdi")
+        assert fill(options, facts_of(name), named("inf2.48xlarge"), "nxdi") == {}

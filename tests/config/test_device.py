@@ -2,10 +2,12 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from djl_python_neuronx.config.device import detect
+from djl_python_neuronx.config.instances import INSTANCES, named
 
 GIB = 2**30
 
@@ -50,6 +52,7 @@ def answering(value):
 
 
 CHIP = {"neuron_device": 0, "nc_count": 2, "memory_size": 32 * GIB, "neuron_processes": []}
+TRN2_CHIP = {"neuron_device": 0, "nc_count": 4, "memory_size": 96 * GIB, "neuron_processes": []}
 
 
 def test_a_machine_without_neuron(machine):
@@ -64,6 +67,93 @@ def test_a_machine_with_two_chips(machine, neuron_ls):
     root = machine(nodes=["neuron0", "neuron1", "neuron_monitor"], product="inf2.24xlarge")
     found = detect(root, neuron_ls(answering([CHIP, CHIP])))
     assert (found.neuron_devices, found.neuron_cores, found.memory_bytes) == (2, 4, 64 * GIB)
+    assert (found.family, found.core_memory_bytes, found.visible_cores) == ("inf2", 16 * GIB, 4)
+    assert found.assumed is None
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_whole_machine_is_seen_as_it_is_named(machine, neuron_ls, name):
+    expected = named(name)
+    chip = TRN2_CHIP if expected.family == "trn2" else CHIP
+    count = expected.neuron_devices
+    nodes = [f"neuron{index}" for index in range(count)]
+    found = detect(machine(nodes=nodes, product=name), neuron_ls(answering([chip] * count)))
+    assert replace(found, cpus=0, seen="") == replace(expected, cpus=0, seen="")
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible"),
+    [
+        ({}, 24),
+        ({"NEURON_RT_VISIBLE_CORES": "0-7"}, 8),
+        ({"NEURON_RT_VISIBLE_CORES": "3"}, 1),
+        ({"NEURON_RT_VISIBLE_CORES": "0,1,4-5"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": " 0 , 1 "}, 2),
+        ({"NEURON_RT_VISIBLE_CORES": "0,0-1"}, 2),
+        ({"NEURON_RT_VISIBLE_CORES": "", "NEURON_RT_NUM_CORES": "2"}, 2),
+        ({"NEURON_RT_VISIBLE_CORES": "0-3", "NEURON_RT_NUM_CORES": "2"}, 4),
+        ({"NEURON_RT_NUM_CORES": "8"}, 8),
+        ({"NEURON_RT_NUM_CORES": "800"}, 24),
+        ({"NEURON_RT_VISIBLE_CORES": "0-99999"}, 24),
+    ],
+)
+def test_the_cores_of_this_process(machine, neuron_ls, environ, visible):
+    root = machine(product="inf2.48xlarge")
+    found = detect(root, neuron_ls(answering([CHIP] * 12)), environ)
+    assert (found.neuron_cores, found.visible_cores) == (24, visible)
+
+
+@pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
+@pytest.mark.parametrize("value", ["all", "-1", "3-", "7-0", "0;1", "1e3", "²", "9" * 5000])
+def test_an_odd_limit_is_left_aside_and_told(machine, neuron_ls, name, value):
+    found = detect(machine(product="inf2.xlarge"), neuron_ls(answering([CHIP])), {name: value})
+    assert found.visible_cores == 2
+    assert name in found.seen
+
+
+def test_a_limit_counts_where_nothing_else_tells_the_cores(machine):
+    found = detect(machine(nodes=["neuron0"]), "", {"NEURON_RT_NUM_CORES": "2"})
+    assert (found.neuron_cores, found.visible_cores) == (0, 2)
+
+
+@pytest.mark.parametrize("given", [1, 6, 12])
+def test_without_neuron_ls_the_instance_type_tells_and_it_is_said(machine, given):
+    nodes = [f"neuron{index}" for index in range(given)]
+    found = detect(machine(nodes=nodes, product="inf2.48xlarge"), search_path="")
+    assert (found.neuron_cores, found.core_memory_bytes) == (2 * given, 16 * GIB)
+    assert found.memory_bytes == given * 32 * GIB
+    assert "neuron-ls does not tell the cores" in found.assumed
+    assert f"{2 * given} cores with 16 GiB" in found.assumed
+
+
+def test_a_neuron_ls_that_tells_no_memory(machine, neuron_ls):
+    chip = {"nc_count": 2}
+    found = detect(machine(product="trn1.2xlarge"), neuron_ls(answering([chip])))
+    assert (found.neuron_cores, found.core_memory_bytes) == (2, 16 * GIB)
+    assert "does not tell the memory" in found.assumed
+
+
+@pytest.mark.parametrize(
+    ("listed", "environ", "cores", "gib"),
+    [
+        (4, {}, 4, 24),
+        (8, {}, 4, 24),
+        (4, {"NEURON_LOGICAL_NC_CONFIG": "2"}, 4, 24),
+        (4, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 8, 12),
+        (8, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 8, 12),
+    ],
+)
+def test_trn2_counts_logical_cores(machine, neuron_ls, listed, environ, cores, gib):
+    chip = {**TRN2_CHIP, "nc_count": listed}
+    found = detect(machine(product="trn2.3xlarge"), neuron_ls(answering([chip])), environ)
+    assert (found.neuron_cores, found.core_memory_bytes) == (cores, gib * GIB)
+    assert (found.assumed is None) is (listed == cores)
+
+
+def test_the_name_may_come_from_neuron_ls(machine, neuron_ls):
+    told = {"instance_type": "inf2.xlarge", "mlas": [CHIP]}
+    found = detect(machine(), neuron_ls(answering(told)))
+    assert (found.instance_type, found.family, found.neuron_cores) == ("inf2.xlarge", "inf2", 2)
 
 
 def test_nodes_without_neuron_ls_are_devices_of_unknown_size(machine):
@@ -90,6 +180,8 @@ def test_no_limit_is_no_limit(machine):
         answering(7),
         answering({"mlas": 7}),
         answering([1, None, {"nc_count": "two"}]),
+        answering([{"nc_count": True, "memory_size": -1}]),
+        answering({"instance_type": 7, "mlas": [{}]}),
     ],
 )
 def test_an_odd_neuron_ls_does_no_harm(machine, neuron_ls, script):

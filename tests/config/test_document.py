@@ -1,17 +1,106 @@
-"""The generated pages promise only what is there."""
+"""The generated pages promise only what is there, and all of it."""
 
 import re
 
+import javaproperties
+import pytest
+from pydantic import ValidationError
+
 from djl_python_neuronx.config import document
-from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.options import (
+    NAMES,
+    SECTIONS,
+    ServingOptions,
+    allowed_values,
+    option,
+)
+
+PAGE, EXAMPLE = document.options_page(), document.example_file()
+SECTION = {
+    block.partition("\n")[0]: block for block in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]
+}
+"""Option name to its part of the page."""
 
 
 def test_the_pages_name_no_command_that_does_not_exist():
-    for page in (document.options_page(), document.example_file()):
-        assert set(re.findall(r"djl-neuronx (\w+)", page)) <= {"serve"}
+    for page in (PAGE, EXAMPLE):
+        assert set(re.findall(r"djl-neuronx (\w+)", page)) <= {"serve", "check"}
 
 
 def test_every_name_that_is_accepted_is_on_the_page():
-    page = document.options_page()
-    for name in (*IGNORED, *UNSUPPORTED):
-        assert f"| `{name}` |" in page
+    for name in (*IGNORED, *UNSUPPORTED, *TRANSLATED):
+        assert f"| `{name}` |" in PAGE
+
+
+def test_every_option_is_on_the_page_once_in_the_order_of_the_sections():
+    headings = re.findall(r"^(##|###) (\w.*)$", PAGE, re.MULTILINE)
+    expected = []
+    for title, names in SECTIONS.items():
+        expected += [("##", title), *(("###", name) for name in names)]
+    assert headings[: len(expected)] == expected
+    assert not [title for level, title in headings[len(expected) :] if level == "###"]
+
+
+def test_the_contents_lead_to_the_sections():
+    for title, anchor in re.findall(r"^- \[(.*)\]\(#(.*)\)$", PAGE, re.MULTILINE):
+        assert title in SECTIONS
+        assert re.sub(r"\s", "-", title.lower()) == anchor
+    assert PAGE.count("](#") == len(SECTIONS)
+
+
+@pytest.mark.parametrize("name", ServingOptions.model_fields)
+def test_an_option_tells_its_values_names_variables_and_equivalents(name):
+    section, marker = SECTION[name], option(name)
+    assert f"- Values: {allowed_values(name)}" in section
+    assert "\n- Default: " in section
+    for word in (*marker.aliases, *marker.env, *marker.to.values()):
+        assert f"`{word}`" in section
+    library = re.search(r"^- Library: (.*)\.$", section, re.MULTILINE)
+    assert (library is not None) == bool(marker.to)
+    for loader in ("tnx", "nxdi") if library else ():
+        if loader in marker.to:
+            assert f"{loader} `{marker.to[loader]}`" in library[1]
+        else:
+            outcome = "left out" if marker.tunes else "refused"
+            assert f"{loader} none ({outcome})" in library[1]
+
+
+def taken(name, value):
+    try:
+        ServingOptions.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ServingOptions.model_fields)
+def test_values_that_a_text_names_are_values(name):
+    """``attention_layout=BSH`` in some option's text has to be an option and a value of it."""
+    text = document.descriptions()[name]
+    for other, value in re.findall(r"`(\w+)=([^`]+)`", text):
+        assert taken(NAMES[other], value), (name, other, value)
+    for word in re.findall(r"`(\w+_\w+)`", text):
+        known = word in NAMES or word.isupper() or word in allowed_values(name)
+        assert known or word in {"block_size", "act_fn", "async_mode", *HYBRID}, (name, word)
+
+
+HYBRID = ("moe_cte_tp_degree", "moe_cte_ep_degree", "moe_tkg_tp_degree", "moe_tkg_ep_degree")
+"""Keys of `hybrid_sharding_config`."""
+
+
+def test_the_example_file_has_every_option_with_a_value_that_is_its_default():
+    uncommented = re.sub(r"^#option\.", "option.", EXAMPLE, flags=re.MULTILINE)
+    written = {
+        key.removeprefix("option."): value
+        for key, value in javaproperties.loads(uncommented).items()
+        if key not in {"engine", "option.entryPoint", "option.async_mode"}
+    }
+    assert set(written) == set(ServingOptions.model_fields) - {"model_dir", "async_mode"}
+    given = {name: value for name, value in written.items() if value}
+    assert ServingOptions.model_validate(given) == ServingOptions()
+    assert all(ServingOptions.model_fields[name].default is None for name in written.keys() - given)
+
+
+def test_lines_fit_a_screen():
+    assert max(map(len, EXAMPLE.splitlines())) <= 120

@@ -25,8 +25,9 @@ def installed(**states):
     }
 
 
-def choose(device, packages, backends=ALL, artifact=None, **options):
-    return choose_loader(ServingOptions(**options), device, packages, backends, artifact)
+def choose(device, packages, backends=ALL, artifact=None, model_type=None, **options):
+    options = ServingOptions(**options)
+    return choose_loader(options, device, packages, backends, artifact, model_type)
 
 
 STATES = ("missing", "installed", "placeholder")
@@ -45,6 +46,23 @@ def test_auto_on_a_neuron_machine_is_never_the_cpu(nxdi, tnx):
         for word in ("https://awsdocs-neuron.readthedocs-hosted.com/", "public.ecr.aws/neuron/"):
             assert word in str(caught.value)
         assert ("PyPI's placeholder" in str(caught.value)) == ("placeholder" in {nxdi, tnx})
+
+
+def test_auto_takes_the_library_that_knows_the_model():
+    both = installed(nxdi="installed", tnx="installed")
+    assert choose(INF2, both, model_type="qwen3") == "nxdi"
+    assert choose(INF2, both, model_type="llama") == "nxdi"
+    assert choose(INF2, both, model_type="gpt2") == "tnx"
+    with pytest.raises(BackendUnavailableError, match="nxdi: it knows no model of the type 't5'"):
+        choose(INF2, both, model_type="t5")
+
+
+@pytest.mark.parametrize("old", ["optimum", "vllm"])
+def test_loaders_of_the_old_engine_leave_the_choice_open(old):
+    both = installed(nxdi="installed", tnx="installed")
+    assert choose(CPU, both, model_loader=old) == "cpu"
+    assert choose(INF2, both, model_loader=old) == "nxdi"
+    assert choose(INF2, both, artifact="tnx", model_loader=old) == "tnx"
 
 
 def test_a_placeholder_under_the_real_library_is_named():

@@ -1,21 +1,22 @@
-"""Values, their precedence, their origins, and what is refused."""
+"""Values, their precedence, their origins, and what is refused: the same through every door."""
 
-from pathlib import Path
+import json
+import re
+from typing import ClassVar
 
 import javaproperties
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
+from djl_python_neuronx import check
+from djl_python_neuronx.config import instances
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
     ServingOptions,
     allowed_values,
     option,
 )
-from djl_python_neuronx.config.resolve import resolve
+from djl_python_neuronx.config.resolve import assess, complete, examine, resolve
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -23,33 +24,265 @@ from djl_python_neuronx.errors import (
     UnknownOptionError,
 )
 
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+INF2 = "inf2.48xlarge"
+
 
 @pytest.fixture
 def folder(tmp_path):
     """A model folder; call it with the lines of its serving.properties."""
 
-    def write(*lines, encoding="iso-8859-1"):
+    def write(*lines, encoding="iso-8859-1", config=None):
         (tmp_path / "serving.properties").write_bytes("\n".join(lines).encode(encoding))
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 
     return write
 
 
-def as_djl_passes(folder, **added):
-    """What DJL Serving's Java side makes of a folder: prefixes gone, its own keys mixed in."""
-    content = javaproperties.loads((folder / "serving.properties").read_text("iso-8859-1"))
-    own = {"model_dir": str(folder), "device_id": "-1", "handler": "handle", "minWorkers": "1"}
-    return {
-        **{key.removeprefix("option."): value for key, value in content.items()},
-        **own,
-        **added,
+def as_djl_passes(folder, environ=None, *, cores=0, **added):
+    """What DJL Serving's Java side makes of a folder: prefixes gone, its own keys mixed in.
+
+    Source: djl-serving d21927c: dockerd-entrypoint-with-cuda-compat.sh, ModelInfo.java (loadServingProperties,
+    configPerModelSettings, initialize), SageMakerCompatibility.java, LmiConfigRecommender.java, PyModel.java.
+    """
+    environ = environ or {}
+    path = folder / "serving.properties"
+    prop = javaproperties.loads(path.read_text("iso-8859-1")) if path.exists() else {}
+    arguments = {}
+    for variable, value in as_the_container_sets(environ).items():
+        prefix, _, name = variable.partition("_")
+        if prefix not in {"OPTION", "ARGS"} or not value:
+            continue
+        name = name.lower() if re.fullmatch(r"[A-Z_\d]+", name) else name
+        if prefix == "ARGS":
+            arguments.setdefault(name, value)
+        elif name == "engine":
+            prop.setdefault("engine", value)
+        else:
+            name = "entryPoint" if name == "entrypoint" else name
+            prop.setdefault(f"option.{name}", value)
+    sagemaker = {
+        "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
+        "SAGEMAKER_STARTUP_TIMEOUT": ("option.model_loading_timeout",),
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": ("option.predict_timeout",),
     }
+    for variable, keys in sagemaker.items():
+        if variable in environ:
+            prop.update(dict.fromkeys(keys, environ[variable]))
+    recommend(prop, as_the_container_sets(environ))
+    if "max_dynamic_batch_size" in prop:
+        prop.setdefault("batch_size", prop["max_dynamic_batch_size"])
+    passed = {
+        **arguments,
+        **{key: value for key, value in prop.items() if not key.startswith("option.")},
+        **{
+            key.removeprefix("option."): value
+            for key, value in prop.items()
+            if key.startswith("option.")
+        },
+    }
+    degree = passed.get("tensor_parallel_degree", "0")
+    degree = str(cores) if degree == "max" else degree
+    if degree.isdigit() and int(degree) > 0:
+        passed["tensor_parallel_degree"] = degree
+    own = {"model_dir": str(folder), "device_id": "-1", "handler": "handle", "minWorkers": "1"}
+    return {**passed, **own, **added}
+
+
+def as_the_container_sets(environ):
+    """The variables that DJL Serving's container adds for users of TGI."""
+    added = {
+        "HF_MODEL_QUANTIZE": "OPTION_QUANTIZE",
+        "HF_MODEL_TRUST_REMOTE_CODE": "OPTION_TRUST_REMOTE_CODE",
+        "SM_NUM_GPUS": "TENSOR_PARALLEL_DEGREE",
+        "MAX_BATCH_PREFILL_TOKENS": "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
+        "MAX_BATCH_SIZE": "OPTION_MAX_ROLLING_BATCH_SIZE",
+    }
+    known = {new: environ[old] for old, new in added.items() if environ.get(old)}
+    return {**known, **{name: value for name, value in environ.items() if value}}
+
+
+def recommend(prop, environ):
+    """LmiConfigRecommender, for a text model on a Neuron device."""
+    if int(prop.get("batch_size", "1")) > 1 or prop.get("option.rolling_batch", "auto") == "auto":
+        prop["option.rolling_batch"] = "disable"
+    prop.setdefault("option.pipeline_parallel_degree", environ.get("PIPELINE_PARALLEL_DEGREE", "1"))
+    degree = environ.get("TENSOR_PARALLEL_DEGREE", "max")
+    if degree != "max":
+        prop.setdefault("option.tensor_parallel_degree", degree)
+    slots = "256" if prop["option.rolling_batch"] == "vllm" else "32"
+    prop.setdefault("option.max_rolling_batch_size", slots)
 
 
 def problems_of(*arguments, **named):
     with pytest.raises(ConfigError) as caught:
         resolve(*arguments, **named)
     return caught.value.problems
+
+
+def told(resolved, level):
+    return [resolved.describe(finding) for finding in resolved.findings if finding.level == level]
+
+
+class TestDoors:
+    """DJL Serving, the embedded server and `check` come to the same options from the same file and environment."""
+
+    SCENARIOS: ClassVar = {
+        "nothing": ((), {}, {}),
+        "the file": (
+            ("option.n_positions=64", "option.dtype = bf16 ", "batch_size=4"),
+            {},
+            {"n_positions": 64, "dtype": "bfloat16", "batch_size": 4},
+        ),
+        "file before environment": (
+            ("option.n_positions=64",),
+            {"OPTION_N_POSITIONS": "128", "OPTION_DTYPE": "fp32"},
+            {"n_positions": 64, "dtype": "float32"},
+        ),
+        "prefixed variable before a bare key": (
+            ("dtype=bf16",),
+            {"OPTION_DTYPE": "fp32", "ARGS_DTYPE": "fp16"},
+            {"dtype": "float32"},
+        ),
+        "bare key before an argument of the environment": (
+            ("dtype=bf16",),
+            {"ARGS_DTYPE": "fp16", "ARGS_MAX_WAITING": "7"},
+            {"dtype": "bfloat16", "max_waiting": 7},
+        ),
+        "an alias in the file": (
+            ("option.max_model_len=64",),
+            {"OPTION_N_POSITIONS": "128"},
+            {"n_positions": 64},
+        ),
+        "a stand-in": (
+            (),
+            {"TENSOR_PARALLEL_DEGREE": "8", "SM_NUM_GPUS": "4", "NEURON_QUANT": "true"},
+            {"tensor_parallel_degree": 8, "quantize": "static_int8"},
+        ),
+        "all cores": (
+            ("option.tensor_parallel_degree=max",),
+            {},
+            {"tensor_parallel_degree": "max"},
+        ),
+        "all cores by variable": (
+            (),
+            {"TENSOR_PARALLEL_DEGREE": "max"},
+            {"tensor_parallel_degree": "max"},
+        ),
+        "SageMaker before the file": (
+            ("option.predict_timeout=30", "option.model_loading_timeout=60"),
+            {
+                "SAGEMAKER_STARTUP_TIMEOUT": "1800",
+                "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "90",
+                "SAGEMAKER_NUM_MODEL_WORKERS": "2",
+                "PREDICT_TIMEOUT": "240",
+            },
+            {"predict_timeout": 90.0, "model_loading_timeout": 1800.0},
+        ),
+        "the old engine's names": (
+            ("option.load_in_8bit=true", "option.neuron_optimize_level=2"),
+            {},
+            {"quantize": "static_int8", "neuron_optimize_level": 2},
+        ),
+        "DJL's other name for a batch": (("max_dynamic_batch_size=4",), {}, {"batch_size": 4}),
+        "rows of vLLM's default": (("option.rolling_batch=vllm",), {}, {"rolling_batch": "vllm"}),
+        "an empty value": (
+            ("option.n_positions=", "option.dtype= "),
+            {"OPTION_N_POSITIONS": "64", "OPTION_DTYPE": ""},
+            {"n_positions": 64, "dtype": "auto"},
+        ),
+    }
+
+    @pytest.mark.parametrize("name", SCENARIOS)
+    def test_they_agree_on_values_and_origins(self, folder, name):
+        lines, environ, expected = self.SCENARIOS[name]
+        model_dir = folder(*lines, config=TINY)
+        properties = as_djl_passes(model_dir, environ, cores=24)
+        in_djl = resolve(properties, model_dir, environ)
+        embedded = resolve(None, model_dir, environ)
+        for option_name, value in expected.items():
+            assert getattr(embedded.options, option_name) == value
+        # How DJL calls the handler is a fact there, and only foreseen elsewhere.
+        assert self.seen(in_djl) == self.seen(embedded)
+        report = check.check(str(model_dir), environ=environ, overrides={})
+        assert report.resolved is not None
+        given = {k: v for k, v in self.seen(report.resolved).items() if "default" not in v[1]}
+        assert given.items() <= self.seen(embedded).items()
+
+    def test_tgis_variables(self, folder):
+        environ = {
+            "HF_MODEL_QUANTIZE": "static_int8",
+            "HF_MODEL_TRUST_REMOTE_CODE": "true",
+            "SM_NUM_GPUS": "2",
+            "MAX_BATCH_SIZE": "8",
+            "MAX_CONCURRENT_REQUESTS": "50",
+            "MAX_BATCH_PREFILL_TOKENS": "4096",
+        }
+        model_dir = folder(config=TINY)
+        exported = as_the_container_sets(environ)
+        doors = (
+            resolve(as_djl_passes(model_dir, environ), model_dir, exported),
+            # An image whose entry point is not DJL's: nobody exports, the file of variables is the same.
+            resolve(as_djl_passes(model_dir), model_dir, environ),
+            resolve(None, model_dir, environ),
+            check.check(str(model_dir), environ=environ, overrides={}).resolved,
+        )
+        for resolved in doors:
+            options = resolved.options
+            assert (options.quantize, options.trust_remote_code) == ("static_int8", True)
+            assert (options.max_rolling_batch_size, options.max_waiting) == (8, 50)
+            assert "max_rolling_batch_prefill_tokens" in resolved.ignored
+        assert {resolved.options.tensor_parallel_degree for resolved in doors[:3]} == {2}
+        assert doors[2].origins["quantize"] == "environment HF_MODEL_QUANTIZE"
+
+    @pytest.mark.parametrize("revision", [None, "v1"])
+    def test_a_model_of_the_hub(self, tmp_path, revision):
+        environ = {
+            "HF_MODEL_ID": "org/model",
+            "OPTION_MODEL_ID": "org/other",
+            "OPTION_REVISION": "v0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if revision:
+            environ["HF_REVISION"] = revision
+        made, empty = tmp_path / "made", tmp_path / "empty"
+        made.mkdir()
+        empty.mkdir()
+        content = {"option.model_id": "org/model", "option.revision": revision}
+        (made / "serving.properties").write_text(
+            javaproperties.dumps({key: value for key, value in content.items() if value})
+        )
+        in_djl = resolve(as_djl_passes(made, environ), made, environ)
+        embedded = resolve(None, empty, environ)
+        report = check.check(str(empty), environ=environ, overrides={})
+        for resolved in (in_djl, embedded, report.resolved):
+            assert resolved.options.model_id == "org/model"
+            assert resolved.origins["model_id"] == "environment HF_MODEL_ID"
+            assert resolved.options.revision == (revision or "v0")
+            (note,) = [text for text in told(resolved, "note") if "org/other" in text]
+            assert "environment OPTION_MODEL_ID" in note
+            assert not resolved.ignored.keys() & set(environ)
+
+    @staticmethod
+    def seen(resolved):
+        return {
+            name: (value, origin)
+            for name, value, origin in resolved.explain()
+            if (name, value) not in {("rolling_batch", "auto"), ("rolling_batch", "disable")}
+        }
 
 
 class TestPrecedence:
@@ -84,11 +317,6 @@ class TestPrecedence:
             ("option.batch_size=3", "batch_size=2"),
         ):
             assert resolve(None, folder(*lines), {}).options.batch_size == 3
-
-    def test_the_last_of_equal_keys_counts_as_in_java(self, folder):
-        resolved = resolve(None, folder("option.n_positions=1", "option.n_positions=2"), {})
-        assert resolved.options.n_positions == 2
-        assert resolved.origins["n_positions"].endswith("serving.properties line 2")
 
     def test_hf_model_id_does_not_replace_the_model_of_a_folder(self, folder):
         model_dir = folder()
@@ -142,7 +370,9 @@ class TestOrigins:
 
     def test_explain_has_every_option_once(self, folder):
         names = [name for name, _, _ in resolve(None, folder(), {}).explain()]
-        assert names == list(ServingOptions.model_fields)
+        assert sorted(names) == sorted(ServingOptions.model_fields)
+        # As docs/options.md has them: what every deployment sets comes first.
+        assert names.index("model_id") < names.index("n_positions") < names.index("fuse_qkv")
 
 
 class TestStrictness:
@@ -172,60 +402,36 @@ class TestStrictness:
                 "handler",
                 "minWorkers",
                 "cluster_size",
+                "max_rolling_batch_size",
+                "pipeline_parallel_degree",
             )
         }
 
     def test_declared_options_of_the_old_engine_are_listed_with_the_reason(self, folder):
         model_dir = folder("option.mpi_mode=true", "option.entryPoint=djl_python_neuronx.handler")
-        resolved = resolve(None, model_dir, {"OPTION_ENGINE": "Python", "OPTION_FUSE_QKV": "true"})
+        resolved = resolve(None, model_dir, {"OPTION_ENGINE": "Python", "OPTION_HEIGHT": "512"})
         assert resolved.ignored == {
-            name: IGNORED[name].reason for name in ("mpi_mode", "entryPoint", "engine", "fuse_qkv")
+            name: IGNORED[name].reason for name in ("mpi_mode", "entryPoint", "engine", "height")
         }
 
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "enable_lora=False",
-            "load_in_8bit=false",
-            "tgi_compat=0",
-            "pipeline_parallel_degree=1",
-            "speculative_length=5",
-            "spec_length=0",
-            "task=text-generation",
-            "override_neuron_config={}",
-            "use_stable_diffusion=false",
-            "enable_streaming=true",
-            "waiting_steps=2",
-            "cluster_size=1",
-            "max_rolling_batch_prefill_tokens=4096",
-        ],
-    )
-    def test_an_old_option_that_asks_for_nothing_is_listed(self, folder, line):
-        name = line.partition("=")[0]
-        assert resolve(None, folder(f"option.{line}"), {}).ignored[name]
+    @pytest.mark.parametrize("name", sorted({*IGNORED, *UNSUPPORTED, *TRANSLATED}))
+    def test_an_old_option_that_asks_for_nothing_is_listed(self, folder, name):
+        words = UNSUPPORTED[name].neutral if name in UNSUPPORTED else ("False",)
+        for word in words:
+            model_dir = folder(f"option.{name}={word.title()}")
+            for properties in (None, as_djl_passes(model_dir)):
+                assert resolve(properties, model_dir, {}).ignored[name]
 
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "enable_lora=true",
-            "quantize=static_int8",
-            "load_in_8bit=true",
-            "load_split_model=true",
-            "compiled_graph_path=/x",
-            "speculative_draft_model=org/x",
-            "speculative_length=7",
-            "draft_model_tp_size=2",
-            "task=feature-extraction",
-            "partition_schema=safetensors",
-        ],
-    )
-    def test_one_that_asks_for_what_there_is_not_is_refused_without_a_guess(self, folder, line):
-        model_dir = folder(f"option.{line}")
+    @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+    def test_one_that_asks_for_what_there_is_not_is_refused_without_a_guess(self, folder, name):
+        model_dir = folder(f"option.{name}=true")
         for properties in (None, as_djl_passes(model_dir)):
             (problem,) = problems_of(properties, model_dir, {})
             assert isinstance(problem, InvalidOptionError)
             assert "not supported in this version; remove it" in str(problem)
             assert "did you mean" not in str(problem)
+        # A bare key addresses DJL Serving, and may be meant for it.
+        assert name in resolve(None, folder(f"{name}=true"), {}).suspicious
 
     def test_what_djl_cannot_have_from_the_user_is_kept_quietly(self, folder):
         model_dir = folder("option.tensor_parallel_degree=max")
@@ -360,7 +566,7 @@ class TestValues:
             ("predict_timeout", "inf"),
             ("async_mode", "perhaps"),
             ("rolling_batch", "lmi-dist"),
-            ("model_loader", "optimum"),
+            ("model_loader", "trtllm"),
             ("output_formatter", "xml"),
             ("decode_interleave", "0"),
             ("cpu_threads", "-1"),
@@ -394,7 +600,6 @@ class TestValues:
     def test_every_option_can_say_what_it_allows(self):
         for name in ServingOptions.model_fields:
             assert len(allowed_values(name)) > 3
-        assert allowed_values("model_loader") == "auto, cpu, tnx or nxdi"
         assert allowed_values("output_formatter") == "json, jsonlines or sse"
         assert allowed_values("async_mode") == "true or false"
 
@@ -403,9 +608,9 @@ class TestValues:
             known for name in ServingOptions.model_fields for known in (name, *option(name).aliases)
         ]
         assert len(names) == len(set(names)) == len(NAMES)
-        tables = [set(names), set(IGNORED), set(UNSUPPORTED)]
+        tables = [set(names), set(IGNORED), set(UNSUPPORTED), set(TRANSLATED)]
         assert len(set().union(*tables)) == sum(map(len, tables))
-        assert not DJL_ARGUMENTS & (set(names) | set(UNSUPPORTED))
+        assert not DJL_ARGUMENTS & (set(names) | set(UNSUPPORTED) | set(TRANSLATED))
 
 
 class TestRules:
@@ -443,81 +648,317 @@ class TestRules:
         assert resolve(None, None, {}, {"model_id": "org/model"}).options.model_id == "org/model"
 
 
-class TestProperties:
-    def test_the_bytes_are_read_as_java_reads_them(self, folder):
-        model_dir = folder("option.model_id = caf\\u00e9/\xe9", "! no", "option.revision:a\\=b")
-        options = resolve(None, model_dir, {}).options
-        assert options.model_id == "café/é"
-        assert options.revision == "a=b"
+class TestTranslations:
+    @pytest.mark.parametrize("name", ["load_in_8bit", "neuron_quant"])
+    @pytest.mark.parametrize(
+        ("word", "value"), [("true", "static_int8"), ("True", "static_int8"), ("false", None)]
+    )
+    def test_another_name_means_a_value_of_the_option(self, folder, name, word, value):
+        model_dir = folder(f"option.{name}={word}")
+        for properties in (None, as_djl_passes(model_dir)):
+            resolved = resolve(properties, model_dir, {})
+            assert resolved.options.quantize == value
+            place = f"{model_dir}/serving.properties line 1"
+            assert resolved.origins.get("quantize") == (place if value else None)
+            assert (name in resolved.ignored) is (value is None)
 
-    def test_the_mark_of_windows_editors_is_skipped(self, folder):
-        model_dir = folder("\ufeffoption.n_positions=64", encoding="utf-8")
-        assert resolve(None, model_dir, {}).options.n_positions == 64
+    def test_what_it_cannot_mean_is_refused_as_it_was_written(self, folder):
+        model_dir = folder("option.load_in_8bit=perhaps")
+        for properties in (None, as_djl_passes(model_dir)):
+            (problem,) = problems_of(properties, model_dir, {})
+            assert isinstance(problem, InvalidOptionError)
+            assert (problem.name, problem.value) == ("load_in_8bit", "perhaps")
+            assert "true" in problem.allowed
 
-    def test_environment_names_follow_djl(self):
-        environ = {
-            "OPTION_ENTRYPOINT": "a",
-            "OPTION_ENGINE": "b",
-            "OPTION_mpiMode": "c",
-            "OPTION_N_2": "d",
-            "XX": "e",
-        }
-        found = {setting.name: setting.value for setting in sources.from_environ(environ)}
-        assert found == {"entryPoint": "a", "engine": "b", "mpiMode": "c", "n_2": "d"}
+    @pytest.mark.parametrize(
+        ("quantize", "agrees"),
+        [("static_int8", True), ("INT8", True), ("s8", True), ("static_fp8", False)],
+    )
+    def test_names_for_one_option_must_agree_in_what_they_mean(self, folder, quantize, agrees):
+        model_dir = folder("option.load_in_8bit=true", f"option.quantize={quantize}")
+        if agrees:
+            assert resolve(None, model_dir, {}).options.quantize == "static_int8"
+            return
+        (problem,) = problems_of(None, model_dir, {})
+        assert isinstance(problem, IncompatibleOptionsError)
+        for words in ("load_in_8bit='true'", "quantize='static_fp8'", "line 1", "line 2"):
+            assert words in str(problem)
 
-    def test_a_broken_escape_names_the_file(self, folder):
-        (problem,) = problems_of(None, folder("option.model_id=\\u12"), {})
-        assert "serving.properties" in str(problem)
+    def test_an_old_false_beside_the_option_is_no_contradiction(self, folder):
+        # The old engine let quantize decide.
+        model_dir = folder("option.load_in_8bit=false", "option.quantize=static_int8")
+        assert resolve(None, model_dir, {}).options.quantize == "static_int8"
 
-    def test_an_unreadable_file_names_itself(self, tmp_path):
-        (tmp_path / "serving.properties").mkdir()
-        (problem,) = problems_of(None, tmp_path, {})
-        assert "cannot be read" in str(problem)
-
-    def test_a_folder_without_the_file_is_fine(self, tmp_path):
-        assert resolve(None, tmp_path, {}).options.model_dir == tmp_path
-
-
-NAMES_OR_TEXT = st.one_of(st.sampled_from([*NAMES, *IGNORED, *UNSUPPORTED]), st.text(max_size=12))
-VALUES = st.one_of(
-    st.text(max_size=20),
-    st.sampled_from(
-        ["true", "1", "-1", "max", "[1,2", "auto", "cpu", "tnx", "1e999", "9" * 400, "\ud800"]
-    ),
-)
-LINES = st.lists(
-    st.tuples(NAMES_OR_TEXT, VALUES).map(lambda pair: f"option.{pair[0]}={pair[1]}"), max_size=6
-)
+    def test_places_overrule_each_other_as_for_any_option(self, folder):
+        model_dir = folder("option.load_in_8bit=true")
+        resolved = resolve(None, model_dir, {"OPTION_QUANTIZE": "static_fp8"})
+        assert resolved.options.quantize == "static_int8"
+        (note,) = told(resolved, "note")
+        assert "OPTION_QUANTIZE" in note
 
 
-@settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    content=st.one_of(
-        st.binary(max_size=80),
-        LINES.map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass")),
-    ),
-    environ=st.dictionaries(
-        NAMES_OR_TEXT.map(lambda name: f"OPTION_{name.upper()}"), VALUES, max_size=4
-    ),
-    fallbacks=st.dictionaries(
-        st.sampled_from(
-            [variable for name in ServingOptions.model_fields for variable in option(name).env]
-        ),
-        VALUES,
-    ),
-    properties=st.one_of(st.none(), st.dictionaries(NAMES_OR_TEXT, VALUES, max_size=4)),
-    overrides=st.dictionaries(NAMES_OR_TEXT, VALUES, max_size=3),
-)
-def test_anything_gives_options_or_a_config_error(
-    tmp_path: Path, content, environ, fallbacks, properties, overrides
-):
-    (tmp_path / "serving.properties").write_bytes(content)
-    model_dir = None if properties and "model_dir" in properties else tmp_path
-    try:
-        resolved = resolve(properties, model_dir, {**environ, **fallbacks}, overrides)
-    except ConfigError:
-        return
-    assert isinstance(resolved.options, ServingOptions)
-    assert len(resolved.explain()) == len(ServingOptions.model_fields)
+class TestFiles:
+    NAMES: ClassVar = [name for name in ServingOptions.model_fields if option(name).file]
+
+    def test_an_option_may_name_a_file_of_the_model_folder(self, folder):
+        model_dir = folder("option.override_neuron_config=mine.json")
+        (model_dir / "mine.json").write_text('{"fuse_mlp": true}')
+        for properties in (None, as_djl_passes(model_dir)):
+            resolved = resolve(properties, model_dir, {})
+            assert resolved.options.override_neuron_config == {"fuse_mlp": True}
+            assert resolved.origins["override_neuron_config"].endswith("line 1")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_what_is_wrong_with_the_file_is_said_with_its_name(self, folder, name):
+        model_dir = folder(f"option.{name}=mine.json")
+        for content in (None, "{", "[" * 10_000):
+            if content is not None:
+                (model_dir / "mine.json").write_text(content)
+            (problem,) = problems_of(None, model_dir, {})
+            assert isinstance(problem, InvalidOptionError)
+            assert (problem.name, problem.value) == (name, "mine.json")
+            assert f"{model_dir}/mine.json" in str(problem)
+
+    def test_the_name_within_an_object_is_told(self, folder):
+        model_dir = folder('option.on_device_generation={"top_kk": 5}')
+        (problem,) = problems_of(None, model_dir, {})
+        assert "top_kk" in problem.allowed
+
+    def test_a_properties_file_takes_the_place_of_the_folders(self, folder, tmp_path):
+        model_dir = folder("option.n_positions=64")
+        other = tmp_path / "other"
+        other.mkdir()
+        path = other / "llama.properties"
+        path.write_text("option.dtype=bf16\noption.override_neuron_config=mine.json")
+        (other / "mine.json").write_text("{}")
+        (model_dir / "mine.json").write_text('{"a": 1}')
+        resolved = resolve(None, model_dir, {}, file=path)
+        assert (resolved.options.n_positions, resolved.options.dtype) == (None, "bfloat16")
+        assert resolved.origins["dtype"] == f"{path} line 1"
+        assert resolved.options.override_neuron_config == {"a": 1}
+        resolved, _ = examine(None, None, {}, file=path)
+        assert resolved.options.override_neuron_config == {}
+        (problem,) = problems_of(None, model_dir, {}, file=other / "gone.properties")
+        assert "gone.properties" in str(problem)
+
+
+def batching_warnings(resolved):
+    texts = told(resolved, "warning")
+    for text in texts:
+        if text.startswith("rolling_batch"):
+            assert "option.async_mode=true" in text
+            assert "option.rolling_batch=tnx" in text
+    return [text.partition(" ")[0] for text in texts]
+
+
+class TestWhatDjlDoes:
+    @pytest.mark.parametrize(
+        ("lines", "environ", "warned"),
+        [
+            ((), {}, True),
+            (("option.rolling_batch=auto",), {}, True),
+            (("option.rolling_batch=disable",), {}, False),
+            ((), {"OPTION_ROLLING_BATCH": "disable"}, False),
+            (("option.rolling_batch=tnx",), {}, False),
+            (("option.async_mode=true",), {}, False),
+            (("batch_size=4",), {}, False),
+        ],
+    )
+    def test_one_request_at_a_time_is_warned_of_unless_asked_for(
+        self, folder, lines, environ, warned
+    ):
+        engine = ("engine=Python", "option.entryPoint=djl_python_neuronx.handler")
+        model_dir = folder(*engine, *lines)
+        expected = ["rolling_batch=disable"] * warned
+        in_djl = resolve(as_djl_passes(model_dir, environ), model_dir, environ)
+        assert batching_warnings(in_djl) == expected
+        foreseen = resolve(None, model_dir, environ)
+        assert batching_warnings(foreseen) == ["rolling_batch=auto"] * warned
+        assert all("under DJL Serving" in text for text in told(foreseen, "warning"))
+
+    def test_auto_that_djl_leaves_alone_is_not(self, folder):
+        model_dir = folder("option.rolling_batch=auto")
+        properties = {**as_djl_passes(model_dir), "rolling_batch": "auto"}
+        assert told(resolve(properties, model_dir, {}), "warning") == []
+
+    def test_a_mode_that_djl_replaces_is_told(self, folder):
+        model_dir = folder("option.rolling_batch=tnx", "batch_size=4")
+        resolved, problems = examine(as_djl_passes(model_dir), model_dir, {})
+        assert problems == []
+        assert resolved.options.rolling_batch == "disable"
+        (warning,) = told(resolved, "warning")
+        assert "'disable' in place of 'tnx'" in warning
+        assert "line 1" in warning
+
+    @pytest.mark.parametrize(
+        ("lines", "environ", "words"),
+        [
+            (("engine=Python",), {}, ["entryPoint", "not set"]),
+            (
+                ("option.entryPoint=djl_python.transformers_neuronx",),
+                {},
+                ["entryPoint", "djl_python.transformers_neuronx", "line 1"],
+            ),
+            (("option.entryPoint=djl_python_neuronx",), {}, ["entryPoint"]),
+            (
+                ("engine=Python",),
+                {"OPTION_ENTRYPOINT": "djl_python.huggingface"},
+                ["entryPoint", "OPTION_ENTRYPOINT"],
+            ),
+            (("option.entryPoint=djl_python_neuronx.handler",), {}, []),
+            (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python_neuronx.handler"}, []),
+            (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python.x"}, ["DJL_ENTRY_POINT"]),
+            (("option.entryPoint=model.py",), {}, []),
+            (
+                ("engine=MPI", "option.entryPoint=djl_python_neuronx.handler"),
+                {},
+                ["engine", "MPI", "set engine=Python"],
+            ),
+            (("option.dtype=bf16",), {}, []),
+            ((), {}, []),
+        ],
+    )
+    def test_what_an_old_file_must_change(self, folder, lines, environ, words):
+        model_dir = folder("", *lines, "option.async_mode=true")
+        warnings = told(resolve(None, model_dir, environ), "warning")
+        assert len(warnings) == bool(words)
+        assert all(word in warnings[0].replace("line 2", "line 1") for word in words)
+        if "entryPoint" in words:
+            assert "set option.entryPoint=djl_python_neuronx.handler" in warnings[0]
+        # Inside DJL this handler has been called: nothing is to be said of it.
+        assert told(resolve(as_djl_passes(model_dir, environ), model_dir, environ), "warning") == []
+
+    @pytest.mark.parametrize(("value", "warned"), [("90", False), ("90.5", True), ("9e1", True)])
+    @pytest.mark.parametrize("name", ["predict_timeout", "model_loading_timeout"])
+    def test_seconds_that_java_cannot_read(self, folder, name, value, warned):
+        entry_point = "option.entryPoint=djl_python_neuronx.handler"
+        model_dir = folder(entry_point, "option.async_mode=true", f"option.{name}={value}")
+        for properties in (None, as_djl_passes(model_dir)):
+            warnings = told(resolve(properties, model_dir, {}), "warning")
+            assert [text.partition("=")[0] for text in warnings] == [name] * warned
+
+    def test_a_model_py_is_an_entry_point(self, folder):
+        model_dir = folder("engine=Python", "option.async_mode=true")
+        (model_dir / "model.py").touch()
+        assert told(resolve(None, model_dir, {}), "warning") == []
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("max_rolling_batch_size", "32"),
+            ("n_positions", "4096"),
+            ("tensor_parallel_degree", "12"),
+            ("pipeline_parallel_degree", "1"),
+        ],
+    )
+    def test_its_own_sizes_give_way_to_those_of_the_model(self, folder, name, value):
+        properties = {**as_djl_passes(folder()), name: value}
+        resolved = resolve(properties, None, {})
+        assert name not in resolved.origins
+        assert value in resolved.ignored[name]
+        assert f"{name}=" not in "".join(told(resolved, "note"))
+
+    def test_a_model_that_it_downloaded_has_the_place_where_it_was_named(self, folder):
+        model_dir = folder("option.model_id=s3://bucket/model")
+        properties = as_djl_passes(model_dir, model_id="/tmp/download/a1")
+        resolved = resolve(properties, model_dir, {})
+        assert resolved.options.model_id == "/tmp/download/a1"
+        assert "line 1, downloaded by DJL" in resolved.origins["model_id"]
+
+
+class TestOverruled:
+    @pytest.mark.parametrize(
+        ("environ", "overrides", "expected"),
+        [
+            ({"OPTION_N_POSITIONS": "128"}, {}, ["n_positions=128 (environment"]),
+            ({"OPTION_MAX_MODEL_LEN": "128"}, {}, ["max_model_len=128 (environment"]),
+            ({"OPTION_N_POSITIONS": "064"}, {}, []),
+            ({}, {"n_positions": "128"}, []),
+            ({"TENSOR_PARALLEL_DEGREE": "4"}, {}, []),
+        ],
+    )
+    def test_what_does_not_count_is_noted_unless_it_was_meant_so(
+        self, folder, environ, overrides, expected
+    ):
+        model_dir = folder("option.n_positions=64", "option.tensor_parallel_degree=2")
+        doors = [resolve(None, model_dir, environ, overrides)]
+        if not overrides:
+            doors.append(resolve(as_djl_passes(model_dir, environ), model_dir, environ))
+        for resolved in doors:
+            notes = told(resolved, "note")
+            assert len(notes) == len(expected)
+            assert all(words in note for words, note in zip(expected, notes, strict=True))
+            assert all(note.startswith("n_positions=64 (") for note in notes)
+
+
+class TestExamine:
+    BROKEN = ("option.n_positions=many", "option.nope=1", "option.max_waiting=7")
+
+    def test_problems_do_not_stop_the_rest(self, folder):
+        resolved, problems = examine(None, folder(*self.BROKEN), {})
+        assert {type(problem) for problem in problems} == {InvalidOptionError, UnknownOptionError}
+        assert (resolved.options.n_positions, resolved.options.max_waiting) == (None, 7)
+        with pytest.raises(ConfigError) as caught:
+            resolve(None, folder(*self.BROKEN), {})
+        assert list(map(str, caught.value.problems)) == list(map(str, problems))
+
+    def test_a_broken_file_is_one_problem_of_many(self, folder):
+        model_dir = folder("option.model_id=\\u12")
+        _, problems = examine(None, model_dir, {"OPTION_DTYPE": "int3"})
+        assert len(problems) == 2
+
+    def test_long_values_are_cut_in_messages(self, folder):
+        model_dir = folder(f"option.n_positions={'9' * 100_000}")
+        (problem,) = problems_of(None, model_dir, {})
+        assert len(str(problem)) < 1000
+        (problem,) = problems_of({"n_positions": 10**5000, "batch_size": 1}, model_dir, {})
+        assert len(str(problem)) < 1000
+
+    def test_a_finding_names_options_with_value_and_origin(self, folder):
+        lines = ("option.batch_size=2", "option.rolling_batch=tnx")
+        _, (problem,) = examine(None, folder(*lines), {})
+        assert isinstance(problem, IncompatibleOptionsError)
+        for words in ("batch_size=2 (", "line 1)", "rolling_batch=tnx (", "line 2)"):
+            assert words in str(problem)
+
+
+class TestAssess:
+    def test_what_follows_is_filled_in_with_its_reason(self, folder):
+        resolved = resolve(None, folder("option.n_positions=64"), {})
+        machine = instances.named(INF2)
+        done, problems = assess(resolved, TINY, machine, "tnx")
+        assert problems == []
+        assert (done.options.dtype, done.options.n_positions) == ("bfloat16", 64)
+        assert done.origins["dtype"].startswith("default: ")
+        assert done.origins["n_positions"].endswith("line 1")
+        assert isinstance(done.options.tensor_parallel_degree, int)
+        assert complete(resolved, TINY, machine, "tnx") == done
+
+    def test_every_misfit_is_told_at_once(self, folder):
+        lines = ("option.n_positions=8192", "option.tensor_parallel_degree=3")
+        resolved = resolve(None, folder(*lines), {})
+        done, problems = assess(resolved, TINY, instances.named(INF2), "tnx")
+        said = "\n".join(map(str, problems))
+        for words in ("n_positions=8192 (", "line 1)", "tensor_parallel_degree=3 (", "line 2)"):
+            assert words in said
+        assert all(isinstance(problem, IncompatibleOptionsError) for problem in problems)
+        assert done.options.n_positions == 8192
+        with pytest.raises(ConfigError) as caught:
+            complete(resolved, TINY, instances.named(INF2), "tnx")
+        assert list(map(str, caught.value.problems)) == list(map(str, problems))
+
+    def test_findings_of_both_stages_are_kept(self, folder):
+        model_dir = folder("engine=Python", "option.n_positions=64", "option.fuse_qkv=true")
+        resolved = resolve(None, model_dir, {})
+        done = complete(resolved, TINY, instances.named(INF2), "tnx")
+        assert done.findings[: len(resolved.findings)] == resolved.findings
+        assert all(finding.level in {"warning", "note"} for finding in done.findings)
+        assert all(done.describe(finding) for finding in done.findings)
+
+    def test_time_to_compile_is_held_against_the_limit(self, folder):
+        config = {**TINY, "num_hidden_layers": 80, "hidden_size": 128}
+        machine = instances.named(INF2)
+        for limit, warned in (("60", True), ("100000", False)):
+            model_dir = folder(f"option.model_loading_timeout={limit}", "option.n_positions=64")
+            done = complete(resolve(None, model_dir, {}), config, machine, "tnx")
+            assert any("model_loading_timeout" in text for text in told(done, "warning")) is warned

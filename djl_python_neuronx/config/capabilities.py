@@ -1,0 +1,239 @@
+"""What each Neuron library can do with each architecture: pure data, read in its source and seen on a CPU.
+
+Sources: transformers-neuronx 0.13 (`<architecture>/model.py`, `decoder.py`, `layers/`) and
+neuronx-distributed-inference 0.9.0 (`utils/constants.py`: MODEL_TYPES, and `models/*/modeling_*.py`). "Seen" means
+compared with Hugging Face's logits, tiny models with random weights on an emulated device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+GPTJ_DECODE = "gptj-decode"
+INT8_CACHE = "int8-kv-cache"
+SHARD_OVER_BATCH = "shard-over-batch"
+WINDOW_IGNORED = "sliding-window-ignored"
+WINDOW_PREFILL = "sliding-window-prefill"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a library does with one architecture."""
+
+    continuous_batching: bool = True
+    """Sequences join and leave at any step. False: static batches, everyone encoded anew when one joins."""
+    static_batching: bool = True
+    """Several sequences that start together."""
+    pads_heads: bool = True
+    """Heads that the tensor parallel degree does not divide are padded. False: it has to divide them."""
+    context_buckets: bool = True
+    """Takes prompt lengths to compile for. False: a prompt runs token by token."""
+    token_buckets: bool = True
+    """Takes several sequence lengths to compile decode graphs for."""
+    attention_bsh: bool = True
+    """attention_layout=BSH works."""
+    on_device_greedy: bool = True
+    on_device_sampling: bool = True
+    """Each row's own top_k, top_p and temperature on the device."""
+    int8: bool = True
+    """int8 weights."""
+    speculation: bool = True
+    """A draft model proposes tokens that this one verifies."""
+    text_only: bool = True
+    """False: the library's class takes images beside text; its text side alone is served."""
+    verified: bool = True
+    """Seen to give the right tokens. False: only read in the library's source."""
+    unread: frozenset[str] = frozenset()
+    """Options that other architectures of the library honour and this one's code never looks at."""
+    refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Option to why the library stops at it."""
+    defects: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Name of what is wrong upstream to what goes wrong; `suitability` knows when it does."""
+
+
+_INT8_CACHE = {
+    INT8_CACHE: "transformers-neuronx cuts the KV cache's values off to whole numbers, without a scale"
+}
+_ROWS_MIXED = {
+    SHARD_OVER_BATCH: "transformers-neuronx mixes the rows up that a prompt graph has written to the divided cache"
+}
+_OF_GROUPS = {**_INT8_CACHE, **_ROWS_MIXED}
+
+# What only llama's code reads, of the options that transformers-neuronx has.
+_LLAMA_ONLY = frozenset(
+    {
+        "attn_output_transposed",
+        "duplicate_q_weight_sos",
+        "enable_chunked_prefill",
+        "fuse_mlp",
+        "fused_rmsnorm_mlp",
+        "fused_rmsnorm_qkv",
+        "is_block_kv_layout",
+        "mlp_out_weight_transpose",
+        "sequence_parallel",
+        "sequence_parallel_norm_threshold",
+        "shard_over_sequence",
+    }
+)
+# gptj and gpt_neox predate the shared decoder: their code reads the degree, the dtype and hardly anything else.
+_DECODER = frozenset(
+    {
+        "attention_layout",
+        "bf16_rms_norm",
+        "cache_layout",
+        "collectives_layout",
+        "fuse_qkv",
+        "group_query_attention",
+        "kv_cache_quantize",
+        "on_device_embedding",
+        "on_device_generation",
+        "qkv_tiling",
+        "weight_tiling",
+    }
+)
+_WITHOUT_GROUPS = _LLAMA_ONLY | {"bf16_rms_norm", "group_query_attention"}
+_NO_CACHE = {"kv_cache_quantize": "transformers-neuronx stores its KV cache in dtype only"}
+_NO_WEIGHTS = {"quantize": "transformers-neuronx has no quantised weights for it"}
+_NO_MOE_WEIGHTS = {
+    "quantize": "transformers-neuronx fails to build its experts from quantised weights",
+    "attention_layout": "transformers-neuronx has no BSH layout for experts",
+}
+
+_GPT2 = Capability(
+    continuous_batching=False, token_buckets=False, unread=_WITHOUT_GROUPS, refused=_NO_CACHE
+)
+_GPT_NEOX = Capability(
+    continuous_batching=False,
+    pads_heads=False,
+    context_buckets=False,
+    token_buckets=False,
+    attention_bsh=False,
+    on_device_greedy=False,
+    on_device_sampling=False,
+    int8=False,
+    speculation=False,
+    unread=_LLAMA_ONLY | _DECODER,
+    refused=_NO_WEIGHTS,
+)
+
+TNX: Mapping[str, Capability] = MappingProxyType(
+    {
+        "bloom": Capability(
+            continuous_batching=False,
+            speculation=False,
+            unread=_WITHOUT_GROUPS,
+            refused=_NO_CACHE,
+        ),
+        "gpt2": _GPT2,
+        # Its checkpoint layout is told apart inside gpt2's class.
+        "gpt_bigcode": Capability(
+            continuous_batching=False,
+            token_buckets=False,
+            speculation=False,
+            verified=False,
+            unread=_WITHOUT_GROUPS,
+            refused=_NO_CACHE,
+        ),
+        "gpt_neox": _GPT_NEOX,
+        "gptj": Capability(
+            continuous_batching=False,
+            pads_heads=False,
+            context_buckets=False,
+            token_buckets=False,
+            attention_bsh=False,
+            on_device_greedy=False,
+            on_device_sampling=False,
+            int8=False,
+            speculation=False,
+            unread=_GPT_NEOX.unread,
+            refused=_NO_WEIGHTS,
+            defects={
+                GPTJ_DECODE: "transformers-neuronx lets each token of a GPT-J see no other than the first"
+            },
+        ),
+        "llama": Capability(defects=_OF_GROUPS),
+        "mistral": Capability(
+            speculation=False,
+            unread=_LLAMA_ONLY,
+            defects={
+                **_OF_GROUPS,
+                WINDOW_PREFILL: "transformers-neuronx lets a prompt look back one token more than the model's window",
+            },
+        ),
+        "mixtral": Capability(
+            attention_bsh=False,
+            int8=False,
+            speculation=False,
+            unread=_LLAMA_ONLY | {"weight_tiling"},
+            refused=_NO_MOE_WEIGHTS,
+            defects={
+                **_OF_GROUPS,
+                WINDOW_IGNORED: "transformers-neuronx attends to all tokens, beyond the model's window",
+            },
+        ),
+        "opt": Capability(
+            continuous_batching=False,
+            attention_bsh=False,
+            speculation=False,
+            unread=_WITHOUT_GROUPS,
+            refused={
+                **_NO_CACHE,
+                "attention_layout": "transformers-neuronx has no BSH layout for it",
+            },
+        ),
+    }
+)
+"""Architectures of transformers-neuronx, by `model_type`."""
+
+_NO_WINDOW = {WINDOW_IGNORED: "NxD Inference attends to all tokens, beyond the model's window"}
+_IMAGES = "NxD Inference does not have it for models with images"
+_NOT_WITH_IMAGES = dict.fromkeys(
+    ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
+)
+# Only the others divide cores among KV heads for flash decoding (num_cores_per_group).
+_NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
+
+
+def _with_images(
+    refused: Mapping[str, str] = _NOTHING,
+    unread: frozenset[str] = frozenset(),
+    *,
+    pads_heads: bool = True,
+) -> Capability:
+    return Capability(
+        pads_heads=pads_heads,
+        speculation=False,
+        text_only=False,
+        verified=False,
+        unread=unread,
+        refused=MappingProxyType({**_NOT_WITH_IMAGES, **refused}),
+    )
+
+
+NXDI: Mapping[str, Capability] = MappingProxyType(
+    {
+        "dbrx": Capability(verified=False, unread=_NO_FLASH_DECODING),
+        "gemma3": Capability(verified=False, unread=_NO_FLASH_DECODING),
+        "gpt_oss": Capability(verified=False),
+        "llama": Capability(),
+        "llama4": _with_images(),
+        "mistral": Capability(unread=_NO_FLASH_DECODING),
+        "mixtral": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        # Its cross attention asserts that the degree divides query and KV heads.
+        "mllama": _with_images(pads_heads=False),
+        "pixtral": _with_images(),
+        "qwen2": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        "qwen2_vl": _with_images(unread=_NO_FLASH_DECODING),
+        "qwen3": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        "qwen3_moe": Capability(verified=False, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
+    }
+)
+"""Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
+
+CAPABILITIES: Mapping[str, Mapping[str, Capability]] = MappingProxyType({"tnx": TNX, "nxdi": NXDI})
+"""Loader to `model_type` to what the library can do; the cpu loader takes every causal model of transformers."""

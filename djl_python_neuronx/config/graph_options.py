@@ -1,0 +1,426 @@
+"""Options of the compiled graphs and of what belongs to them: precision, layouts, speculation, artifacts, compiler.
+
+What the old engine (djl-serving 1132e3ab^, tnx_properties.py) and transformers-neuronx 0.13 (config.py) know; where
+NxD Inference 0.9 (models/config.py) has the same thing under another name, both names stand in `to`. Each class is a
+section of docs/options.md, the last one the first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+
+from djl_python_neuronx.config.nxdi_options import NxdiOptions
+from djl_python_neuronx.config.values import (
+    COUNT,
+    DTYPES,
+    OBJECT,
+    Amount,
+    Count,
+    Dtype,
+    EightBits,
+    Hyphenated,
+    Lower,
+    Object,
+    Option,
+    Order,
+    Upper,
+    Weights,
+    parse_object,
+    truth,
+)
+
+
+class OnDeviceGeneration(BaseModel):
+    """Sampling on the device; the names and defaults are those of TNX's `GenerationConfig`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    do_sample: bool = False
+    """False: the most probable token, whatever a request asks for."""
+    dynamic: bool = False
+    """Each request's own parameters count; else those below are compiled in."""
+    top_k: Count = 50
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    top_p_min_tokens: Count = 1
+    """Tokens that `top_p` keeps at least."""
+    global_top_k: Annotated[
+        Count | None, Field(validation_alias=AliasChoices("global_top_k", "global_topk"))
+    ] = None
+    """Most tokens that are ever sampled from, `global_topk` in NxDI; the libraries' kernels take at most 256."""
+    per_batch_line: bool = False
+    """Every sequence has parameters of its own; with `dynamic`."""
+    deterministic: bool = False
+    """Accept at 0.5 instead of drawing a number."""
+
+
+PER_REQUEST = OnDeviceGeneration(
+    do_sample=True, dynamic=True, per_batch_line=True, top_k=50, global_top_k=256
+)
+"""What ``on_device_generation=true`` stands for: the device samples, each request with its own parameters."""
+
+
+def _generation(value: object) -> object:
+    if isinstance(value, OnDeviceGeneration):
+        return value
+    told = truth(value)
+    if told is not None:
+        return PER_REQUEST if told else None
+    return parse_object(value) if isinstance(value, str) else value
+
+
+class CompilerOptions(NxdiOptions):
+    """Compiler."""
+
+    neuron_optimize_level: Annotated[
+        Annotated[int, Field(ge=1, le=3)] | None,
+        Option(allowed="1, 2 or 3", to={"tnx": "-O"}, tunes=True),
+    ] = None
+    """How hard the compiler tries: 1 compiles fastest, 3 may run fastest. The compiler's default is 2. NxDI chooses a
+    level for each graph itself."""
+    enable_mixed_precision_accumulation: Annotated[
+        bool | None, Option(to={"tnx": "--enable-mixed-precision-accumulation"})
+    ] = None
+    """Accumulate in float32, cast the result: the guides ask for it for Llama 70B."""
+    enable_saturate_infinity: Annotated[
+        bool | None, Option(to={"tnx": "--enable-saturate-infinity"})
+    ] = None
+    """Clamp infinities to the largest finite number: the guides ask for it for Llama 13B in fp16."""
+    neuron_cc_pipeline_factor: Annotated[
+        Count | None,
+        Option(
+            allowed=COUNT,
+            env=("NEURON_CC_PIPELINE_FACTOR",),
+            aliases=("cc_pipeline_tiling_factor",),
+            to={"tnx": "--tensorizer-options", "nxdi": "cc_pipeline_tiling_factor"},
+            tunes=True,
+        ),
+    ] = None
+    """Tiles that a collective is cut into, so that it overlaps with computing. NxDI's default is 2."""
+    compilation_worker_count: Annotated[
+        Count | None,
+        Option(
+            allowed=COUNT,
+            env=("NEURON_COMPILATION_WORKER_COUNT",),
+            to={"tnx": "compilation_worker_count"},
+            tunes=True,
+        ),
+    ] = None
+    """Graphs that are compiled at once. Each compiler takes some GB of host memory: lower it if the machine runs out.
+    The library's default is one for each graph."""
+    unroll: Annotated[Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True)] = None
+    """Layers in one compiled graph. Not set: all, which runs fastest and compiles longest."""
+    multi_node: Annotated[
+        bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True)
+    ] = False
+    """The old engine's graph defaults for a model on several machines: `fuse_mlp` and `mlp_out_weight_transpose` are
+    on unless set. The machines themselves are told by `NEURON_RANK_ID` and `NEURON_LOCAL_TP`."""
+    override_neuron_config: Annotated[
+        Object | None,
+        Option(allowed=OBJECT, to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True),
+    ] = None
+    """More keywords of the library's `NeuronConfig`, for what has no option here. They win over options; a name that
+    the installed library does not know is an error, and so is one that follows from an option."""
+
+
+class ArtifactOptions(CompilerOptions):
+    """Artifacts."""
+
+    compiled_graph_path: Annotated[
+        str | None,
+        Field(min_length=1),
+        Option(
+            allowed="a folder or s3://bucket/key",
+            to={"tnx": "NEURON_COMPILE_CACHE_URL", "nxdi": "NEURON_COMPILE_CACHE_URL"},
+            tunes=True,
+        ),
+    ] = None
+    """Compiled graphs to use in place of compiling: a compiler cache, local or in S3."""
+    draft_model_compiled_path: Annotated[
+        str | None,
+        Field(min_length=1),
+        Option(allowed="a folder or s3://bucket/key", to={"tnx": "load()"}, tunes=True),
+    ] = None
+    """The same for the draft model. NxDI keeps both models in one artifact."""
+    save_mp_checkpoint_path: Annotated[
+        str | None, Field(min_length=1), Option(allowed="a folder or s3://bucket/key")
+    ] = None
+    """Where `partition` puts the compiled model."""
+    partition_schema: Annotated[
+        Literal["optimum", "safetensors", "compile_only"] | None, Lower, Option()
+    ] = None
+    """What `partition` stores beside the graphs: the weights as `safetensors`, or nothing with `compile_only`. The
+    `optimum` layout is read, not written."""
+    load_split_model: Annotated[bool, Option(to={"tnx": "from_pretrained()"})] = False
+    """The weights lie in TNX's split format: one `.bin` file for each tensor. It switches `on_device_embedding` on
+    unless that is set, as the old engine did."""
+    low_cpu_mem_usage: Annotated[bool, Option()] = False
+    """Weights are always read through a memory map, which is what this asks for."""
+    on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option()] = "error"
+    """What to do if the compiled model does not fit the options: say which differ and stop, or compile anew."""
+
+
+class SpeculationOptions(ArtifactOptions):
+    """Speculation."""
+
+    speculative_draft_model: Annotated[
+        str | None,
+        Field(min_length=1),
+        Option(
+            allowed="a folder, a Hugging Face model id or s3://bucket/key",
+            aliases=("draft_model_id",),
+            to={
+                "tnx": "enable_speculative_decoder()",
+                "nxdi": "fused_spec_config.draft_model_path",
+            },
+        ),
+    ] = None
+    """A small model of the same vocabulary that drafts tokens for the large one to verify."""
+    speculative_length: Annotated[
+        Amount,
+        Option(
+            allowed="a whole number of at least 0",
+            aliases=("spec_length",),
+            to={"tnx": "enable_speculative_decoder()", "nxdi": "speculation_length"},
+        ),
+    ] = 5
+    """Tokens that are drafted at a time; 0 is no speculation. NxDI counts the large model's own token too, which is
+    added for it."""
+    draft_model_tp_size: Annotated[
+        Count | None,
+        Option(allowed=COUNT, to={"tnx": "tp_degree", "nxdi": "tp_degree"}, tunes=True),
+    ] = None
+    """NeuronCores that share the draft model. The default is `tensor_parallel_degree`."""
+    enable_eagle_speculation: Annotated[
+        bool | None,
+        Option(to={"tnx": "is_eagle_target", "nxdi": "enable_eagle_speculation"}),
+    ] = None
+    """The draft model is an EAGLE one: it drafts from the large model's hidden states."""
+
+
+class PrecisionOptions(SpeculationOptions):
+    """Precision and quantisation."""
+
+    quantize: Annotated[
+        Weights | None,
+        Option(
+            allowed="static_int8 (int8, s8) or static_fp8 (fp8, f8e4m3fn)",
+            env=("NEURON_QUANT",),
+            to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},
+        ),
+    ] = None
+    """Store weights in 8 bits and compute in `dtype`: half the memory and half the reading. TNX quantises while
+    loading, NxDI once before compiling."""
+    kv_cache_quantize: Annotated[
+        EightBits | None,
+        Option(
+            allowed="int8 (s8) or fp8 (f8e4m3fn)",
+            to={"tnx": "kv_cache_quant.quant_dtype", "nxdi": "kv_quant_config.quant_dtype"},
+        ),
+    ] = None
+    """Store the KV cache in 8 bits: twice as many tokens in the same memory."""
+    all_reduce_dtype: Annotated[
+        Dtype | None,
+        Option(
+            allowed=DTYPES,
+            aliases=("rpl_reduce_dtype",),
+            to={"tnx": "all_reduce_dtype", "nxdi": "rpl_reduce_dtype"},
+        ),
+    ] = None
+    """Type that partial results are summed in across cores. NxDI applies it to the projection after attention."""
+    cast_logits_dtype: Annotated[
+        Dtype | None, Option(allowed=DTYPES, to={"tnx": "cast_logits_dtype"})
+    ] = None
+    """Type of the logits. TNX's default is float32, and NxDI knows no other."""
+    bf16_rms_norm: Annotated[bool | None, Option(to={"tnx": "bf16_rms_norm"})] = None
+    """Compute RMS norms in bfloat16 instead of float32."""
+
+
+class GraphOptions(PrecisionOptions):
+    """Graphs and layouts."""
+
+    group_query_attention: Annotated[
+        Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
+        | None,
+        Hyphenated,
+        Option(to={"tnx": "group_query_attention"}, tunes=True),
+    ] = None
+    """How cores share KV heads that are fewer than the query heads. Both libraries choose by themselves."""
+    fuse_qkv: Annotated[
+        bool | None,
+        Option(aliases=("fused_qkv",), to={"tnx": "fuse_qkv", "nxdi": "fused_qkv"}, tunes=True),
+    ] = None
+    """One matrix product in place of three for queries, keys and values."""
+    fuse_mlp: Annotated[bool | None, Option(to={"tnx": "fuse_mlp"}, tunes=True)] = None
+    """One matrix product in place of two at the entrance of the MLP."""
+    fused_rmsnorm_qkv: Annotated[
+        bool | None,
+        Option(
+            aliases=("qkv_kernel_enabled",),
+            to={"tnx": "fused_rmsnorm_qkv", "nxdi": "qkv_kernel_enabled"},
+            tunes=True,
+        ),
+    ] = None
+    """Kernel for the norm before attention and the projections after it. TNX needs `fuse_qkv`,
+    `attention_layout=BSH`, `group_query_attention=replicated-heads` and no `sequence_parallel` for it."""
+    fused_rmsnorm_mlp: Annotated[
+        bool | None,
+        Option(
+            aliases=("mlp_kernel_enabled",),
+            to={"tnx": "fused_rmsnorm_mlp", "nxdi": "mlp_kernel_enabled"},
+            tunes=True,
+        ),
+    ] = None
+    """Kernel for the norm before the MLP and the MLP. TNX needs `attention_layout=BSH` and
+    `group_query_attention=replicated-heads` for it."""
+    qkv_tiling: Annotated[bool | None, Option(to={"tnx": "qkv_tiling"}, tunes=True)] = None
+    """Cut the projections of attention into tiles of 128. Needs `fuse_qkv`."""
+    weight_tiling: Annotated[bool | None, Option(to={"tnx": "weight_tiling"}, tunes=True)] = None
+    """Cut the weights of the MLP into tiles of 128."""
+    mlp_in_weight_tiling_permute_order: Annotated[
+        Order | None,
+        Option(
+            allowed='an order of the four axes such as "1,2,0,3"',
+            to={"tnx": "mlp_in_weight_tiling_permute_order"},
+            tunes=True,
+        ),
+    ] = None
+    """Order of the tiles' axes at the entrance of the MLP, axis 2 before axis 3; with `weight_tiling`. The library's
+    default is 1,2,0,3."""
+    mlp_out_weight_tiling_permute_order: Annotated[
+        Order | None,
+        Option(
+            allowed='an order of the four axes such as "1,2,0,3"',
+            to={"tnx": "mlp_out_weight_tiling_permute_order"},
+            tunes=True,
+        ),
+    ] = None
+    """The same at the exit of the MLP."""
+    mlp_out_weight_transpose: Annotated[
+        bool | None, Option(to={"tnx": "mlp_out_weight_transpose"}, tunes=True)
+    ] = None
+    """Keep the weights at the exit of the MLP transposed."""
+    attn_output_transposed: Annotated[
+        bool | None, Option(to={"tnx": "attn_output_transposed"}, tunes=True)
+    ] = None
+    """Keep the weights of the projection after attention transposed."""
+    attention_layout: Annotated[
+        Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "attention_layout"}, tunes=True)
+    ] = None
+    """Order of the axes in attention: hidden, sequence, batch. TNX's default is HSB."""
+    collectives_layout: Annotated[
+        Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "collectives_layout"}, tunes=True)
+    ] = None
+    """Order of the axes in what cores exchange. TNX's default is HSB."""
+    cache_layout: Annotated[
+        Literal["SBH", "BSH"] | None, Upper, Option(to={"tnx": "cache_layout"}, tunes=True)
+    ] = None
+    """Order of the axes of the KV cache. TNX's default is SBH; BSH needs continuous batching and one bucket."""
+    sequence_parallel: Annotated[
+        bool | None,
+        Option(
+            aliases=("sequence_parallel_enabled", "sequence_parallel_norm"),
+            env=("NEURON_SEQUENCE_PARALLEL",),
+            to={"tnx": "sequence_parallel_norm", "nxdi": "sequence_parallel_enabled"},
+            tunes=True,
+        ),
+    ] = None
+    """Divide a prompt's tokens among the cores where each token is computed alone (norms)."""
+    sequence_parallel_norm_threshold: Annotated[
+        Count | None,
+        Option(allowed=COUNT, to={"tnx": "sequence_parallel_norm_threshold"}, tunes=True),
+    ] = None
+    """Prompt length in tokens above which `sequence_parallel` works. TNX's default is 2048."""
+    shard_over_sequence: Annotated[
+        bool | None,
+        Option(
+            aliases=("flash_decoding_enabled",),
+            env=("NEURON_SHARD_OVER_SEQUENCE",),
+            to={"tnx": "shard_over_sequence", "nxdi": "flash_decoding_enabled"},
+            tunes=True,
+        ),
+    ] = None
+    """Divide the KV cache's tokens among the cores (flash decoding): for a batch times length above 16384."""
+    duplicate_q_weight_sos: Annotated[
+        bool | None, Option(to={"tnx": "duplicate_q_weight_sos"}, tunes=True)
+    ] = None
+    """Copy the query weights to the cores in place of gathering queries; with `shard_over_sequence`."""
+    on_device_embedding: Annotated[
+        bool | None,
+        Option(env=("NEURON_ON_DEVICE_EMBEDDING",), to={"tnx": "on_device_embedding"}, tunes=True),
+    ] = None
+    """Look embeddings up on the device. TNX's default is the host; NxDI always does it on the device."""
+    on_device_generation: Annotated[
+        OnDeviceGeneration | None,
+        BeforeValidator(_generation),
+        Option(
+            allowed="true, false, a JSON object of do_sample, dynamic, top_k, top_p, temperature, top_p_min_tokens, "
+            "global_top_k, per_batch_line and deterministic, or a file that holds one",
+            aliases=("on_device_sampling_config",),
+            env=("NEURON_ON_DEV_GENERATION",),
+            to={"tnx": "on_device_generation", "nxdi": "on_device_sampling_config"},
+            file=True,
+        ),
+    ] = None
+    """Sample on the device, which saves reading all logits back: faster, and without seeds, penalties, log
+    probabilities and constraints. `true` serves each request with its own top_k, top_p and temperature."""
+    padding_side: Annotated[
+        Literal["left", "right"] | None,
+        Lower,
+        Option(to={"tnx": "padding_side", "nxdi": "padding_side"}),
+    ] = None
+    """Side that shorter prompts of a batch are padded on. Continuous batching pads on the right."""
+    is_block_kv_layout: Annotated[
+        bool | None,
+        Option(
+            aliases=("optimized_paged_attention",),
+            to={
+                "tnx": "continuous_batching.optimized_paged_attention",
+                "nxdi": "is_block_kv_layout",
+            },
+        ),
+    ] = None
+    """Keep the KV cache in blocks instead of one row for each slot (paged attention)."""
+    pa_block_size: Annotated[
+        Count | None,
+        Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"}),
+    ] = None
+    """Tokens in a block of the KV cache; with `is_block_kv_layout`."""
+    pa_num_blocks: Annotated[
+        Count | None,
+        Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"}),
+    ] = None
+    """Blocks of the KV cache; with `is_block_kv_layout`."""
+    enable_prefix_caching: Annotated[
+        bool, Option(aliases=("is_prefix_caching",), to={"nxdi": "is_prefix_caching"})
+    ] = False
+    """Keep the KV blocks of finished prompts for prompts that begin alike. It implies `is_block_kv_layout`."""
+    enable_chunked_prefill: Annotated[
+        bool,
+        Option(
+            aliases=("is_chunked_prefill",),
+            to={"tnx": "continuous_batching.enable_chunked_prefill"},
+        ),
+    ] = False
+    """Encode long prompts in chunks beside running streams. It implies `is_block_kv_layout`; NxDI 0.9 raises
+    NotImplementedError."""
+    pipeline_parallel_degree: Annotated[
+        Count,
+        Option(
+            allowed=COUNT,
+            aliases=("pp_degree",),
+            env=("PIPELINE_PARALLEL_DEGREE",),
+            to={"nxdi": "pp_degree"},
+        ),
+    ] = 1
+    """Stages that the layers are divided among, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
+    worker with more than 1."""
+    rolling_batch_strategy: Annotated[
+        Literal["continuous_batching", "naive_rolling_batch"] | None, Lower, Option()
+    ] = None
+    """How sequences join a running batch: `continuous_batching` encodes only the new prompt, `naive_rolling_batch`
+    encodes everyone anew. The default is the first where the model can do it."""
+    allow_known_defects: Annotated[bool, Option()] = False
+    """Serve what is known to give wrong answers in the library; without it such a combination is refused."""

@@ -1,0 +1,162 @@
+"""The machines with Neuron devices that exist, and the tensor parallel degrees that run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from djl_python_neuronx.errors import ConfigError
+
+GIB = 2**30
+_AS_MANY_AS_THERE_ARE = -1
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """Facts of a machine, as far as they can be seen."""
+
+    instance_type: str | None
+    """Such as ``inf2.xlarge``."""
+    neuron_devices: int
+    """Chips, each with one or more cores."""
+    neuron_cores: int
+    """Logical cores. 0 with `neuron_devices` > 0: the devices are there but nothing tells their cores."""
+    memory_bytes: int
+    """Of all Neuron devices, or, on a machine without any, of the host; 0: unknown."""
+    cpus: int
+    """CPUs that this process may use."""
+    seen: str
+    """What was looked at and found, for messages."""
+    family: str | None = None
+    """``inf2``, ``trn1`` (also Trn1n) or ``trn2`` (also Trn2 UltraServers); None: not known."""
+    core_memory_bytes: int = 0
+    """Of each logical core; 0: unknown."""
+    visible_cores: int = _AS_MANY_AS_THERE_ARE
+    """Logical cores that this process may use; all of `neuron_cores` unless told otherwise."""
+    assumed: str | None = None
+    """What was assumed because it could not be seen, as a sentence; None: nothing."""
+
+    def __post_init__(self) -> None:
+        if self.visible_cores == _AS_MANY_AS_THERE_ARE:
+            object.__setattr__(self, "visible_cores", self.neuron_cores)
+
+    @property
+    def has_neuron(self) -> bool:
+        """True on a machine with a Neuron device, whether or not it works."""
+        return self.neuron_devices > 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """What all instances of one kind of chip have in common."""
+
+    name: str
+    degrees: tuple[int, ...]
+    """Tensor parallel degrees that the runtime documents, ascending."""
+    cores_per_device: int
+    """Logical cores of a chip in its default configuration."""
+    core_memory_bytes: int
+    """Device memory of a chip divided by its logical cores."""
+    used_degrees: tuple[int, ...] = ()
+    """Degrees that are not documented and that guides use nevertheless."""
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family(
+                "inf2",
+                (1, 2, 4, 8, 24),
+                cores_per_device=2,
+                core_memory_bytes=16 * GIB,
+                used_degrees=(12,),  # all cores of an inf2.24xlarge
+            ),
+            Family("trn1", (1, 2, 8, 16, 32), cores_per_device=2, core_memory_bytes=16 * GIB),
+            Family(
+                "trn2",
+                (1, 2, 4, 8, 16, 32, 64),
+                cores_per_device=4,
+                core_memory_bytes=24 * GIB,
+            ),
+        )
+    }
+)
+"""Kinds of chips by name. Trn2 is counted with two physical cores to a logical one (LNC 2), its default.
+
+Source: AWS Neuron SDK documentation: "Tensor-parallelism support" of the transformers-neuronx guide, the
+architecture pages of Inferentia2, Trainium and Trainium2, and "Logical NeuronCore configuration".
+"""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance type as AWS sells it."""
+
+    name: str
+    family: str
+    devices: int
+    host_memory_gib: int
+    vcpus: int
+
+    @property
+    def cores(self) -> int:
+        """Logical cores of all devices."""
+        return self.devices * FAMILIES[self.family].cores_per_device
+
+
+INSTANCES: Mapping[str, Instance] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Instance("inf2.xlarge", "inf2", devices=1, host_memory_gib=16, vcpus=4),
+            Instance("inf2.8xlarge", "inf2", devices=1, host_memory_gib=128, vcpus=32),
+            Instance("inf2.24xlarge", "inf2", devices=6, host_memory_gib=384, vcpus=96),
+            Instance("inf2.48xlarge", "inf2", devices=12, host_memory_gib=768, vcpus=192),
+            Instance("trn1.2xlarge", "trn1", devices=1, host_memory_gib=32, vcpus=8),
+            Instance("trn1.32xlarge", "trn1", devices=16, host_memory_gib=512, vcpus=128),
+            Instance("trn1n.32xlarge", "trn1", devices=16, host_memory_gib=512, vcpus=128),
+            Instance("trn2.3xlarge", "trn2", devices=1, host_memory_gib=128, vcpus=12),
+            Instance("trn2.48xlarge", "trn2", devices=16, host_memory_gib=2048, vcpus=192),
+            Instance("trn2u.48xlarge", "trn2", devices=16, host_memory_gib=2048, vcpus=192),
+        )
+    }
+)
+"""Instance types by name, in each family from the smallest. Source: AWS's pages of Inf2, Trn1 and Trn2."""
+
+
+def known(instance_type: str | None) -> Instance | None:
+    """The instance type of this name, written for EC2 or for SageMaker (``ml.inf2.xlarge``); None: not one of ours."""
+    return INSTANCES.get((instance_type or "").strip().lower().removeprefix("ml."))
+
+
+def named(instance_type: str) -> DeviceInfo:
+    """The machine that an instance type is, all of its cores free.
+
+    Raises:
+        ConfigError: no such instance type has Neuron devices that we know.
+    """
+    instance = known(instance_type)
+    if instance is None:
+        message = f"{instance_type!r} is no instance type with Neuron devices; expected one of {', '.join(INSTANCES)}"
+        raise ConfigError(message)
+    family = FAMILIES[instance.family]
+    return DeviceInfo(
+        instance_type=instance.name,
+        neuron_devices=instance.devices,
+        neuron_cores=instance.cores,
+        memory_bytes=instance.cores * family.core_memory_bytes,
+        cpus=instance.vcpus,
+        seen=f"the instance type {instance.name}, by name",
+        family=family.name,
+        core_memory_bytes=family.core_memory_bytes,
+    )
+
+
+def legal_degrees(family: str | None, cores: int) -> tuple[int, ...]:
+    """Documented tensor parallel degrees within `cores`, ascending; all families' where the family is not known."""
+    known_family = FAMILIES.get(family or "")
+    chosen = [known_family] if known_family else FAMILIES.values()
+    degrees = {degree for entry in chosen for degree in entry.degrees if degree <= cores}
+    return tuple(sorted(degrees))

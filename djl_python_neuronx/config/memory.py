@@ -1,0 +1,312 @@
+"""Device memory that a model needs on each core: weights, KV cache, and what padding to the degree adds.
+
+Sizes are in bytes and, in words, in GiB (2**30). What is left out is small and lies within `HEADROOM_BYTES`: norms and
+biases, which every core holds whole, scales of quantised weights, and feed-forward widths rounded up to the degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, legal_degrees, named
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+
+HEADROOM_BYTES = GIB
+"""Left on every core for activations, scratch space, compiled programs and the runtime: an assumption."""
+SPARE = 20
+"""One part in so many of a core that a value chosen or advised here leaves free beside the headroom: what nobody asked
+for must not be what just fits. Values that the user set may take all of it."""
+
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class CoreMemory:
+    """Bytes on one core."""
+
+    weights: int
+    """An even share of the weights that are on the device."""
+    kv_cache: int
+    """An even share of the cache of all slots."""
+    padding: int
+    """What the degree adds to both: heads and vocabulary rounded up to it, KV heads copied until every core has one."""
+    headroom: int
+    capacity: int
+    """What a core has; 0: not known."""
+
+    @property
+    def needed(self) -> int:
+        """All parts together, headroom included."""
+        return self.weights + self.kv_cache + self.padding + self.headroom
+
+    @property
+    def fits(self) -> bool:
+        """Whether a core holds what is needed; true where `capacity` is not known."""
+        return self.capacity == 0 or self.needed <= self.capacity
+
+    @property
+    def roomy(self) -> bool:
+        """Whether it fits with `SPARE` to spare."""
+        return self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
+
+
+class Heads(NamedTuple):
+    """Attention heads of all cores together."""
+
+    query: int
+    kv: int
+
+
+class Fit(NamedTuple):
+    """Where something fits; as text, what to set or to take."""
+
+    degree: int
+    instance_type: str | None
+    """None: this machine."""
+
+    def __str__(self) -> str:
+        setting = f"tensor_parallel_degree={self.degree}"
+        return f"{setting} on {self.instance_type}" if self.instance_type else setting
+
+
+@dataclass(frozen=True)
+class Load:
+    """What of the options decides how much memory a model needs."""
+
+    max_model_len: int
+    num_slots: int
+    dtype: str
+    """float32, float16 or bfloat16."""
+    weight_dtype: str | None = None
+    """int8 or fp8: of the layers' weights. Embedding and output projection keep `dtype`."""
+    kv_dtype: str | None = None
+    """int8 or fp8: of the KV cache; None: `dtype`."""
+    on_device_embedding: bool = False
+    """transformers-neuronx keeps the embedding in the host's memory otherwise; NxDI never does."""
+    group_query_attention: str | None = None
+    shard_over_sequence: bool = False
+    stages: int = 1
+    """Pipeline stages, each with cores and layers of its own."""
+    draft: ModelFacts | None = None
+    """The draft model, in `dtype`; one whose size is not known counts nothing."""
+    draft_degree: int | None = None
+    """Cores that share the draft model; None: as many as share the model."""
+
+    @classmethod
+    def of(cls, options: ServingOptions, loader: str, draft: ModelFacts | None = None) -> Load:
+        """What filled-in options ask for.
+
+        Raises:
+            ValueError: the options are not filled in.
+        """
+        length, slots = options.max_model_len, options.max_rolling_batch_size
+        if length is None or slots is None or options.dtype == "auto":
+            message = "memory is counted of filled-in options; use resolve.assess before"
+            raise ValueError(message)
+        if loader == "cpu":
+            return cls(length, slots, options.dtype, draft=draft)
+        return cls(
+            length,
+            slots,
+            options.dtype,
+            weight_dtype=options.weight_dtype,
+            kv_dtype=options.kv_cache_quantize,
+            on_device_embedding=bool(options.on_device_embedding),
+            group_query_attention=options.group_query_attention,
+            shard_over_sequence=bool(options.shard_over_sequence),
+            stages=options.pipeline_parallel_degree or 1,
+            draft=draft,
+            draft_degree=options.draft_model_tp_size,
+        )
+
+
+def needed(
+    facts: ModelFacts, load: Load, *, degree: int, core_memory_bytes: int, loader: str
+) -> CoreMemory:
+    """Memory on each of `degree` cores.
+
+    Raises:
+        ValueError: the architecture's parameters are not known (`facts.num_parameters` is None).
+    """
+    if facts.num_parameters is None:
+        message = f"the parameters of {facts.model_type!r} are not known, so its memory is not"
+        raise ValueError(message)
+    weights, kv_cache, padding = _parts(facts, load, degree, loader)
+    if load.draft is not None and load.draft.num_parameters is not None:
+        draft_degree = load.draft_degree or degree
+        unquantised = Load(load.max_model_len, load.num_slots, load.dtype)
+        extra = _parts(load.draft, unquantised, draft_degree, loader)
+        weights, kv_cache, padding = weights + extra[0], kv_cache + extra[1], padding + extra[2]
+    return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, core_memory_bytes)
+
+
+def per_core(
+    facts: ModelFacts,
+    *,
+    degree: int,
+    max_model_len: int,
+    num_slots: int,
+    dtype: str,
+    weight_dtype: str | None,
+    kv_dtype: str | None,
+    draft: ModelFacts | None = None,
+    core_memory_bytes: int,
+    loader: str,
+) -> CoreMemory:
+    """`needed` of values instead of options.
+
+    Raises:
+        ValueError: the architecture's parameters are not known (`facts.num_parameters` is None).
+    """
+    load = Load(max_model_len, num_slots, dtype, weight_dtype, kv_dtype, draft=draft)
+    return needed(facts, load, degree=degree, core_memory_bytes=core_memory_bytes, loader=loader)
+
+
+def total(facts: ModelFacts, load: Load) -> int:
+    """Bytes of all weights and of the cache, on however many cores: what guides give as a model's size.
+
+    Nothing is padded, copied or left on the host. Raises ValueError as `needed` does.
+    """
+    whole = needed(facts, load, degree=1, core_memory_bytes=0, loader="cpu")
+    return whole.weights + whole.kv_cache
+
+
+def smallest_fit(
+    facts: ModelFacts, load: Load, device: DeviceInfo, loader: str, *, below: int = 0
+) -> Fit | None:
+    """The least that holds it with `SPARE`: more cores of this machine, else the smallest instance type.
+
+    Its own family goes before others. `below`: degrees up to this are known not to fit here. None: nothing holds it.
+    """
+    if facts.num_parameters is None or loader == "cpu":
+        return None
+    here = legal_degrees(device.family, device.visible_cores) if device.core_memory_bytes else ()
+    more = tuple(degree for degree in here if degree > below)
+    places: list[tuple[str | None, int, tuple[int, ...]]] = [(None, device.core_memory_bytes, more)]
+    machines = [named(name) for name in INSTANCES]
+    machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))
+    for machine in machines:
+        degrees = legal_degrees(machine.family, machine.neuron_cores)
+        places.append((machine.instance_type, machine.core_memory_bytes, degrees))
+    for name, capacity, degrees in places:
+        for degree in degrees:
+            if takes(facts, degree, loader) and (
+                needed(facts, load, degree=degree, core_memory_bytes=capacity, loader=loader).roomy
+            ):
+                return Fit(degree, name)
+    return None
+
+
+def takes(facts: ModelFacts, degree: int, loader: str) -> bool:
+    """Whether the library can split this model's heads over `degree` cores, padding them if it does that."""
+    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    if capability is None or capability.pads_heads or not facts.num_heads:
+        return True
+    return facts.num_heads % degree == 0
+
+
+def padded_heads(
+    heads: int, kv_heads: int, degree: int, loader: str, group_query_attention: str | None = None
+) -> Heads:
+    """Heads as the library lays them out over `degree` cores: rounded up to it, KV heads copied where they are few.
+
+    Source: transformers-neuronx 0.13, utils.py get_qkv_padding and decoder.py check_gqa_fallback;
+    neuronx-distributed-inference 0.9, modules/attention/gqa.py.
+    """
+    query = _round_up(heads, degree)
+    if heads == kv_heads:
+        return Heads(query, query)
+    if loader == "nxdi":
+        if kv_heads % degree == 0:
+            return Heads(query, kv_heads)
+        return Heads(query, degree if degree % kv_heads == 0 else query)
+    if group_query_attention in {"shard-over-batch", "all-gather-heads"}:
+        return Heads(query, kv_heads)
+    if group_query_attention != "replicated-heads" and kv_heads % degree == 0:
+        return Heads(query, kv_heads)
+    return Heads(query, _copied(heads, kv_heads, query, degree))
+
+
+def _copied(heads: int, kv_heads: int, query: int, degree: int) -> int:
+    """KV heads of transformers-neuronx' replicated-heads: one for each core, or one for each query head."""
+    added = query - heads
+    copies = heads // kv_heads
+    if (
+        kv_heads < degree
+        and degree % kv_heads == 0
+        and (added == 0 or (added > 0 and added % kv_heads == 0))
+    ):
+        copies = degree // kv_heads
+    elif query * kv_heads == heads * degree:
+        copies = 1
+    copied = max(kv_heads * copies, degree)
+    return query if copied == heads else copied
+
+
+def weight_bytes(facts: ModelFacts, load: Load) -> int:
+    """All weights as they lie in a checkpoint of this dtype, tied ones once; 0: not known."""
+    layers, head, embedding = _tensors(facts)
+    table = 0 if facts.tied_embeddings else head
+    width = _WIDTHS[load.dtype]
+    return layers * _WIDTHS[load.weight_dtype or load.dtype] + (table + embedding) * width
+
+
+def cache_bytes(facts: ModelFacts, load: Load) -> int:
+    """The KV cache of all slots, nothing padded or copied; 0: not known."""
+    values = (facts.cache_values_per_token or 0) * load.max_model_len * load.num_slots
+    return values * _WIDTHS[load.kv_dtype or load.dtype]
+
+
+def _tensors(facts: ModelFacts) -> tuple[int, int, int]:
+    """Numbers in the layers, in the output projection, whether or not it is the embedding, and in the embedding."""
+    table = (facts.hidden_size or 0) * (facts.vocab_size or 0)
+    around = facts.embedding_parameters + (0 if facts.tied_embeddings else table)
+    return max((facts.num_parameters or 0) - around, 0), table, facts.embedding_parameters
+
+
+def _parts(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int, int]:
+    """Bytes on each core: weights, cache, padding."""
+    cache = cache_bytes(facts, load)
+    if loader == "cpu":
+        return weight_bytes(facts, load), cache, 0
+    layers, head, embedding = _tensors(facts)
+    if loader == "tnx" and not load.on_device_embedding:
+        embedding = 0
+    width = _WIDTHS[load.dtype]
+    weight_width = _WIDTHS[load.weight_dtype or load.dtype]
+    # Both libraries hold a second copy of a tied table for the output projection.
+    weights = _share(layers * weight_width, load.stages) + (head + embedding) * width
+    added, cached_heads = _laid_out(facts, load, degree, loader)
+    kv_heads = facts.num_kv_heads or 1
+    added_cache = cache * (cached_heads - kv_heads) // kv_heads
+    vocab = facts.vocab_size or 0
+    padding = _share(added * weight_width + added_cache, load.stages)
+    padding += (_round_up(vocab, degree) - vocab) * (facts.hidden_size or 0) * width
+    cores = degree * load.stages
+    return _share(weights, degree), _share(cache, cores), _share(padding, degree)
+
+
+def _laid_out(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int]:
+    """Numbers that padded and copied heads add to the weights, and KV heads that the cache then has."""
+    heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
+    if not heads or not kv_heads or not size or not takes(facts, degree, loader):
+        return 0, kv_heads or 1
+    padded = padded_heads(heads, kv_heads, degree, loader, load.group_query_attention)
+    per_layer = 2 * (facts.hidden_size or 0) * size
+    weights = (facts.num_layers or 0) * per_layer * (padded.query - heads + padded.kv - kv_heads)
+    split_otherwise = load.shard_over_sequence or (
+        load.group_query_attention == "shard-over-batch" and load.num_slots % degree == 0
+    )
+    cached = kv_heads if split_otherwise else _round_up(padded.kv, degree)
+    return weights, cached
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _share(value: int, degree: int) -> int:
+    return -(-value // degree)

@@ -1,0 +1,267 @@
+"""How a model lies on the cores that it is given: degree, heads, KV heads, memory; and what is wrong with that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from djl_python_neuronx.config import memory
+from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.instances import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
+from djl_python_neuronx.config.mapping import speculating
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+
+_LIBRARIES = {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
+_GQA = "group_query_attention"
+_FLASH = "shard_over_sequence"
+
+
+def findings(
+    options: ServingOptions,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None = None,
+) -> Iterator[Finding]:
+    """What is to be said of a Neuron loader's use of cores; `options` are filled in."""
+    degree = options.tensor_parallel_degree
+    if not isinstance(degree, int):
+        return
+    yield from _degree("tensor_parallel_degree", degree, device)
+    if speculating(options) and options.draft_model_tp_size is not None:
+        yield from _degree("draft_model_tp_size", options.draft_model_tp_size, device)
+    yield from _world(options, degree, device)
+    if facts.num_heads and facts.num_kv_heads:
+        if memory.takes(facts, degree, loader):
+            yield from _padding(options, facts, degree, device, loader)
+            yield from _groups(options, facts, degree, loader)
+            yield from _flash_decoding(options, facts, degree, loader)
+        else:
+            yield _undivided(facts, degree, device, loader)
+    yield from _widths(options, facts, degree, loader)
+    yield from _memory(options, facts, degree, device, loader, draft)
+
+
+def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
+    families = _families(device)
+    documented = sorted({legal for family in families for legal in family.degrees})
+    where = " or ".join(family.name for family in families)
+    if degree in documented:
+        return
+    if any(degree in family.used_degrees for family in families):
+        problem = f"the Neuron runtime documents {_listed(documented)} on {where}; {degree} is used in practice"
+        yield Finding((name,), problem, "note")
+    else:
+        problem = f"the Neuron runtime takes {_listed(documented)} on {where}; set one of them"
+        yield Finding((name,), problem)
+
+
+def _families(device: DeviceInfo) -> list[Family]:
+    family = FAMILIES.get(device.family or "")
+    return [*FAMILIES.values()] if family is None else [family]
+
+
+def _world(options: ServingOptions, degree: int, device: DeviceInfo) -> Iterator[Finding]:
+    cores = device.visible_cores
+    sizes = {
+        "tensor_parallel_degree": degree,
+        "pipeline_parallel_degree": options.pipeline_parallel_degree,
+        "ep_degree": options.ep_degree,
+    }
+    factors = {name: size for name, size in sizes.items() if size > 1}
+    world = 1
+    for size in factors.values():
+        world *= size
+    draft = options.draft_model_tp_size if speculating(options) else None
+    machine = f" on {device.instance_type}" if device.instance_type else ""
+    if cores and world > cores:
+        names = tuple(factors)
+        problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"
+        yield Finding(names, problem)
+    if cores and draft is not None and draft > cores:
+        problem = f"{cores} NeuronCores can be used{machine}; lower it, or take more cores"
+        yield Finding(("draft_model_tp_size",), problem)
+
+
+def _undivided(facts: ModelFacts, degree: int, device: DeviceInfo, loader: str) -> Finding:
+    families = _families(device)
+    cores = device.visible_cores or max(degree, 1)
+    dividing = sorted(
+        {
+            legal
+            for family in families
+            for legal in family.degrees
+            if legal <= cores and memory.takes(facts, legal, loader)
+        }
+    )
+    problem = (
+        f"{_LIBRARIES[loader]} does not pad the {facts.num_heads} heads of a {facts.model_type} model, so the degree "
+        f"has to divide them; set {_listed(dividing, 'or')}"
+    )
+    return Finding(("tensor_parallel_degree",), problem)
+
+
+def _padding(
+    options: ServingOptions, facts: ModelFacts, degree: int, device: DeviceInfo, loader: str
+) -> Iterator[Finding]:
+    heads, kv_heads = facts.num_heads or 1, facts.num_kv_heads or 1
+    laid = memory.padded_heads(heads, kv_heads, degree, loader, options.group_query_attention)
+    changes = []
+    if laid.query != heads:
+        changes.append(f"{heads} heads are padded to {laid.query}")
+    if laid.kv != kv_heads and (heads != kv_heads):
+        changes.append(f"{kv_heads} KV heads are copied to {laid.kv}")
+    if not changes:
+        return
+    problem = f"{' and '.join(changes)} so that {degree} cores share them evenly"
+    needed = _needed(options, facts, degree, device, loader)
+    if needed is None or needed.padding == 0:
+        yield Finding(("tensor_parallel_degree",), problem, "note")
+        return
+    problem += f": {needed.padding / GIB:.2f} GiB more on each core"
+    better = [
+        smaller
+        for smaller in legal_degrees(device.family, degree - 1)
+        if memory.takes(facts, smaller, loader)
+        and (less := _needed(options, facts, smaller, device, loader)) is not None
+        and less.needed <= needed.needed
+    ]
+    if better:
+        problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
+    yield Finding(("tensor_parallel_degree",), problem, "warning" if better else "note")
+
+
+def _groups(
+    options: ServingOptions, facts: ModelFacts, degree: int, loader: str
+) -> Iterator[Finding]:
+    """Ways to share KV heads that transformers-neuronx gives up with a warning in its log.
+
+    Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
+    """
+    way = options.group_query_attention
+    heads, kv_heads, size = facts.num_heads or 1, facts.num_kv_heads or 1, facts.head_dim or 1
+    if loader != "tnx" or way is None or way == "replicated-heads":
+        return
+    slots, added = options.max_rolling_batch_size or 1, -heads % degree
+    if heads == kv_heads:
+        problem = f"each of the {heads} heads has keys and values of its own: nothing is shared; leave it out"
+        yield Finding((_GQA,), problem, "warning")
+        return
+    broken = {
+        "shard-over-heads": kv_heads % degree != 0,
+        "shard-over-batch": slots % degree != 0,
+        "all-gather-heads": (kv_heads * size) % degree != 0 or added % kv_heads != 0,
+    }
+    wanted = {
+        "shard-over-heads": f"a degree that divides the {kv_heads} KV heads",
+        "shard-over-batch": f"a degree that divides the {slots} slots",
+        "all-gather-heads": f"a degree that divides KV heads and query heads ({kv_heads} and {heads})",
+    }
+    if broken[way]:
+        problem = (
+            f"it needs {wanted[way]}; transformers-neuronx copies the KV heads instead. Set replicated-heads, or "
+            "another degree"
+        )
+        yield Finding((_GQA, "tensor_parallel_degree"), problem, "warning")
+
+
+def _flash_decoding(
+    options: ServingOptions, facts: ModelFacts, degree: int, loader: str
+) -> Iterator[Finding]:
+    """Cores that share a KV head divide its tokens among them, so there have to be several, and as many for each.
+
+    Source: transformers-neuronx 0.13, decoder.py; neuronx-distributed-inference 0.9, modules/flashdecode/utils.py.
+    """
+    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    if not options.shard_over_sequence or (capability and _FLASH in capability.unread):
+        return
+    heads, kv_heads = facts.num_heads or 1, facts.num_kv_heads or 1
+    names = (_FLASH, "tensor_parallel_degree")
+    sharing = degree if loader == "tnx" else min(degree, heads)
+    if loader == "tnx" and heads == kv_heads:
+        problem = f"each of the {heads} heads has keys and values of its own: transformers-neuronx switches it off"
+        yield Finding((_FLASH,), f"{problem}; leave it out", "warning")
+    elif sharing % kv_heads != 0:
+        problem = f"the cores have to be a multiple of the {kv_heads} KV heads; set such a degree, or leave it out"
+        yield Finding(names, problem)
+
+
+def _widths(
+    options: ServingOptions, facts: ModelFacts, degree: int, loader: str
+) -> Iterator[Finding]:
+    """Source: transformers-neuronx 0.13, decoder.py and llama/model.py, which assert these."""
+    if loader != "tnx":
+        return
+    if options.weight_tiling and (facts.hidden_size or 0) % 128:
+        problem = (
+            f"tiles are 128 wide, and the model's hidden size is {facts.hidden_size}; leave it out"
+        )
+        yield Finding(("weight_tiling",), problem)
+    if options.fuse_mlp and (facts.intermediate_size or 0) % degree:
+        problem = f"the degree has to divide the MLP's width {facts.intermediate_size}; set such a one, or leave it out"
+        yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
+    threshold = options.sequence_parallel_norm_threshold or 2048
+    prompts = options.context_length_estimate or ()
+    uneven = [length for length in prompts if length > threshold and length % degree]
+    if options.sequence_parallel and uneven:
+        problem = f"the degree has to divide prompt lengths above {threshold}, and not {_listed(uneven)}; round them up"
+        yield Finding(("sequence_parallel", "context_length_estimate"), problem)
+
+
+def _needed(
+    options: ServingOptions,
+    facts: ModelFacts,
+    degree: int,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None = None,
+) -> memory.CoreMemory | None:
+    """None where options or model do not tell enough."""
+    if facts.num_parameters is None or None in {
+        options.max_model_len,
+        options.max_rolling_batch_size,
+    }:
+        return None
+    load = memory.Load.of(options, loader, draft)
+    return memory.needed(
+        facts, load, degree=degree, core_memory_bytes=device.core_memory_bytes, loader=loader
+    )
+
+
+def _memory(
+    options: ServingOptions,
+    facts: ModelFacts,
+    degree: int,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None,
+) -> Iterator[Finding]:
+    needed = _needed(options, facts, degree, device, loader, draft)
+    names = ("tensor_parallel_degree", "max_rolling_batch_size", "n_positions")
+    if needed is None:
+        problem = f"the sizes of a {facts.model_type} model are not known here, so nothing tells whether it fits"
+        yield Finding(("tensor_parallel_degree",), problem, "note")
+    elif not needed.fits:
+        load = memory.Load.of(options, loader, draft)
+        fit = memory.smallest_fit(facts, load, device, loader, below=degree)
+        problem = (
+            f"does not fit: needs {needed.needed / GIB:.1f} GiB per core, has {needed.capacity / GIB:.1f} GiB; "
+            f"smallest that fits: {fit or 'none'}. Take that, or {_listed(_savings(options, facts, loader), 'or')}"
+        )
+        yield Finding(names, problem)
+
+
+def _savings(options: ServingOptions, facts: ModelFacts, loader: str) -> list[str]:
+    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    ways = ["lower n_positions"]
+    if (options.max_rolling_batch_size or 1) > 1:
+        ways.append("lower max_rolling_batch_size")
+    if options.quantize is None and (capability is None or capability.int8):
+        ways.append("set quantize=static_int8")
+    return ways
+
+
+def _listed(values: list[int] | list[str], last: str = "and") -> str:
+    words = [str(value) for value in values]
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,0 +1,153 @@
+"""What would be compiled and loaded: graphs, time and memory, from options alone and before either costs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from djl_python_neuronx.config import mapping, memory
+from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.defaults import make_buckets
+from djl_python_neuronx.config.memory import Load
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.config.device import DeviceInfo
+    from djl_python_neuronx.config.mapping import LibraryArguments
+    from djl_python_neuronx.config.memory import CoreMemory
+    from djl_python_neuronx.config.model import ModelFacts
+    from djl_python_neuronx.config.options import ServingOptions
+    from djl_python_neuronx.config.resolve import Resolved
+
+Kind: TypeAlias = Literal["prefill", "decode", "speculation", "draft prefill", "draft decode"]
+
+_SECONDS_PER_LAYER = 3.0
+_UNKNOWN_LAYERS = 32
+COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; assumed, it may be half or twice of it"
+"""Where the estimate of the compile time comes from, for people.
+
+Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
+compiler's real time depends on its version, on the host's CPUs and on how many graphs it compiles at once.
+"""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One program to compile: a shape that the device can run."""
+
+    kind: Kind
+    bucket: int
+    """Tokens: the prompt's for a prefill, the sequence's for the others."""
+    batch: int
+    """Rows of one call."""
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """What a load with these options does. Pure data: nothing was compiled, loaded or imported for it."""
+
+    loader: str
+    format: str
+    """Name of the artifact's format, as `artifacts.formats` calls it."""
+    graphs: tuple[Graph, ...]
+    """Empty: nothing is compiled."""
+    estimated_compile_s: float
+    """Rough, see `COMPILE_BASIS`; 0 where nothing is compiled."""
+    memory: CoreMemory | None
+    """Bytes per core; None: the model's configuration does not tell enough."""
+    device: DeviceInfo
+    arguments: LibraryArguments | None
+    """What the library is given; None: the loader is no library's."""
+
+
+def make_plan(
+    resolved: Resolved,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    loader: str,
+    *,
+    artifact_format: str = "huggingface",
+    draft: ModelFacts | None = None,
+) -> ServingPlan:
+    """The plan for options that `assess` has filled in. `draft`: the facts of the draft model, if they are known."""
+    options = resolved.options
+    planned = tuple(graphs(options, facts, loader))
+    arguments = mapping.library_arguments(
+        options, loader, continuous=_continuous(options, facts, loader)
+    )
+    return ServingPlan(
+        loader=loader,
+        format=artifact_format,
+        graphs=planned,
+        estimated_compile_s=60.0 * compile_minutes(facts, len(planned)),
+        memory=_memory(options, facts, device, loader, draft),
+        device=device,
+        arguments=None if loader == "cpu" else arguments,
+    )
+
+
+def compile_minutes(facts: ModelFacts, num_graphs: int) -> float:
+    """Minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`."""
+    layers = facts.num_layers or _UNKNOWN_LAYERS
+    return num_graphs * layers * _SECONDS_PER_LAYER / 60.0
+
+
+def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Graph]:
+    """The programs that a load compiles; none on a CPU, and none before n_positions is known.
+
+    Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
+    decode graph per token bucket; with continuous batching a prefill runs one row.
+    """
+    if loader == "cpu" or options.max_model_len is None:
+        return
+    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    slots = options.max_rolling_batch_size or 1
+    rows = 1 if _continuous(options, facts, loader) else slots
+    lengths = options.token_buckets or make_buckets(options.max_model_len)
+    if capability is not None and not capability.token_buckets:
+        lengths = lengths[-1:]
+    prompts = options.context_length_estimate or ()
+    if capability is not None and not capability.context_buckets:
+        prompts = ()
+    speculative = mapping.speculating(options)
+    # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
+    separate = speculative and loader == "tnx"
+    decode: Kind = "speculation" if speculative and not separate else "decode"
+    yield from (Graph("prefill", bucket, rows) for bucket in prompts)
+    yield from (Graph(decode, bucket, slots) for bucket in lengths)
+    if separate:
+        yield from (Graph("speculation", bucket, slots) for bucket in lengths)
+        yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
+        yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
+
+
+def _continuous(options: ServingOptions, facts: ModelFacts, loader: str) -> bool:
+    """Whether prompts join one at a time: asked for, and possible with this architecture."""
+    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    able = capability is None or capability.continuous_batching
+    return able and mapping.continuous_batching(options)
+
+
+def _memory(
+    options: ServingOptions,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None,
+) -> CoreMemory | None:
+    degree = options.tensor_parallel_degree
+    if facts.num_parameters is None:
+        return None
+    on_cpu = loader == "cpu"
+    return memory.needed(
+        facts,
+        Load.of(options, loader, draft),
+        degree=degree if isinstance(degree, int) and not on_cpu else 1,
+        core_memory_bytes=_host_memory(device) if on_cpu else device.core_memory_bytes,
+        loader=loader,
+    )
+
+
+def _host_memory(device: DeviceInfo) -> int:
+    """Bytes of the host; 0 (unknown) on a Neuron machine, whose facts tell the devices' memory instead."""
+    return 0 if device.has_neuron else device.memory_bytes

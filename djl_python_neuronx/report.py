@@ -1,0 +1,288 @@
+"""What a `check.Report` says: for people as tables and lines, for programs as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from djl_python_neuronx.config.plan import COMPILE_BASIS, ServingPlan
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.check import Report
+    from djl_python_neuronx.config.memory import CoreMemory
+
+_GIB = 2**30
+_BAR_WIDTH = 60
+PARTS = (
+    # attribute, words, mark, mark in ASCII, colour
+    ("weights", "weights", "█", "#", "blue"),
+    ("padding", "padding", "▓", "%", "red"),
+    ("kv_cache", "KV cache", "▒", "=", "green"),
+    ("headroom", "headroom", "░", "-", "yellow"),
+)
+"""What a core's memory goes to, in the order of the bar."""
+_LEVELS: tuple[tuple[str, str, str], ...] = (
+    # heading, attribute of the report, style; the worst last, where a terminal shows it
+    ("Notes", "notes", ""),
+    ("Warnings", "warnings", "yellow"),
+    ("Errors", "errors", "red"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a heading."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines under a heading, never broken, so that they can be searched for."""
+
+    title: str
+    lines: tuple[str, ...]
+    style: str = ""
+
+
+Block = Table | Lines
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report in plain values, under the keys that docs/check.md lists."""
+    resolved, model, facts, plan = report.resolved, report.model, report.facts, report.plan
+    explained = resolved.explain() if resolved else []
+    return {
+        "target": report.target,
+        "ok": report.ok,
+        "errors": list(report.errors),
+        "warnings": list(report.warnings),
+        "notes": list(report.notes),
+        "options": {
+            name: {"value": _plain(value), "origin": origin} for name, value, origin in explained
+        },
+        "ignored": dict(resolved.ignored) if resolved else {},
+        "model": None
+        if model is None
+        else {
+            "name": model.name,
+            "config": model.where,
+            "facts": {} if facts is None else _plain(facts),
+        },
+        "plan": None if plan is None else _plan_json(plan),
+    }
+
+
+def blocks(
+    report: Report, *, everything: bool = False, ascii_only: bool = False
+) -> Iterator[Block]:
+    """The report in the order of reading: settings, plan, what is wrong, verdict."""
+    if report.resolved is not None:
+        rows = tuple(
+            (name, shown(value), origin)
+            for name, value, origin in report.resolved.explain()
+            if everything or origin != "default"
+        )
+        yield Table("Options", ("option", "value", "from"), rows)
+        if report.resolved.ignored:
+            ignored = tuple(sorted(report.resolved.ignored.items()))
+            yield Table("Ignored", ("name", "why"), ignored)
+    yield Lines("Plan", tuple(_plan_lines(report, ascii_only=ascii_only)))
+    if report.plan is not None and report.plan.arguments is not None:
+        yield Table(
+            f"Handed to the {report.plan.loader} library",
+            ("where", "name", "value"),
+            tuple(_argument_rows(report.plan)),
+        )
+    for title, attribute, style in _LEVELS:
+        messages: tuple[str, ...] = getattr(report, attribute)
+        if messages:
+            yield Lines(title, tuple(f"- {message}" for message in messages), style)
+    yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in `serving.properties`."""
+    plain = _plain(value)
+    if plain is None:
+        return ""
+    if isinstance(plain, list) and all(isinstance(part, int) for part in plain):
+        return ",".join(map(str, plain))
+    if isinstance(plain, float) and plain.is_integer():
+        return str(int(plain))
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes as GiB with two digits."""
+    return f"{size_bytes / _GIB:.2f}"
+
+
+def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False) -> str:
+    """Memory of one core as a line of `width` marks; what does not fit lies beyond a `|`."""
+    whole = max(memory.needed, memory.capacity, 1)
+    edges, marks, total = [0], [], 0
+    for attribute, _, mark, plain, _ in PARTS:
+        total += getattr(memory, attribute)
+        edges.append(round(width * total / whole))
+        marks.append((plain if ascii_only else mark) * (edges[-1] - edges[-2]))
+    line = "".join(marks).ljust(width, "." if ascii_only else "·")
+    if not memory.capacity or memory.needed <= memory.capacity:
+        return f"[{line}]"
+    end = round(width * memory.capacity / whole)
+    return f"[{line[:end]}|{line[end:]}]"
+
+
+def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
+    plan, model, facts = report.plan, report.model, report.facts
+    if model is not None and facts is not None:
+        size = _count(facts.num_parameters)
+        yield f"model     {model.name}: {facts.model_type}, {size} parameters ({model.where})"
+    if plan is None:
+        yield "none: it takes the model's config.json"
+        return
+    yield f"backend   {plan.loader}, from the format {plan.format}"
+    yield f"machine   {_machine(plan, report)}"
+    if plan.graphs:
+        yield f"compiles  {len(plan.graphs)} graphs, tokens x rows: {_graphs(plan)}"
+        yield f"          roughly {_duration(plan.estimated_compile_s)}: {COMPILE_BASIS}"
+    else:
+        yield "compiles  nothing"
+    if plan.memory is None:
+        yield "memory    unknown: config.json does not tell the model's size"
+    else:
+        yield from _memory_lines(plan.memory, plan.loader, ascii_only=ascii_only)
+
+
+def _count(number: int | None) -> str:
+    if number is None:
+        return "unknown number of"
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return "less than a minute"
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
+
+
+def _machine(plan: ServingPlan, report: Report) -> str:
+    device = plan.device
+    if plan.loader == "cpu":
+        memory = f", {gib(device.memory_bytes)} GiB of memory" if device.memory_bytes else ""
+        return f"{device.cpus} CPUs{memory}"
+    name = device.instance_type or "Neuron instance of unknown type"
+    capacity = (
+        f" of {gib(device.core_memory_bytes)} GiB"
+        if device.core_memory_bytes
+        else " of unknown memory"
+    )
+    degree = report.resolved.options.tensor_parallel_degree if report.resolved else None
+    return f"{name}: {degree} of {device.visible_cores} NeuronCores{capacity}"
+
+
+def _graphs(plan: ServingPlan) -> str:
+    kinds: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for graph in plan.graphs:
+        kinds[graph.kind, graph.batch].append(str(graph.bucket))
+    return "; ".join(
+        f"{kind} {', '.join(buckets)} x {rows}" for (kind, rows), buckets in kinds.items()
+    )
+
+
+def _memory_lines(memory: CoreMemory, loader: str, *, ascii_only: bool) -> Iterator[str]:
+    whose = "of this machine" if loader == "cpu" else "per core"
+    capacity = f", of {gib(memory.capacity)} GiB" if memory.capacity else ", capacity unknown"
+    yield f"memory    {whose}: {gib(memory.needed)} GiB{capacity}"
+    yield f"          {bar(memory, ascii_only=ascii_only)}"
+    parts = [
+        f"{plain if ascii_only else mark} {words} {gib(getattr(memory, attribute))}"
+        for attribute, words, mark, plain, _ in PARTS
+    ]
+    yield f"          {'  '.join(parts)} GiB"
+    if memory.capacity:
+        fit = (
+            "it fits"
+            if memory.fits
+            else f"does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
+        )
+        yield f"          {fit}"
+
+
+def _verdict(report: Report) -> str:
+    counts = [
+        f"{len(told)} {word if len(told) == 1 else word + 's'}"
+        for told, word in ((report.errors, "error"), (report.warnings, "warning"))
+        if told
+    ]
+    return ("ready" if report.ok else "cannot be served like this") + (
+        f": {', '.join(counts)}" if counts else ""
+    )
+
+
+def _argument_rows(plan: ServingPlan) -> Iterator[tuple[str, str, str]]:
+    arguments = plan.arguments
+    if arguments is None:
+        return
+    groups: tuple[tuple[str, Mapping[str, object]], ...] = (
+        ("constructor", arguments.constructor),
+        ("NeuronConfig", arguments.neuron_config),
+        ("environment", arguments.environment),
+    )
+    for where, values in groups:
+        yield from ((where, name, json.dumps(_plain(value))) for name, value in values.items())
+    for flag in arguments.compiler_flags:
+        yield "compiler", flag, ""
+
+
+def _plan_json(plan: ServingPlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "loader": plan.loader,
+        "format": plan.format,
+        "graphs": _plain(plan.graphs),
+        "estimated_compile_s": plan.estimated_compile_s,
+        "memory_per_core": None
+        if memory is None
+        else {
+            **{f"{attribute}_bytes": getattr(memory, attribute) for attribute, *_ in PARTS},
+            "needed_bytes": memory.needed,
+            "capacity_bytes": memory.capacity,
+            "fits": memory.fits,
+        },
+        "device": _plain(plan.device),
+        "arguments": _plain(plan.arguments),
+    }
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
+    """The value in the terms of JSON."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case None | bool() | int() | float() | str():
+            return value
+        case BaseModel():
+            return value.model_dump(mode="json", exclude_none=True)
+        case PurePath():
+            return str(value)
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case Sequence() | set() | frozenset():
+            return [_plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)
+        }
+    return str(value)

@@ -1,0 +1,209 @@
+"""Configurations from the hub and from S3, against doubles of both on this machine."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from djl_python_neuronx.artifacts import fetch
+from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_folder, uri_scheme
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from tests import remote_doubles
+
+CONFIG = {"model_type": "llama", "hidden_size": 64}
+BYTES = json.dumps(CONFIG).encode()
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "id",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_REGION": "eu-west-1",
+}
+
+
+@pytest.fixture(autouse=True)
+def nobodys_account(monkeypatch, tmp_path):
+    """No login, no profile and no instance role of whoever runs the tests."""
+    for name in [*KEYS, "AWS_PROFILE", "AWS_SESSION_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """Variables of a machine with an empty cache; a test adds the endpoint."""
+    return {"HF_HOME": str(tmp_path / "hf")}
+
+
+def test_the_configuration_and_nothing_else_is_read_from_the_hub(environ):
+    with remote_doubles.hub({"owner/model": BYTES}) as (url, log):
+        assert fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url}) == CONFIG
+    assert {path for _, path, _ in log} == {"/owner/model/resolve/main/config.json"}
+
+
+def test_a_revision_is_asked_for(environ):
+    with remote_doubles.hub({"owner/model": BYTES}) as (url, log):
+        fetch_config("owner/model", "v1", {**environ, "HF_ENDPOINT": url})
+    assert "/owner/model/resolve/v1/config.json" in {path for _, path, _ in log}
+
+
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
+def test_a_token_opens_a_gated_model(environ, variable):
+    double = remote_doubles.hub({"owner/gated": BYTES}, gated={"owner/gated"}, tokens={"hf_good"})
+    with double as (url, _):
+        environ = {**environ, "HF_ENDPOINT": url, variable: "hf_good"}
+        assert fetch_config("owner/gated", None, environ) == CONFIG
+
+
+HUB_REFUSALS = [
+    # model, revision, error, words of its message
+    ("owner/gated", None, ArtifactAccessError, ["gated", "accept its terms", "HF_TOKEN"]),
+    ("owner/absent", None, ArtifactNotFoundError, ["no model 'owner/absent'", "option.model_id"]),
+    ("owner/model", "v9", ArtifactNotFoundError, ["no revision 'v9'", "option.revision"]),
+    ("owner/empty", None, ArtifactNotFoundError, ["no config.json", "transformers"]),
+    ("owner/broken", None, ArtifactError, ["not valid JSON"]),
+    ("owner/list", None, ArtifactError, ["JSON list", "expected an object"]),
+]
+
+
+@pytest.mark.parametrize(("model", "revision", "error", "words"), HUB_REFUSALS)
+def test_what_the_hub_refuses(environ, model, revision, error, words):
+    models = {
+        "owner/gated": BYTES,
+        "owner/model": BYTES,
+        "owner/empty": None,
+        "owner/broken": b"{",
+        "owner/list": b"[]",
+    }
+    with (
+        remote_doubles.hub(models, gated={"owner/gated"}) as (url, _),
+        pytest.raises(error) as caught,
+    ):
+        fetch_config(model, revision, {**environ, "HF_ENDPOINT": url})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the hub client's retries
+    with remote_doubles.hub({"owner/model": BYTES}) as (url, _):
+        fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url})
+    assert fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url}) == CONFIG
+    with pytest.raises(ArtifactAccessError, match="cannot be reached"):
+        fetch_config("owner/other", None, {**environ, "HF_ENDPOINT": url})
+
+
+def test_offline_asks_nobody(environ):
+    with remote_doubles.hub({"owner/model": BYTES}) as (url, log):
+        offline = {**environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "1"}
+        with pytest.raises(ArtifactAccessError, match="offline mode is on"):
+            fetch_config("owner/model", None, offline)
+    assert not log
+
+
+@pytest.mark.parametrize("folder", ["bucket/models/llama", "bucket/models/llama/"])
+def test_the_configuration_is_read_from_s3(folder):
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    with remote_doubles.s3({"bucket/models/llama/config.json": BYTES}) as (url, log):
+        assert fetch_config(f"s3://{folder}", None, {**KEYS, "AWS_ENDPOINT_URL": url}) == CONFIG
+    (entry,) = log
+    assert entry[:2] == ("GET", "/bucket/models/llama/config.json")
+    assert "Credential=id/" in entry[2]["Authorization"]
+    assert "/eu-west-1/s3/" in entry[2]["Authorization"]
+
+
+S3_REFUSALS = [
+    ("s3://bucket/other", KEYS, ArtifactNotFoundError, ["no config.json", "NoSuchKey"]),
+    ("s3://nowhere/x", KEYS, ArtifactNotFoundError, ["NoSuchBucket"]),
+    ("s3://secret/x", KEYS, ArtifactAccessError, ["AccessDenied", "s3:GetObject"]),
+    ("s3://bucket/broken", KEYS, ArtifactError, ["not valid JSON"]),
+    ("s3://bucket/list", KEYS, ArtifactError, ["expected an object"]),
+    ("s3://bucket/large", KEYS, ArtifactError, ["larger than 16 MiB"]),
+    ("s3://", KEYS, ArtifactNotFoundError, ["names no bucket"]),
+    ("s3://bucket/model", {}, ArtifactAccessError, ["credentials"]),
+]
+
+
+@pytest.mark.parametrize(("uri", "keys", "error", "words"), S3_REFUSALS)
+def test_what_s3_refuses(uri, keys, error, words):
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    objects = {
+        "bucket/broken/config.json": b"{",
+        "bucket/list/config.json": b"[1]",
+        "bucket/large/config.json": b" " * (fetch.MAX_CONFIG_BYTES + 1),
+        "secret/x/config.json": BYTES,
+    }
+    with (
+        remote_doubles.s3(objects, denied={"secret"}) as (url, _),
+        pytest.raises(error) as caught,
+    ):
+        fetch_config(uri, None, {**keys, "AWS_ENDPOINT_URL": url})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_s3_out_of_reach():
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    with remote_doubles.s3({}) as (url, _):
+        pass
+    with pytest.raises(ArtifactAccessError, match="AWS_ENDPOINT_URL"):
+        fetch_config("s3://bucket/model", None, {**KEYS, "AWS_ENDPOINT_URL": url})
+
+
+def test_s3_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ArtifactAccessError, match=r"djl-python-neuronx\[s3\]"):
+        fetch_config("s3://bucket/model", None, {})
+
+
+@pytest.mark.parametrize("uri", ["djl://ai.djl/model", "gs://bucket/model", "https://host/model"])
+def test_a_scheme_that_nobody_reads(uri):
+    with pytest.raises(ArtifactError, match=r"expected|Give a local folder.*s3://"):
+        fetch_config(uri, None, {})
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./x", "a/b/c", "a//b", "", "a b", "x" * 97, "a/b\n"])
+def test_what_is_no_hub_id(name):
+    assert not is_hub_id(name)
+    with pytest.raises(ArtifactNotFoundError, match=r"owner/name"):
+        fetch_config(name, None, {})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Meta-Llama-3-8B", "a.b/c_d-1"])
+def test_hub_ids(name):
+    assert is_hub_id(name)
+
+
+def test_a_scheme_is_one_function(monkeypatch):
+    monkeypatch.setattr(fetch, "_READERS", dict(fetch._READERS))
+
+    @fetch.scheme("memory")
+    def read(uri, environ):
+        return {"model_type": uri + environ["X"]}
+
+    assert fetch_config("memory://a", None, {"X": "b"}) == {"model_type": "memory://ab"}
+
+
+@pytest.mark.parametrize(
+    ("model_id", "expected"),
+    [("S3://bucket/x", "s3"), ("owner/name", None), ("C:\\model", None), ("/opt/s3://x", None)],
+)
+def test_schemes(model_id, expected):
+    assert uri_scheme(model_id) == expected
+
+
+def test_local_folders(tmp_path, monkeypatch):
+    for name in ("base/inner", "here"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "base"
+    assert local_folder(None, base) == base
+    assert local_folder(None, None) is None
+    assert local_folder("inner", base) == base / "inner"
+    assert local_folder("here", base).resolve() == tmp_path / "here"
+    assert local_folder(str(tmp_path / "here"), base) == tmp_path / "here"
+    assert local_folder("owner/name", base) is None
+    assert local_folder("s3://bucket/here", base) is None
+    assert local_folder("a\0b", base) is None
+    assert local_folder("n" * 5000, base) is None

@@ -1,0 +1,630 @@
+"""One row for each option: good values, bad values, other names, variables, what the libraries get.
+
+Data only. The right-hand sides were written from the old engine's and the libraries' documentation, not from the
+fields: they are what `test_options` and `test_mapping` hold the fields against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from djl_python_neuronx.config.graph_options import OnDeviceGeneration
+from djl_python_neuronx.config.options import ServingOptions
+
+LEFT_OUT = "no equivalent: left out, it only tunes"
+REFUSED = "no equivalent: refused"
+ANYWAY = "no equivalent, but the library does this anyway"
+BACKEND = "handed over by a method, not by a keyword"
+OURS = "the server's own"
+WORDS = frozenset({LEFT_OUT, REFUSED, ANYWAY, BACKEND, OURS})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option. The libraries' columns are about the first of the good values."""
+
+    good: tuple[tuple[object, object], ...]
+    """As written, as read."""
+    bad: tuple[object, ...]
+    tnx: object = OURS
+    """What the arguments for the library gain over those of `BASE`, by part; or one of `WORDS`."""
+    nxdi: object = OURS
+    also: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+
+
+BASE = ServingOptions(
+    tensor_parallel_degree=2,
+    n_positions=2048,
+    context_length_estimate=(128, 2048),
+    max_rolling_batch_size=4,
+    dtype="bfloat16",
+)
+"""Options as `defaults.fill` leaves them."""
+
+NONE = (("None", None), ("null", None), (None, None))
+FLAG = (
+    *(("true", True), ("True", True), ("TRUE", True), ("1", True), ("yes", True), ("on", True)),
+    *(("false", False), ("False", False), ("0", False), ("no", False), ("off", False)),
+    *((True, True), (False, False)),
+)
+FLAG_BAD = ("maybe", "2", "[true]", "tru e", "-1", "{}", [True], 2)
+COUNT_BAD = ("0", "-1", "1.5", "many", "[1]", "true", str(2**31), "1e3", [3], 2.5)
+TEXT_BAD = (7, ["a"], {"a": 1}, 1.5)
+DTYPES = (
+    *((text, "float16") for text in ("fp16", "float16", "half", "f16", "torch.float16", "FP16")),
+    *((text, "float32") for text in ("fp32", "float32", "f32", "torch.float32", "Float32")),
+    *((text, "bfloat16") for text in ("bf16", "bfloat16", "torch.bfloat16", "BF16")),
+)
+DTYPE_BAD = ("int8", "fp8", "16", "float64", 16)
+LENGTHS = (
+    *(("256,512,1024", (256, 512, 1024)), ("[256, 512, 1024]", (256, 512, 1024))),
+    *(("(1024, 256)", (256, 1024)), ("64", (64,)), (" 8 , 8,16 ", (8, 16)), ("8,", (8,))),
+    *(([1024, 256], (256, 1024)), ((16,), (16,)), (16, (16,))),
+)
+LENGTHS_BAD = ("", "[]", ",", "256,,512", "0", "-1,2", "a", "[[1]]", "1.5", "9" * 5000, "1 2", {})
+OBJECT = (
+    ('{"block_size": 512}', {"block_size": 512}),
+    ("{'block_size': 512}", {"block_size": 512}),
+    ("{'a': True, 'b': None, 'c': (1, 2)}", {"a": True, "b": None, "c": [1, 2]}),
+    ('{"a": true, "b": null}', {"a": True, "b": None}),
+    ({"a": {"b": [1]}}, {"a": {"b": [1]}}),
+    ("{}", {}),
+)
+OBJECT_BAD = (
+    *("[1]", "1", "true", "text", "{", "{1: 2}", "{'a': {1: 2}}", "{'a': {1}}", "{'a': b'x'}"),
+    *("{'a': 1j}", "{[]: 1}", "{'a': NaN}", '{"a": NaN}', '{"a": 1e999}', "{'a': 1e999}"),
+    *("__import__('os')", "{'a': print}", "{'a': " + "9" * 30 + "}", "-" * 8000 + "1", [1], 1),
+    *("{'a': " + "[" * 40 + "]" * 40 + "}", '{"a": "' + "x" * 70_000 + '"}', "+".join("1" * 4000)),
+    *('{"a": ' * 5000, "(" * 60_000, "not " * 2000 + "1", "lambda:" * 1000 + "1"),
+)
+WORD_LIST = (
+    *(("lm_head,embed_tokens", ("lm_head", "embed_tokens")), ('["a", "b"]', ("a", "b"))),
+    *(("['a']", ("a",)), ("a", ("a",)), (["a", "b"], ("a", "b"))),
+)
+WORD_LIST_BAD = ("", ",", "a,,b", "[]", 7, [1], {"a": 1}, "x" * 300)
+
+
+def config(**keywords: object) -> dict[str, object]:
+    """Keywords of `NeuronConfig`."""
+    return {"neuron_config": keywords}
+
+
+def constructor(**keywords: object) -> dict[str, object]:
+    """Keywords of TNX's constructor."""
+    return {"constructor": keywords}
+
+
+def flag(tnx: object = OURS, nxdi: object = OURS, **more: tuple[str, ...]) -> Row:
+    """A boolean; a column is the keyword that becomes True, or one of `WORDS`, or a part."""
+    return Row(FLAG, FLAG_BAD, _column(tnx, True), _column(nxdi, True), **more)
+
+
+def optional_flag(tnx: object = OURS, nxdi: object = OURS, **more: tuple[str, ...]) -> Row:
+    """A boolean that may be unset."""
+    return Row((*FLAG, *NONE), FLAG_BAD, _column(tnx, True), _column(nxdi, True), **more)
+
+
+def count(tnx: object = OURS, nxdi: object = OURS, **more: tuple[str, ...]) -> Row:
+    """A whole number of at least 1; a column is the keyword that becomes 3, or one of `WORDS`, or a part."""
+    good = (("3", 3), (3, 3), ("2147483647", 2**31 - 1))
+    return Row(good, COUNT_BAD, _column(tnx, 3), _column(nxdi, 3), **more)
+
+
+def choice(
+    *words: str, also_bad: tuple[object, ...] = (), tnx: object = OURS, nxdi: object = OURS
+) -> Row:
+    """One of `words`, in any case; a column is the keyword that becomes the first, or one of `WORDS`, or a part."""
+    good = tuple((text, word) for word in words for text in (word, word.upper(), word.lower()))
+    bad = ("", "nothing of the kind", *also_bad, 7, ["a"], True)
+    return Row(good, bad, _column(tnx, words[0]), _column(nxdi, words[0]))
+
+
+def lengths(tnx: object = OURS, nxdi: object = OURS, **more: tuple[str, ...]) -> Row:
+    """Ascending whole numbers."""
+    return Row(LENGTHS, LENGTHS_BAD, tnx, nxdi, **more)
+
+
+def mapping(keyword: str, tnx: object = LEFT_OUT) -> Row:
+    """An object for NxDI."""
+    return Row(OBJECT, OBJECT_BAD, tnx, config(**{keyword: {"block_size": 512}}))
+
+
+def _column(column: object, value: object) -> object:
+    named = isinstance(column, str) and column not in WORDS
+    return config(**{str(column): value}) if named else column
+
+
+def _shared(**more: object) -> dict[str, object]:
+    return config(continuous_batching={"batch_size_for_shared_caches": 4, **more})
+
+
+_TRUE_GENERATION = OnDeviceGeneration(
+    do_sample=True, dynamic=True, per_batch_line=True, top_k=50, global_top_k=256
+)
+
+GENERAL = {
+    "model_id": Row(
+        (("org/model", "org/model"), ("s3://b/k", "s3://b/k"), ("./x", "./x")),
+        TEXT_BAD,
+        also=("s3url",),
+        env=("HF_MODEL_ID",),
+    ),
+    "model_dir": Row((("/opt/ml/model", Path("/opt/ml/model")),), (7, ["a"])),
+    "revision": Row((("main", "main"), *NONE), TEXT_BAD, env=("HF_REVISION",)),
+    "trust_remote_code": flag(),
+    "model_name": Row((("llama", "llama"),), ("", *TEXT_BAD), also=("served_model_name",)),
+    "task": Row(
+        (
+            ("text-generation", "text-generation"),
+            ("text_generation", "text-generation"),
+            ("auto", "auto"),
+        ),
+        ("feature-extraction", "fill-mask", 7),
+        env=("HF_TASK",),
+    ),
+    "model_loader": choice("auto", "cpu", "tnx", "nxdi", "optimum", "vllm", also_bad=("gpu",)),
+    "tensor_parallel_degree": Row(
+        (("8", 8), (8, 8), ("max", "max"), ("MAX", "max")),
+        ("0", "-1", "most", "1.5", [1]),
+        constructor(tp_degree=8),
+        config(tp_degree=8),
+        also=("tp_degree", "tensor_parallel_size"),
+        env=("TENSOR_PARALLEL_DEGREE",),
+    ),
+    "dtype": Row(
+        (*DTYPES, ("auto", "auto"), ("AUTO", "auto")),
+        DTYPE_BAD,
+        constructor(amp="f16"),
+        config(torch_dtype="float16"),
+        also=("torch_dtype",),
+    ),
+    "output_formatter": choice("json", "jsonlines", "sse", also_bad=("xml",)),
+    "predict_timeout": Row(
+        (("240", 240.0), ("0.5", 0.5), (1, 1.0)),
+        ("0", "-1", "inf", "nan", "soon", [1]),
+        env=("PREDICT_TIMEOUT",),
+    ),
+    "model_loading_timeout": Row(
+        (("1800", 1800.0),), ("0", "-1", "inf", "nan"), env=("MODEL_LOADING_TIMEOUT",)
+    ),
+    "skip_warmup": flag(),
+    "cpu_threads": count(),
+}
+
+BATCHING = {
+    "n_positions": Row(
+        (
+            *(("1024", 1024), (1024, 1024), ("[4096]", (4096,)), ("(512, 2048)", (512, 2048))),
+            *(("2048,512", (512, 2048)), ([512, 2048], (512, 2048)), *NONE),
+        ),
+        ("1", "0", "many", "1.5", "1,2", "[]", "[[2]]", "", str(2**31), {}),
+        constructor(n_positions=1024),
+        config(seq_len=1024, max_length=1024),
+        also=("max_model_len",),
+    ),
+    "context_length_estimate": lengths(
+        constructor(context_length_estimate=[256, 512, 1024]),
+        config(context_encoding_buckets=[256, 512, 1024], max_context_length=1024),
+        also=("context_encoding_buckets",),
+        env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
+    ),
+    "rolling_batch": choice("auto", "tnx", "vllm", "disable", also_bad=("trtllm", "lmi-dist")),
+    "async_mode": flag(),
+    "max_rolling_batch_size": count(
+        {
+            **constructor(batch_size=3),
+            **config(continuous_batching={"batch_size_for_shared_caches": 3}),
+        },
+        config(batch_size=3, tkg_batch_size=3, max_batch_size=3),
+        also=("max_num_seqs",),
+    ),
+    "batch_size": count(),
+    "max_waiting": count(),
+    "decode_interleave": count(),
+}
+
+GRAPHS = {
+    "group_query_attention": Row(
+        (
+            ("replicated-heads", "replicated-heads"),
+            ("shard-over-heads", "shard-over-heads"),
+            ("shard_over_batch", "shard-over-batch"),
+            ("ALL-GATHER-HEADS", "all-gather-heads"),
+            *NONE,
+        ),
+        ("heads", "", 7),
+        config(group_query_attention="replicated-heads"),
+        LEFT_OUT,
+    ),
+    "fuse_qkv": optional_flag("fuse_qkv", "fused_qkv", also=("fused_qkv",)),
+    "fuse_mlp": optional_flag("fuse_mlp", LEFT_OUT),
+    "fused_rmsnorm_qkv": optional_flag(
+        "fused_rmsnorm_qkv", "qkv_kernel_enabled", also=("qkv_kernel_enabled",)
+    ),
+    "fused_rmsnorm_mlp": optional_flag(
+        "fused_rmsnorm_mlp", "mlp_kernel_enabled", also=("mlp_kernel_enabled",)
+    ),
+    "qkv_tiling": optional_flag("qkv_tiling", LEFT_OUT),
+    "weight_tiling": optional_flag("weight_tiling", LEFT_OUT),
+    **{
+        name: Row(
+            (
+                ("1,2,0,3", (1, 2, 0, 3)),
+                ("[1, 2, 0, 3]", (1, 2, 0, 3)),
+                ([0, 1, 2, 3], (0, 1, 2, 3)),
+            ),
+            ("1,2,3", "1,2,0,4", "1,2,0,3,3", "a", ""),
+            config(**{name: [1, 2, 0, 3]}),
+            LEFT_OUT,
+        )
+        for name in ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
+    },
+    "mlp_out_weight_transpose": optional_flag("mlp_out_weight_transpose", LEFT_OUT),
+    "attn_output_transposed": optional_flag("attn_output_transposed", LEFT_OUT),
+    "attention_layout": choice(
+        "BSH", "HSB", also_bad=("SBH",), tnx="attention_layout", nxdi=LEFT_OUT
+    ),
+    "collectives_layout": choice(
+        "BSH", "HSB", also_bad=("SBH",), tnx="collectives_layout", nxdi=LEFT_OUT
+    ),
+    "cache_layout": choice("BSH", "SBH", also_bad=("HSB",), tnx="cache_layout", nxdi=LEFT_OUT),
+    "sequence_parallel": optional_flag(
+        "sequence_parallel_norm",
+        "sequence_parallel_enabled",
+        also=("sequence_parallel_enabled", "sequence_parallel_norm"),
+        env=("NEURON_SEQUENCE_PARALLEL",),
+    ),
+    "sequence_parallel_norm_threshold": count("sequence_parallel_norm_threshold", LEFT_OUT),
+    "shard_over_sequence": optional_flag(
+        "shard_over_sequence",
+        "flash_decoding_enabled",
+        also=("flash_decoding_enabled",),
+        env=("NEURON_SHARD_OVER_SEQUENCE",),
+    ),
+    "duplicate_q_weight_sos": optional_flag("duplicate_q_weight_sos", LEFT_OUT),
+    "on_device_embedding": optional_flag(
+        "on_device_embedding", ANYWAY, env=("NEURON_ON_DEVICE_EMBEDDING",)
+    ),
+    "on_device_generation": Row(
+        (
+            ("true", _TRUE_GENERATION),
+            ("True", _TRUE_GENERATION),
+            (True, _TRUE_GENERATION),
+            ("false", None),
+            (False, None),
+            *NONE,
+            ("{}", OnDeviceGeneration()),
+            ('{"top_k": 1, "do_sample": true}', OnDeviceGeneration(top_k=1, do_sample=True)),
+            (
+                "{'dynamic': True, 'temperature': 0.5}",
+                OnDeviceGeneration(dynamic=True, temperature=0.5),
+            ),
+            ({"top_p": "0.9"}, OnDeviceGeneration(top_p=0.9)),
+            ({"global_topk": 64}, OnDeviceGeneration(global_top_k=64)),
+        ),
+        (
+            *(
+                "maybe",
+                "[1]",
+                "{",
+                '{"top_k": 0}',
+                '{"top_p": 1.5}',
+                '{"top_p": 0}',
+                '{"top_q": 1}',
+            ),
+            *('{"temperature": 0}', '{"temperature": NaN}', '{"global_top_k": -1}', "{1: 2}"),
+            *('{"top_p_min_tokens": 0}', '{"do_sample": "perhaps"}', {1: 2}, [1], 7, 1.5),
+        ),
+        config(
+            on_device_generation={
+                "do_sample": True,
+                "dynamic": True,
+                "per_batch_line": True,
+                "deterministic": False,
+                "global_top_k": 256,
+                "top_k": [50] * 4,
+                "top_p": [1.0] * 4,
+                "temperature": [1.0] * 4,
+                "top_p_min_tokens": [1] * 4,
+            }
+        ),
+        config(
+            on_device_sampling_config={
+                "do_sample": True,
+                "dynamic": True,
+                "deterministic": False,
+                "top_k": 50,
+                "top_p": 1.0,
+                "temperature": 1.0,
+                "global_topk": 256,
+            }
+        ),
+        also=("on_device_sampling_config",),
+        env=("NEURON_ON_DEV_GENERATION",),
+    ),
+    "padding_side": choice(
+        "right", "left", also_bad=("both",), tnx="padding_side", nxdi="padding_side"
+    ),
+    "is_block_kv_layout": optional_flag(
+        _shared(optimized_paged_attention=True, max_model_len=2048),
+        "is_block_kv_layout",
+        also=("optimized_paged_attention",),
+    ),
+    "pa_block_size": count(BACKEND, "pa_block_size"),
+    "pa_num_blocks": count(BACKEND, "pa_num_blocks"),
+    "enable_prefix_caching": flag(
+        REFUSED,
+        config(is_prefix_caching=True, is_block_kv_layout=True),
+        also=("is_prefix_caching",),
+    ),
+    "enable_chunked_prefill": flag(
+        _shared(optimized_paged_attention=True, max_model_len=2048, enable_chunked_prefill=True),
+        REFUSED,
+        also=("is_chunked_prefill",),
+    ),
+    "pipeline_parallel_degree": count(
+        REFUSED, "pp_degree", also=("pp_degree",), env=("PIPELINE_PARALLEL_DEGREE",)
+    ),
+    "rolling_batch_strategy": choice(
+        "naive_rolling_batch",
+        "continuous_batching",
+        also_bad=("static",),
+        tnx=config(continuous_batching=None),
+        nxdi=config(is_continuous_batching=None, ctx_batch_size=4),
+    ),
+    "allow_known_defects": flag(),
+}
+
+PRECISION = {
+    "quantize": Row(
+        (
+            *(
+                (text, "static_int8")
+                for text in ("static_int8", "int8", "s8", "INT8", "true", True)
+            ),
+            *((text, "static_fp8") for text in ("static_fp8", "fp8", "f8e4m3fn", "f8e4m3", "FP8")),
+            *(("false", None), (False, None), *NONE),
+        ),
+        ("awq", "gptq", "int4", "bitsandbytes8", "", 8, ["int8"], {"int8": 1}, 1.5),
+        config(quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
+        config(
+            quantized=True, quantization_dtype="int8", quantization_type="per_channel_symmetric"
+        ),
+        env=("NEURON_QUANT",),
+    ),
+    "kv_cache_quantize": Row(
+        (("int8", "int8"), ("s8", "int8"), ("fp8", "fp8"), ("f8e4m3fn", "fp8"), *NONE),
+        ("int4", "", "true", 8, ["int8"]),
+        config(kv_cache_quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
+        REFUSED,
+    ),
+    "all_reduce_dtype": Row(
+        DTYPES,
+        (*DTYPE_BAD, "auto"),
+        config(all_reduce_dtype="float16"),
+        config(rpl_reduce_dtype="float16"),
+        also=("rpl_reduce_dtype",),
+    ),
+    "cast_logits_dtype": Row(
+        DTYPES, (*DTYPE_BAD, "auto"), config(cast_logits_dtype="float16"), REFUSED
+    ),
+    "bf16_rms_norm": optional_flag("bf16_rms_norm", REFUSED),
+}
+
+SPECULATION = {
+    "speculative_draft_model": Row(
+        (("org/draft", "org/draft"), ("./draft", "./draft")),
+        ("", *TEXT_BAD),
+        BACKEND,
+        config(enable_fused_speculation=True, speculation_length=6),
+        also=("draft_model_id",),
+    ),
+    "speculative_length": Row(
+        (("7", 7), ("0", 0), (5, 5)),
+        ("-1", "1.5", "many", "None"),
+        BACKEND,
+        BACKEND,
+        also=("spec_length",),
+    ),
+    "draft_model_tp_size": count(BACKEND, BACKEND),
+    "enable_eagle_speculation": optional_flag("is_eagle_target", "enable_eagle_speculation"),
+}
+
+_PATHS = (("/opt/graphs", "/opt/graphs"), ("s3://bucket/key", "s3://bucket/key"))
+_CACHE = {"environment": {"NEURON_COMPILE_CACHE_URL": "/opt/graphs"}}
+
+ARTIFACTS = {
+    "compiled_graph_path": Row(_PATHS, ("", *TEXT_BAD), _CACHE, _CACHE),
+    "draft_model_compiled_path": Row(_PATHS, ("", *TEXT_BAD), BACKEND, LEFT_OUT),
+    "save_mp_checkpoint_path": Row(_PATHS, ("", *TEXT_BAD)),
+    "partition_schema": choice("optimum", "safetensors", "compile_only", also_bad=("split",)),
+    "load_split_model": flag("on_device_embedding", REFUSED),
+    "low_cpu_mem_usage": flag(),
+    "on_mismatch": choice("error", "recompile", also_bad=("ignore",)),
+}
+
+COMPILER = {
+    "neuron_optimize_level": Row(
+        (("2", 2), ("1", 1), (3, 3)), ("0", "4", "high"), {"compiler_flags": ("-O2",)}, LEFT_OUT
+    ),
+    "enable_mixed_precision_accumulation": optional_flag(
+        {"compiler_flags": ("--enable-mixed-precision-accumulation",)}, REFUSED
+    ),
+    "enable_saturate_infinity": optional_flag(
+        {"compiler_flags": ("--enable-saturate-infinity",)}, REFUSED
+    ),
+    "neuron_cc_pipeline_factor": count(
+        {
+            "compiler_flags": (
+                "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=3",
+            )
+        },
+        "cc_pipeline_tiling_factor",
+        also=("cc_pipeline_tiling_factor",),
+        env=("NEURON_CC_PIPELINE_FACTOR",),
+    ),
+    "compilation_worker_count": count(
+        "compilation_worker_count", LEFT_OUT, env=("NEURON_COMPILATION_WORKER_COUNT",)
+    ),
+    "unroll": count(constructor(unroll=3), LEFT_OUT),
+    "multi_node": flag(
+        config(fuse_mlp=True, mlp_out_weight_transpose=True), LEFT_OUT, env=("NEURON_MULTI_NODE",)
+    ),
+    "override_neuron_config": Row(
+        OBJECT, OBJECT_BAD, config(block_size=512), config(block_size=512)
+    ),
+}
+
+NXDI_ONLY = {
+    **{
+        name: count(LEFT_OUT, name)
+        for name in (
+            *("cp_degree", "mlp_cp_degree", "attention_dp_degree", "moe_tp_degree"),
+            *("moe_ep_degree", "weight_gather_seq_len_threshold"),
+            *("windowed_context_encoding_size", "seq_len_threshold_for_cc_tiling"),
+            *("scratchpad_page_size", "lm_head_pad_alignment_size"),
+        )
+    },
+    **{
+        name: count(REFUSED, name)
+        for name in ("ep_degree", "medusa_speculation_length", "num_medusa_heads")
+    },
+    **{
+        name: optional_flag(LEFT_OUT, name)
+        for name in (
+            *("vocab_parallel", "enable_cte_modular_flow", "layer_boundary_markers"),
+            *("disable_kv_cache_tiling", "k_cache_transposed", "attn_kernel_enabled"),
+            *("eagle_rolling_buffer_kernel_enabled", "strided_context_parallel_kernel_enabled"),
+            *("qkv_nki_kernel_enabled", "qkv_cte_nki_kernel_fuse_rope", "qkv_kernel_nbsd_layout"),
+            *("qkv_kernel_fuse_residual_add", "mlp_kernel_fuse_residual_add"),
+            *("fused_rmsnorm_skip_gamma", "out_proj_kernel_enabled"),
+            *("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cache_update"),
+            "attn_block_tkg_nki_kernel_cascaded_attention",
+            "attn_block_tkg_nki_kernel_use_online_softmax",
+            "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb",
+            *("disable_argmax_kernel", "moe_fused_nki_kernel_enabled"),
+            *("router_topk_nki_kernel_enabled", "expert_mlp_nki_kernel_enabled"),
+            *("shared_mlp_nki_kernel_enabled", "fused_shared_experts"),
+            "shared_experts_sequence_parallel_enabled",
+            *("transpose_shared_experts_weights", "use_index_calc_kernel"),
+            *("save_sharded_checkpoint", "enable_spill_reload_dge", "switch_cc"),
+            *("disable_numeric_cc_token", "lm_head_pad"),
+        )
+    },
+    **{
+        name: optional_flag(REFUSED, name)
+        for name in (
+            *("is_mxfp4_compute", "output_logits", "is_eagle3", "enable_eagle_draft_input_norm"),
+            *("is_medusa", "quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"),
+            *("early_expert_affinity_modulation", "disable_normalize_top_k_affinities"),
+            "moe_mask_padded_tokens",
+        )
+    },
+    "async_execution": optional_flag(LEFT_OUT, "async_mode"),
+    "hybrid_sharding_config": mapping("hybrid_sharding_config"),
+    "blockwise_matmul_config": mapping("blockwise_matmul_config"),
+    "dma_order_config": mapping("dma_order_config"),
+    "router_config": mapping("router_config", REFUSED),
+    "token_tree_config": mapping("token_tree_config", REFUSED),
+    "medusa_tree": Row(
+        (("[[0], [0, 1]]", ((0,), (0, 1))), ("((0,), (1,))", ((0,), (1,))), ([[2]], ((2,),))),
+        ("[]", "[0]", "0", '{"a": 1}', "[[-1]]", "[['a']]", ""),
+        REFUSED,
+        config(medusa_tree=[[0], [0, 1]]),
+    ),
+    "ep_dispatch_cc_option": choice(
+        "AR_AG", "RS_AG", "AG_AR", tnx=LEFT_OUT, nxdi="ep_dispatch_cc_option"
+    ),
+    "logical_nc_config": Row(
+        (("2", 2), ("1", 1), *NONE),
+        ("0", "3", "two"),
+        REFUSED,
+        {**config(logical_nc_config=2), "environment": {"NEURON_LOGICAL_NC_CONFIG": "2"}},
+        env=("NEURON_LOGICAL_NC_CONFIG",),
+    ),
+    "cast_type": Row(
+        (("as-declared", "as-declared"), ("as_declared", "as-declared"), ("config", "config")),
+        ("declared", 7),
+        REFUSED,
+        config(cast_type="as-declared"),
+    ),
+    "attention_dtype": Row(
+        DTYPES, (*DTYPE_BAD, "auto"), REFUSED, config(attention_dtype="float16")
+    ),
+    "quantized_checkpoints_path": Row(
+        _PATHS, ("", *TEXT_BAD), LEFT_OUT, config(quantized_checkpoints_path="/opt/graphs")
+    ),
+    "quantization_type": choice(
+        "per_tensor_symmetric",
+        "per_channel_symmetric",
+        "expert_wise_per_channel_symmetric",
+        "blockwise_symmetric",
+        tnx=REFUSED,
+        nxdi="quantization_type",
+    ),
+    "quantization_block_size": Row(
+        (("256,128", (256, 128)), ("[128, 128]", (128, 128))),
+        ("0,1", "", "a"),
+        REFUSED,
+        config(quantization_block_size=[256, 128]),
+    ),
+    "quantization_block_axis": Row(
+        (("1,0", (1, 0)), ("[0]", (0,))),
+        ("-1", "", "a"),
+        REFUSED,
+        config(quantization_block_axis=[1, 0]),
+    ),
+    "quantization_scale_dtype": Row(
+        (("f32", "f32"), ("F32", "f32")), ("", 32), REFUSED, config(quantization_scale_dtype="f32")
+    ),
+    "modules_to_not_convert": Row(
+        WORD_LIST,
+        WORD_LIST_BAD,
+        REFUSED,
+        config(modules_to_not_convert=["lm_head", "embed_tokens"]),
+    ),
+    "draft_model_modules_to_not_convert": Row(
+        WORD_LIST,
+        WORD_LIST_BAD,
+        REFUSED,
+        config(draft_model_modules_to_not_convert=["lm_head", "embed_tokens"]),
+    ),
+    "weights_to_skip_layout_optimization": Row(
+        (('[".*lora.*"]', (".*lora.*",)), (".*a.*,b", (".*a.*", "b"))),
+        WORD_LIST_BAD,
+        LEFT_OUT,
+        config(weights_to_skip_layout_optimization=[".*lora.*"]),
+    ),
+    "activation_quantization_type": choice(
+        "dynamic", "static", tnx=REFUSED, nxdi="activation_quantization_type"
+    ),
+    "quantize_clamp_bound": Row(
+        (("1200", 1200.0), ("0.5", 0.5)),
+        ("inf", "nan", "high"),
+        REFUSED,
+        config(quantize_clamp_bound=1200.0),
+    ),
+    "token_generation_batches": lengths(
+        LEFT_OUT, config(token_generation_batches=[256, 512, 1024])
+    ),
+    "prefix_buckets": lengths(LEFT_OUT, config(prefix_buckets=[256, 512, 1024])),
+    "capacity_factor": Row(
+        (("1.5", 1.5), ("2", 2.0)), ("0", "-1", "inf", "nan"), REFUSED, config(capacity_factor=1.5)
+    ),
+    "compiler_target": Row(
+        (("trn2", "trn2"), ("TRN2", "trn2")), ("", 2), LEFT_OUT, config(target="trn2")
+    ),
+}
+
+TABLE: dict[str, Row] = {
+    **GENERAL,
+    **BATCHING,
+    **GRAPHS,
+    **PRECISION,
+    **SPECULATION,
+    **ARTIFACTS,
+    **COMPILER,
+    **NXDI_ONLY,
+}

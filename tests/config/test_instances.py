@@ -1,0 +1,92 @@
+"""The machines by name, and the degrees that run on them."""
+
+import pytest
+
+from djl_python_neuronx.config.instances import (
+    FAMILIES,
+    GIB,
+    INSTANCES,
+    DeviceInfo,
+    known,
+    legal_degrees,
+    named,
+)
+from djl_python_neuronx.errors import ConfigError
+
+# Accelerator memory in GiB and cores, from AWS's product pages of Inf2, Trn1 and Trn2 (LNC 2).
+SOLD = {
+    "inf2.xlarge": (32, 2),
+    "inf2.8xlarge": (32, 2),
+    "inf2.24xlarge": (192, 12),
+    "inf2.48xlarge": (384, 24),
+    "trn1.2xlarge": (32, 2),
+    "trn1.32xlarge": (512, 32),
+    "trn1n.32xlarge": (512, 32),
+    "trn2.3xlarge": (96, 4),
+    "trn2.48xlarge": (1536, 64),
+    "trn2u.48xlarge": (1536, 64),
+}
+
+
+@pytest.mark.parametrize("name", SOLD)
+def test_a_machine_is_what_is_sold(name):
+    gib, cores = SOLD[name]
+    found = named(name)
+    assert (found.instance_type, found.memory_bytes, found.neuron_cores) == (name, gib * GIB, cores)
+    assert found.core_memory_bytes * found.visible_cores == found.memory_bytes
+    assert found.has_neuron
+    assert found.assumed is None
+    assert name.startswith(found.family)
+
+
+def test_every_machine_is_compared():
+    assert set(INSTANCES) == set(SOLD)
+
+
+@pytest.mark.parametrize("name", ["ml.inf2.xlarge", "ML.INF2.XLARGE", " inf2.xlarge "])
+def test_sagemakers_spelling(name):
+    assert named(name) == named("inf2.xlarge")
+
+
+@pytest.mark.parametrize("name", ["", "inf2", "inf1.xlarge", "p4d.24xlarge", "ml.ml.inf2.xlarge"])
+def test_an_unknown_machine_names_the_known_ones(name):
+    assert known(name) is None
+    with pytest.raises(ConfigError, match=r"inf2\.48xlarge") as caught:
+        named(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "cores", "degrees"),
+    [
+        ("inf2", 24, (1, 2, 4, 8, 24)),
+        ("inf2", 23, (1, 2, 4, 8)),
+        ("inf2", 12, (1, 2, 4, 8)),
+        ("inf2", 1, (1,)),
+        ("trn1", 32, (1, 2, 8, 16, 32)),
+        ("trn1", 7, (1, 2)),
+        ("trn2", 64, (1, 2, 4, 8, 16, 32, 64)),
+        (None, 8, (1, 2, 4, 8)),
+        (None, 1000, (1, 2, 4, 8, 16, 24, 32, 64)),
+        ("unheard-of", 4, (1, 2, 4)),
+        ("inf2", 0, ()),
+    ],
+)
+def test_legal_degrees(family, cores, degrees):
+    assert legal_degrees(family, cores) == degrees
+
+
+def test_every_machine_but_one_can_use_all_of_its_cores():
+    idle = {
+        name
+        for name, instance in INSTANCES.items()
+        if instance.cores not in FAMILIES[instance.family].degrees
+    }
+    assert idle == {"inf2.24xlarge"}
+    assert INSTANCES["inf2.24xlarge"].cores in FAMILIES["inf2"].used_degrees
+
+
+def test_all_cores_are_visible_unless_told_otherwise():
+    assert DeviceInfo(None, 1, 2, 0, 1, "").visible_cores == 2
+    assert DeviceInfo(None, 1, 2, 0, 1, "", visible_cores=1).visible_cores == 1
+    assert DeviceInfo(None, 1, 2, 0, 1, "", visible_cores=0).visible_cores == 0

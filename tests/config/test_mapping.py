@@ -1,0 +1,333 @@
+"""What the libraries get: real names only, values in their spelling, nothing that nobody asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+
+from djl_python_neuronx.config.mapping import (
+    DERIVED,
+    RESERVED,
+    LibraryArguments,
+    library_arguments,
+    unknown_overrides,
+    unmapped,
+)
+from djl_python_neuronx.config.options import ServingOptions, option
+from tests.config import library_names as real
+from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
+
+LIBRARIES = ("tnx", "nxdi")
+PARTS = ("constructor", "neuron_config", "compiler_flags", "environment")
+KEYWORDS = {
+    "tnx": real.TNX_CONSTRUCTOR | real.TNX_NEURON_CONFIG,
+    "nxdi": real.NXDI_MOE_NEURON_CONFIG,
+}
+NESTED = {"tnx": real.TNX_NESTED, "nxdi": real.NXDI_NESTED}
+METHODS = {"tnx": real.TNX_METHODS, "nxdi": real.NXDI_METHODS}
+
+LEFT_TO_OVERRIDES = {
+    "decided by the model": "has_pre_attention_norm qk_layernorm pre_rope_rmsnorm glu_mlp glu_type hidden_act_bias "
+    "hidden_act_scaling_factor gate_clamp_lower_limit gate_clamp_upper_limit up_clamp_lower_limit "
+    "up_clamp_upper_limit padded_hidden_size padded_intermediate_size is_full_model_shuffled attn_cls",
+    "vision only": "enable_ve_data_parallel",
+    "deprecated by the library": "attn_block_cte_nki_kernel_enabled attn_tkg_builtin_kernel_enabled "
+    "attn_tkg_nki_kernel_enabled mlp_tkg_nki_kernel_enabled",
+    "debugging only": "tensor_capture_config tensor_replacement_config enable_output_completion_notifications",
+}
+
+
+def given(**changes):
+    """The base options with others, validated as a user's."""
+    return ServingOptions.model_validate({**BASE.model_dump(exclude_unset=True), **changes})
+
+
+def gained(options, loader):
+    """What the arguments have beyond the base's, by part; a keyword that went away is None."""
+    found = {}
+    for part in PARTS:
+        new = getattr(library_arguments(options, loader), part)
+        old = getattr(library_arguments(BASE, loader), part)
+        if isinstance(new, dict):
+            changed = {key: value for key, value in new.items() if old.get(key, ...) != value}
+            changed.update(dict.fromkeys(old.keys() - new.keys()))
+        else:
+            changed = tuple(flag for flag in new if flag not in old)
+        if changed:
+            found[part] = changed
+    return found
+
+
+def is_real(name, loader):
+    """True if the library, the compiler or the runtime knows a name of `Option.to`."""
+    keyword, _, inner = name.partition(".")
+    if name.endswith("()"):
+        return name.removesuffix("()") in METHODS[loader]
+    if name.startswith("-"):
+        return loader == "tnx" and name in real.TNX_FLAGS
+    if name.isupper():
+        return name in real.VARIABLES
+    if inner:
+        return inner in NESTED[loader].get(keyword, ()) or name in real.NXDI_OTHER
+    return name in KEYWORDS[loader]
+
+
+@pytest.mark.parametrize("loader", LIBRARIES)
+@pytest.mark.parametrize("name", TABLE)
+def test_each_option_becomes_what_its_row_says(name, loader):
+    row, marker = TABLE[name], option(name)
+    expected = getattr(row, loader)
+    options = given(**{name: row.good[0][0]})
+    extra = gained(options, loader)
+    missing = name in unmapped(options, loader)
+    if isinstance(expected, dict):
+        assert extra == expected
+        assert not missing
+    else:
+        assert extra == {}
+        assert missing == (expected in {LEFT_OUT, REFUSED})
+        assert marker.tunes == (expected == LEFT_OUT) or expected in {OURS, BACKEND, ANYWAY}
+        assert (loader in marker.to) == (expected == BACKEND) or expected == REFUSED
+        assert bool(marker.to) == (expected != OURS)
+
+
+@pytest.mark.parametrize("loader", LIBRARIES)
+def test_every_name_exists(loader):
+    for name in TABLE:
+        if loader in option(name).to:
+            assert is_real(option(name).to[loader], loader), name
+
+
+@pytest.mark.parametrize("loader", LIBRARIES)
+def test_everything_at_once_uses_real_names_and_plain_values(loader):
+    # Optimised batching off the base; `override_neuron_config` may hold anything.
+    written = {name: row.good[0][0] for name, row in TABLE.items()}
+    arguments = library_arguments(
+        ServingOptions.model_validate({**written, "override_neuron_config": None}), loader
+    )
+    assert set(arguments.constructor) <= real.TNX_CONSTRUCTOR
+    assert set(arguments.neuron_config) <= (
+        real.TNX_NEURON_CONFIG if loader == "tnx" else real.NXDI_MOE_NEURON_CONFIG
+    )
+    for keyword, names in NESTED[loader].items():
+        inner = arguments.neuron_config.get(keyword, {})
+        assert set(inner) <= names, keyword
+    assert {re.match(r"-O|[\w-]+", flag)[0] for flag in arguments.compiler_flags} <= real.TNX_FLAGS
+    assert set(arguments.environment) <= real.VARIABLES
+    parts = {part: getattr(arguments, part) for part in PARTS}
+    again = json.loads(json.dumps(parts, allow_nan=False))
+    assert again == {**parts, "compiler_flags": list(arguments.compiler_flags)}
+
+
+def test_each_keyword_of_the_libraries_is_accounted_for():
+    """An option, something that follows from one, refused with a reason, or left to overrides on purpose."""
+    through_options = {name.partition(".")[0] for row in TABLE for name in option(row).to.values()}
+    left = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
+    known = through_options | set(DERIVED) | set(RESERVED) | left
+    keywords = real.TNX_NEURON_CONFIG | real.NXDI_MOE_NEURON_CONFIG
+    assert keywords - known == set()
+    assert left <= keywords
+    assert not left & (through_options | set(DERIVED) | set(RESERVED))
+
+
+def test_what_follows_from_options_names_keywords_and_options_that_exist():
+    keywords = real.TNX_CONSTRUCTOR | real.TNX_NEURON_CONFIG | real.NXDI_MOE_NEURON_CONFIG
+    assert set(DERIVED) | set(RESERVED) <= keywords
+    assert set(DERIVED.values()) <= set(TABLE)
+    assert not set(DERIVED) & set(RESERVED)
+
+
+def test_nothing_set_gives_nothing():
+    for loader in LIBRARIES:
+        assert library_arguments(ServingOptions(), loader) == LibraryArguments()
+        assert unmapped(ServingOptions(), loader) == ()
+
+
+def test_the_cpu_loader_gets_nothing_of_a_library():
+    everything = given(fuse_qkv=True, override_neuron_config={"a": 1}, neuron_optimize_level=1)
+    assert library_arguments(everything, "cpu") == LibraryArguments()
+
+
+def test_false_is_handed_on_and_is_no_wish():
+    options = given(fuse_qkv="false", fuse_mlp="false", enable_saturate_infinity="false")
+    assert gained(options, "tnx") == {"neuron_config": {"fuse_qkv": False, "fuse_mlp": False}}
+    assert gained(options, "nxdi") == {"neuron_config": {"fused_qkv": False}}
+    assert unmapped(options, "nxdi") == ()
+
+
+class TestTnx:
+    def test_the_base(self):
+        arguments = library_arguments(BASE, "tnx")
+        assert arguments.constructor == {
+            "tp_degree": 2,
+            "batch_size": 4,
+            "amp": "bf16",
+            "n_positions": 2048,
+            "context_length_estimate": [128, 2048],
+        }
+        assert arguments.neuron_config == {
+            "continuous_batching": {"batch_size_for_shared_caches": 4}
+        }
+
+    @pytest.mark.parametrize(
+        ("dtype", "amp"), [("fp32", "f32"), ("fp16", "f16"), ("bf16", "bf16"), ("auto", None)]
+    )
+    def test_amp(self, dtype, amp):
+        arguments = library_arguments(given(dtype=dtype, quantize="s8"), "tnx")
+        assert arguments.constructor.get("amp") == amp
+        assert arguments.neuron_config["quant"].get("dequant_dtype") == amp
+
+    def test_a_list_of_lengths_stays_one(self):
+        arguments = library_arguments(given(n_positions="[2048]"), "tnx")
+        assert arguments.constructor["n_positions"] == [2048]
+
+    @pytest.mark.parametrize("option_name", ["quantize", "kv_cache_quantize"])
+    def test_fp8_comes_with_the_compilers_flag(self, option_name):
+        arguments = library_arguments(given(**{option_name: "fp8"}), "tnx")
+        (quantised,) = (
+            value for key, value in arguments.neuron_config.items() if key.endswith("quant")
+        )
+        assert quantised == {"quant_dtype": "f8e4m3fn", "dequant_dtype": "bf16"}
+        (written,) = arguments.compiler_flags
+        assert "fp8e4m3" in written
+        assert library_arguments(given(**{option_name: "int8"}), "tnx").compiler_flags == ()
+
+    def test_flags_survive_a_shell(self):
+        options = given(neuron_optimize_level=1, neuron_cc_pipeline_factor=2)
+        flags = library_arguments(options, "tnx").compiler_flags
+        assert tuple(shlex.split(shlex.join(flags))) == flags
+
+    @pytest.mark.parametrize(
+        ("changes", "continuous", "expected"),
+        [
+            ({}, None, True),
+            ({"max_rolling_batch_size": 1}, None, False),
+            ({"rolling_batch_strategy": "naive_rolling_batch"}, None, False),
+            (
+                {"rolling_batch_strategy": "continuous_batching", "max_rolling_batch_size": 1},
+                None,
+                True,
+            ),
+            ({}, False, False),
+            ({"rolling_batch_strategy": "naive_rolling_batch"}, True, True),
+        ],
+    )
+    def test_who_decides_on_continuous_batching(self, changes, continuous, expected):
+        options = given(**changes)
+        tnx = library_arguments(options, "tnx", continuous=continuous).neuron_config
+        nxdi = library_arguments(options, "nxdi", continuous=continuous).neuron_config
+        assert ("continuous_batching" in tnx) == expected
+        assert ("is_continuous_batching" in nxdi) == expected
+        assert nxdi["ctx_batch_size"] == (1 if expected else options.max_rolling_batch_size)
+
+    def test_what_is_compiled_in_is_one_number_each(self):
+        options = given(on_device_generation={"do_sample": True, "top_k": 10})
+        written = library_arguments(options, "tnx").neuron_config["on_device_generation"]
+        assert (written["top_k"], written["temperature"]) == (10, 1.0)
+        assert "global_top_k" not in written
+
+    def test_the_users_word_wins_over_what_an_option_implies(self):
+        options = given(
+            load_split_model=True, on_device_embedding=False, multi_node=True, fuse_mlp=False
+        )
+        config = library_arguments(options, "tnx").neuron_config
+        assert (config["on_device_embedding"], config["fuse_mlp"]) == (False, False)
+        assert config["mlp_out_weight_transpose"] is True
+
+
+class TestNxdi:
+    def test_the_base(self):
+        arguments = library_arguments(BASE, "nxdi")
+        assert arguments.neuron_config == {
+            "tp_degree": 2,
+            "torch_dtype": "bfloat16",
+            "batch_size": 4,
+            "tkg_batch_size": 4,
+            "max_batch_size": 4,
+            "ctx_batch_size": 1,
+            "is_continuous_batching": True,
+            "seq_len": 2048,
+            "max_length": 2048,
+            "max_context_length": 2048,
+            "enable_bucketing": True,
+            "context_encoding_buckets": [128, 2048],
+        }
+        assert arguments == LibraryArguments(neuron_config=arguments.neuron_config)
+
+    def test_a_list_of_lengths_is_the_decode_buckets(self):
+        config = library_arguments(given(n_positions="512,2048"), "nxdi").neuron_config
+        assert config["token_generation_buckets"] == [512, 2048]
+        assert config["seq_len"] == config["max_length"] == 2048
+
+    def test_fp8(self):
+        options = given(
+            quantize="fp8", kv_cache_quantize="fp8", quantization_type="per_tensor_symmetric"
+        )
+        arguments = library_arguments(options, "nxdi")
+        config = arguments.neuron_config
+        assert config["quantization_dtype"] == "f8e4m3"
+        assert config["quantization_type"] == "per_tensor_symmetric"
+        assert config["kv_quant_config"] == {"quant_dtype": "float8_e4m3fn", "direct_cast": True}
+        assert arguments.environment == {"XLA_HANDLE_SPECIAL_SCALAR": "1"}
+        assert unmapped(options, "nxdi") == ()
+
+    @pytest.mark.parametrize(("length", "expected"), [("5", 6), ("1", 2), ("0", None)])
+    def test_the_length_of_a_step_counts_the_models_own_token(self, length, expected):
+        options = given(speculative_draft_model="org/draft", speculative_length=length)
+        config = library_arguments(options, "nxdi").neuron_config
+        assert config.get("speculation_length") == expected
+        assert config.get("enable_fused_speculation", False) == (expected is not None)
+
+    def test_what_the_library_does_anyway_is_no_wish(self):
+        options = given(cast_logits_dtype="fp32", on_device_embedding="true")
+        assert unmapped(options, "nxdi") == ()
+        assert gained(options, "nxdi") == {}
+        assert unmapped(given(cast_logits_dtype="bf16"), "nxdi") == ("cast_logits_dtype",)
+
+
+class TestOverrides:
+    KNOWN = real.NXDI_NEURON_CONFIG
+
+    def problems(self, loader="nxdi", known=KNOWN, **overrides):
+        options = given(override_neuron_config=overrides)
+        return [finding.problem for finding in unknown_overrides(options, loader, known)]
+
+    def test_they_are_merged_last_and_only_there(self):
+        options = given(fuse_qkv=True, override_neuron_config={"fused_qkv": False, "new": [1]})
+        assert gained(options, "nxdi") == {"neuron_config": {"fused_qkv": False, "new": [1]}}
+
+    def test_the_options_are_not_changed_by_it(self):
+        options = given(override_neuron_config={"new": 1})
+        library_arguments(options, "nxdi").neuron_config["new"] = 2
+        assert library_arguments(options, "nxdi").neuron_config["new"] == 1
+
+    def test_known_names_pass(self):
+        assert self.problems(qk_layernorm=True, fused_qkv=True) == []
+        assert self.problems() == []
+
+    def test_an_unknown_name_is_found_with_a_hint(self):
+        (problem,) = self.problems(qk_layrnorm=True)
+        assert "qk_layrnorm" in problem
+        assert "'qk_layernorm'" in problem
+
+    def test_without_a_library_new_names_pass(self):
+        assert self.problems(known=(), something_new=1) == []
+
+    @pytest.mark.parametrize("name", sorted(DERIVED))
+    def test_what_follows_from_an_option_names_it(self, name):
+        for known in ((), self.KNOWN):
+            (problem,) = self.problems(known=known, **{name: 1})
+            assert problem.startswith(f"{name}: ")
+            assert f"option.{DERIVED[name]}" in problem
+
+    @pytest.mark.parametrize("name", sorted(RESERVED))
+    def test_what_nobody_may_set_says_why(self, name):
+        (problem,) = self.problems(**{name: 1})
+        assert RESERVED[name] in problem
+
+    def test_each_name_has_its_own_finding(self):
+        problems = self.problems(batch_size=1, nonsense=1, tp_degree=2)
+        assert len(problems) == 3

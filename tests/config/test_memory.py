@@ -1,0 +1,359 @@
+"""Memory per core against arithmetic by hand, and against what guides publish."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, named
+from djl_python_neuronx.config.memory import (
+    HEADROOM_BYTES,
+    CoreMemory,
+    Fit,
+    Heads,
+    Load,
+    needed,
+    padded_heads,
+    per_core,
+    smallest_fit,
+    takes,
+    total,
+)
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+
+GB = 1e9
+MODELS = Path(__file__).parent / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def facts_of(name):
+    return ModelFacts.from_config(json.loads((MODELS / f"{name}.json").read_text()))
+
+
+class TestGuides:
+    """Totals over all cores in GB (10**9 bytes), 16-bit weights and cache, one sequence."""
+
+    @pytest.mark.parametrize(
+        ("name", "tokens", "gigabytes"),
+        [
+            ("opt-13b", 4096, 29.1),
+            ("opt-13b", 2048, 27.4),
+            ("opt-30b", 4096, 65.6),
+            ("opt-30b", 2048, 62.8),
+            ("llama-3.1-8b", 0, 16.1),
+        ],
+    )
+    def test_totals(self, name, tokens, gigabytes):
+        found = total(facts_of(name), Load(tokens, 1, "bfloat16"))
+        assert found / GB == pytest.approx(gigabytes, abs=0.05)
+
+    def test_the_70b_example_is_weights_and_a_twentieth(self):
+        """148 GB are the 141 GB of weights and a twentieth on top: our reading of a number given without its parts."""
+        weights = total(facts_of("llama-3-70b"), Load(0, 1, "bfloat16"))
+        assert weights / GB == pytest.approx(148 / 1.05, abs=0.2)
+
+    @pytest.mark.parametrize(
+        ("name", "tokens", "instance", "degree"),
+        [
+            ("opt-13b", 4096, "trn1.2xlarge", 2),
+            ("opt-30b", 4096, "inf2.24xlarge", 8),
+            ("opt-30b", 4096, "trn1.32xlarge", 8),
+            ("llama-3.1-8b", 4096, "inf2.xlarge", 2),
+            ("llama-3-70b", 4096, "trn1.32xlarge", 16),
+        ],
+    )
+    def test_the_fewest_cores(self, name, tokens, instance, degree):
+        machine = named(instance)
+        for loader in ("tnx", "nxdi"):
+            fit = smallest_fit(facts_of(name), Load(tokens, 1, "bfloat16"), machine, loader)
+            assert fit == Fit(degree, None)
+
+    def test_llama_3_8b_at_batch_32_is_decided_by_the_unit(self):
+        """33.2 GB are less than the 34.4 GB (32 GiB) of two cores, but not with room to compute."""
+        facts, load = facts_of("llama-3-8b"), Load(4096, 32, "bfloat16")
+        assert total(facts, load) / GB == pytest.approx(33.24, abs=0.01)
+        assert total(facts, load) < 32 * GIB
+        found = needed(facts, load, degree=2, core_memory_bytes=16 * GIB, loader="nxdi")
+        assert not found.fits
+        half = replace(load, num_slots=16)
+        assert needed(facts, half, degree=2, core_memory_bytes=16 * GIB, loader="nxdi").fits
+
+
+class TestParts:
+    LLAMA = facts_of("llama-3-8b")
+    TABLE = 128256 * 4096
+
+    def parts(self, facts, degree, loader, *, slots=1, length=1024, dtype="bfloat16", **more):
+        load = Load(length, slots, dtype, **more)
+        return needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+
+    def test_by_hand(self):
+        found = self.parts(self.LLAMA, 8, "nxdi", slots=4)
+        assert found.weights == 8_030_261_248 * 2 // 8
+        assert found.kv_cache == 2 * 32 * 8 * 128 * 1024 * 4 * 2 // 8
+        assert (found.padding, found.headroom, found.capacity) == (0, HEADROOM_BYTES, 0)
+        assert found.needed == found.weights + found.kv_cache + HEADROOM_BYTES
+
+    def test_transformers_neuronx_leaves_the_embedding_on_the_host_unless_told(self):
+        on_host = self.parts(self.LLAMA, 8, "tnx")
+        on_device = self.parts(self.LLAMA, 8, "tnx", on_device_embedding=True)
+        assert on_device.weights - on_host.weights == self.TABLE * 2 // 8
+        assert on_device == self.parts(self.LLAMA, 8, "nxdi")
+
+    def test_a_tied_table_is_on_a_device_twice_but_on_a_cpu_once(self):
+        facts = facts_of("opt-13b")
+        table = facts.vocab_size * facts.hidden_size
+        assert self.parts(facts, 1, "cpu").weights == facts.num_parameters * 2
+        assert self.parts(facts, 1, "nxdi").weights == (facts.num_parameters + table) * 2
+        positions = facts.embedding_parameters - table
+        assert self.parts(facts, 1, "tnx").weights == (facts.num_parameters - positions) * 2
+
+    @pytest.mark.parametrize("dtype", ["int8", "fp8"])
+    def test_quantised_weights_leave_embedding_and_head_alone(self, dtype):
+        found = self.parts(self.LLAMA, 1, "nxdi", weight_dtype=dtype)
+        assert found.weights == (8_030_261_248 - 2 * self.TABLE) + 2 * self.TABLE * 2
+
+    def test_a_quantised_cache_is_half(self):
+        plain = self.parts(self.LLAMA, 1, "nxdi")
+        assert 2 * self.parts(self.LLAMA, 1, "nxdi", kv_dtype="fp8").kv_cache == plain.kv_cache
+
+    def test_float32_is_twice(self):
+        plain, wide = (self.parts(self.LLAMA, 1, "nxdi", dtype=t) for t in ("float16", "float32"))
+        assert (wide.weights, wide.kv_cache) == (2 * plain.weights, 2 * plain.kv_cache)
+
+    def test_copied_kv_heads_are_padding(self):
+        """8 KV heads on 32 cores: each core holds one, four times as many as there are."""
+        found = self.parts(self.LLAMA, 32, "tnx")
+        one_head = 2 * 32 * 128 * 1024 * 2
+        weights = 2 * 32 * 4096 * 128 * 2  # of the keys and values of one head
+        assert found.kv_cache * 4 == one_head
+        assert found.padding == (32 - 8) * (one_head + weights) // 32
+
+    def test_padded_heads_and_vocabulary(self):
+        """GPT-2's 12 heads on 8 cores become 16, its 50257 tokens 50264."""
+        facts = facts_of("gpt2")
+        found = self.parts(facts, 8, "tnx")
+        heads = 4 * (2 + 2) * 12 * 768 * 64 * 2
+        cache = 4 * 2 * 12 * 64 * 1024 * 2
+        assert found.padding == -(-(heads + cache + 7 * 768 * 2) // 8)
+
+    def test_pipeline_stages_share_layers_and_cache_but_not_the_tables(self):
+        whole, half = (self.parts(self.LLAMA, 1, "nxdi", stages=stages) for stages in (1, 2))
+        layers = (8_030_261_248 - 2 * self.TABLE) * 2
+        assert whole.weights - half.weights == layers // 2
+        assert whole.kv_cache == 2 * half.kv_cache
+
+    def test_a_cache_split_otherwise_is_not_copied(self):
+        copied = self.parts(self.LLAMA, 32, "tnx", slots=32)
+        for split in ({"shard_over_sequence": True}, {"group_query_attention": "shard-over-batch"}):
+            found = self.parts(self.LLAMA, 32, "tnx", slots=32, **split)
+            assert found.padding < copied.padding
+
+    def test_a_draft_model_comes_on_top(self):
+        draft = facts_of("tinyllama-1.1b")
+        alone = self.parts(self.LLAMA, 8, "nxdi")
+        found = self.parts(self.LLAMA, 8, "nxdi", draft=draft)
+        own = self.parts(draft, 8, "nxdi")
+        assert found.weights == alone.weights + own.weights
+        assert found.kv_cache == alone.kv_cache + own.kv_cache
+        assert found.padding == own.padding
+        on_two = self.parts(self.LLAMA, 8, "nxdi", draft=draft, draft_degree=2)
+        assert on_two.weights == alone.weights + self.parts(draft, 2, "nxdi").weights
+        unknown = self.parts(self.LLAMA, 8, "nxdi", draft=ModelFacts(model_type="other"))
+        assert unknown == alone
+
+    def test_an_unknown_architecture_is_not_guessed(self):
+        with pytest.raises(ValueError, match="'other'"):
+            self.parts(ModelFacts(model_type="other"), 1, "nxdi")
+
+    def test_values_instead_of_options(self):
+        assert per_core(
+            self.LLAMA,
+            degree=8,
+            max_model_len=1024,
+            num_slots=4,
+            dtype="bfloat16",
+            weight_dtype="int8",
+            kv_dtype=None,
+            core_memory_bytes=GIB,
+            loader="nxdi",
+        ) == replace(self.parts(self.LLAMA, 8, "nxdi", slots=4, weight_dtype="int8"), capacity=GIB)
+
+
+def test_what_fits():
+    full = CoreMemory(weights=1, kv_cache=2, padding=3, headroom=4, capacity=10)
+    assert full.needed == 10
+    assert full.fits
+    assert not replace(full, capacity=9).fits
+    assert replace(full, capacity=0).fits  # not known
+
+
+def test_what_is_advised_leaves_a_twentieth():
+    full = CoreMemory(weights=90, kv_cache=5, padding=0, headroom=0, capacity=100)
+    assert full.roomy
+    assert not replace(full, padding=1).roomy
+    assert replace(full, padding=1).fits
+    assert replace(full, capacity=0).roomy  # not known
+
+
+class TestHeads:
+    """Query and KV heads after padding. Source: tests and comments of both libraries, and the rig's runs."""
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "degree", "tnx", "nxdi"),
+        [
+            (32, 32, 8, (32, 32), (32, 32)),
+            (32, 8, 8, (32, 8), (32, 8)),
+            (32, 8, 2, (32, 8), (32, 8)),
+            (32, 8, 32, (32, 32), (32, 32)),
+            (32, 8, 24, (48, 24), (48, 24)),
+            (64, 8, 24, (72, 24), (72, 24)),
+            (64, 64, 24, (72, 72), (72, 72)),
+            (40, 40, 12, (48, 48), (48, 48)),
+            (40, 8, 24, (48, 24), (48, 24)),
+            (56, 8, 32, (64, 32), (64, 32)),
+            (6, 2, 4, (8, 4), (8, 4)),
+            (40, 10, 8, (40, 40), (40, 40)),
+            (72, 24, 32, (96, 32), (96, 96)),
+            (48, 1, 8, (48, 8), (48, 8)),
+        ],
+    )
+    def test_padded(self, heads, kv_heads, degree, tnx, nxdi):
+        assert padded_heads(heads, kv_heads, degree, "tnx") == Heads(*tnx)
+        assert padded_heads(heads, kv_heads, degree, "nxdi") == Heads(*nxdi)
+
+    @pytest.mark.parametrize(
+        ("strategy", "kv_heads"),
+        [
+            ("shard-over-heads", 8),
+            ("replicated-heads", 32),
+            ("shard-over-batch", 8),
+            ("all-gather-heads", 8),
+        ],
+    )
+    def test_a_strategy_that_was_asked_for(self, strategy, kv_heads):
+        assert padded_heads(32, 8, 4, "tnx", strategy).kv == kv_heads
+
+    @given(
+        kv_heads=st.integers(1, 64),
+        group=st.integers(1, 16),
+        degree=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32, 64)),
+        loader=st.sampled_from(("tnx", "nxdi")),
+    )
+    def test_cores_get_equal_shares_and_no_head_is_lost(self, kv_heads, group, degree, loader):
+        heads = kv_heads * group
+        padded = padded_heads(heads, kv_heads, degree, loader)
+        assert padded.query % degree == 0
+        assert heads <= padded.query < heads + degree
+        assert padded.kv >= max(kv_heads, min(degree, padded.query))
+
+    def test_what_the_library_does_not_pad(self):
+        neox = facts_of("gpt-neox-20b")
+        assert takes(neox, 8, "tnx")
+        assert not takes(neox, 24, "tnx")
+        assert takes(neox, 24, "nxdi")
+        assert takes(facts_of("opt-13b"), 24, "tnx")
+
+
+class TestSmallestFit:
+    LOAD = Load(4096, 1, "bfloat16")
+
+    def test_more_cores_of_this_machine_come_first(self):
+        facts = facts_of("llama-3-8b")
+        assert smallest_fit(facts, self.LOAD, named("inf2.48xlarge"), "tnx") == Fit(2, None)
+        assert smallest_fit(facts, self.LOAD, named("inf2.48xlarge"), "tnx", below=2) == Fit(
+            4, None
+        )
+
+    def test_then_the_smallest_machine_of_the_family(self):
+        facts = facts_of("llama-3-70b")
+        found = smallest_fit(facts, self.LOAD, named("inf2.xlarge"), "tnx")
+        assert found == Fit(24, "inf2.48xlarge")
+        assert str(found) == "tensor_parallel_degree=24 on inf2.48xlarge"
+        assert str(Fit(8, None)) == "tensor_parallel_degree=8"
+
+    def test_then_another_family(self):
+        load = Load(2048, 4, "bfloat16")
+        found = smallest_fit(facts_of("bloom-176b"), load, named("inf2.xlarge"), "nxdi")
+        assert found == Fit(32, "trn1.32xlarge")
+
+    def test_nothing_holds_everything(self):
+        load = Load(2**20, 999, "float32")
+        assert smallest_fit(facts_of("bloom-176b"), load, named("inf2.xlarge"), "tnx") is None
+
+    def test_a_degree_that_the_library_refuses_is_not_offered(self):
+        found = smallest_fit(
+            facts_of("gpt-neox-20b"), Load(2048, 64, "bfloat16"), named("inf2.48xlarge"), "tnx"
+        )
+        assert found == Fit(16, "trn1.32xlarge")
+
+    def test_a_machine_of_unknown_memory_is_not_offered(self):
+        unknown = DeviceInfo(None, 1, 64, 0, 8, "")
+        found = smallest_fit(facts_of("llama-3-8b"), self.LOAD, unknown, "tnx")
+        assert found.instance_type in INSTANCES
+
+    def test_not_for_a_cpu_nor_an_unknown_architecture(self):
+        machine = named("inf2.xlarge")
+        assert smallest_fit(facts_of("gpt2"), self.LOAD, machine, "cpu") is None
+        assert smallest_fit(ModelFacts(), self.LOAD, machine, "tnx") is None
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    loader=st.sampled_from(("tnx", "nxdi")),
+    degree=st.sampled_from((1, 2, 4, 8, 16, 24, 32, 64)),
+    length=st.integers(1, 2**17),
+    slots=st.integers(1, 999),
+)
+def test_all_cores_together_hold_at_least_everything(name, loader, degree, length, slots):
+    facts, load = facts_of(name), Load(length, slots, "bfloat16", on_device_embedding=True)
+    found = needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+    assert degree * (found.weights + found.kv_cache) >= total(facts, load)
+    assert found.padding >= 0
+    longer = replace(load, max_model_len=length + 1)
+    more = needed(facts, longer, degree=degree, core_memory_bytes=0, loader=loader)
+    assert more.needed >= found.needed
+
+
+class TestOfOptions:
+    FILLED = ServingOptions().model_copy(
+        update={"n_positions": (128, 512), "max_rolling_batch_size": 4, "dtype": "bfloat16"}
+    )
+
+    def test_what_decides_is_taken_over(self):
+        options = self.FILLED.model_copy(
+            update={
+                "quantize": "static_int8",
+                "kv_cache_quantize": "fp8",
+                "on_device_embedding": True,
+                "group_query_attention": "replicated-heads",
+                "shard_over_sequence": True,
+                "pipeline_parallel_degree": 2,
+                "draft_model_tp_size": 2,
+            }
+        )
+        expected = Load(
+            max_model_len=512,
+            num_slots=4,
+            dtype="bfloat16",
+            weight_dtype="int8",
+            kv_dtype="fp8",
+            on_device_embedding=True,
+            group_query_attention="replicated-heads",
+            shard_over_sequence=True,
+            stages=2,
+            draft_degree=2,
+        )
+        assert Load.of(options, "tnx") == expected
+        assert Load.of(options, "cpu") == Load(512, 4, "bfloat16")
+
+    @pytest.mark.parametrize(
+        "missing", [{"n_positions": None}, {"max_rolling_batch_size": None}, {"dtype": "auto"}]
+    )
+    def test_options_that_are_not_filled_in_are_refused(self, missing):
+        with pytest.raises(ValueError, match="filled-in"):
+            Load.of(self.FILLED.model_copy(update=missing), "tnx")

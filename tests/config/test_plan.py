@@ -1,0 +1,198 @@
+"""Graphs, compile time and memory of a plan, against counts made by hand and against the memory module."""
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from djl_python_neuronx.config import instances, memory
+from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.plan import Graph, compile_minutes, graphs, make_plan
+from djl_python_neuronx.config.resolve import Resolved, assess
+
+MODELS = Path(__file__).parent / "models"
+BASE = {
+    "n_positions": 512,
+    "context_length_estimate": (128, 512),
+    "max_rolling_batch_size": 4,
+    "tensor_parallel_degree": 2,
+    "dtype": "bfloat16",
+}
+
+
+def config(name):
+    return json.loads((MODELS / f"{name}.json").read_text())
+
+
+def facts(name):
+    return ModelFacts.from_config(config(name))
+
+
+def resolved(**options):
+    return Resolved(
+        ServingOptions(**{**BASE, **options}),
+        MappingProxyType({}),
+        MappingProxyType({}),
+        MappingProxyType({}),
+    )
+
+
+def prefill(*buckets, rows=1, kind="prefill"):
+    return [Graph(kind, bucket, rows) for bucket in buckets]
+
+
+def decode(*buckets, rows=4, kind="decode"):
+    return [Graph(kind, bucket, rows) for bucket in buckets]
+
+
+DRAFT = {"speculative_draft_model": "owner/draft", "max_rolling_batch_size": 1}
+CASES = [
+    # model, loader, options, the graphs
+    ("llama-3-8b", "tnx", {}, prefill(128, 512) + decode(128, 256, 512)),
+    ("llama-3-8b", "nxdi", {}, prefill(128, 512) + decode(128, 256, 512)),
+    ("llama-3-8b", "cpu", {}, []),
+    # a list of n_positions is the list of token buckets
+    ("llama-3-8b", "tnx", {"n_positions": (256, 512)}, prefill(128, 512) + decode(256, 512)),
+    ("llama-3-8b", "nxdi", {"n_positions": [512]}, prefill(128, 512) + decode(512)),
+    # static batches: every row is in every prefill
+    ("opt-13b", "tnx", {}, prefill(128, 512, rows=4) + decode(128, 256, 512)),
+    (
+        "llama-3-8b",
+        "tnx",
+        {"rolling_batch_strategy": "naive_rolling_batch"},
+        prefill(128, 512, rows=4) + decode(128, 256, 512),
+    ),
+    # one decode length only; gpt-neox has no prompt graphs
+    ("gpt2", "tnx", {}, prefill(128, 512, rows=4) + decode(512)),
+    ("gpt-neox-20b", "tnx", {}, decode(512)),
+    # a draft model has graphs of its own in TNX, and is fused into the decode graphs in NxDI
+    (
+        "llama-3-8b",
+        "tnx",
+        DRAFT,
+        [
+            *prefill(128, 512),
+            *decode(128, 256, 512, rows=1),
+            *decode(128, 256, 512, rows=1, kind="speculation"),
+            *prefill(128, 512, kind="draft prefill"),
+            *decode(128, 256, 512, rows=1, kind="draft decode"),
+        ],
+    ),
+    (
+        "llama-3-8b",
+        "nxdi",
+        DRAFT,
+        prefill(128, 512) + decode(128, 256, 512, rows=1, kind="speculation"),
+    ),
+    # an architecture that nobody knows is planned as one that can everything
+    (None, "nxdi", {}, prefill(128, 512) + decode(128, 256, 512)),
+]
+
+
+@pytest.mark.parametrize(("model", "loader", "options", "expected"), CASES)
+def test_the_graphs_that_are_compiled(model, loader, options, expected):
+    known = ModelFacts(model_type="new") if model is None else facts(model)
+    found = list(graphs(resolved(**options).options, known, loader))
+    assert found == expected
+
+
+def test_no_graph_is_told_before_lengths_are_known():
+    options = ServingOptions(n_positions=None)
+    assert list(graphs(options, facts("llama-3-8b"), "tnx")) == []
+
+
+def test_compiling_takes_longer_for_more_graphs_and_more_layers():
+    small, large = facts("llama-3-8b"), facts("llama-3-70b")
+    assert compile_minutes(small, 0) == 0
+    assert compile_minutes(small, 10) == pytest.approx(10 * compile_minutes(small, 1))
+    ratio = compile_minutes(large, 10) / compile_minutes(small, 10)
+    assert ratio == pytest.approx(large.num_layers / small.num_layers)
+    # What users of 70B models tell of: 30 to 70 minutes.
+    assert 30 <= compile_minutes(large, 12) <= 70
+
+
+def test_a_model_of_unknown_depth_has_an_estimate_too():
+    assert compile_minutes(ModelFacts(), 1) > 0
+
+
+@pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+def test_the_plan_of_a_neuron_loader(loader):
+    device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
+    plan = make_plan(resolved(), known, device, loader, artifact_format="split")
+    assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
+    assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(known, len(plan.graphs)))
+    alone = memory.per_core(
+        known,
+        degree=2,
+        max_model_len=512,
+        num_slots=4,
+        dtype="bfloat16",
+        weight_dtype=None,
+        kv_dtype=None,
+        core_memory_bytes=device.core_memory_bytes,
+        loader=loader,
+    )
+    assert plan.memory == alone
+    flat = {**plan.arguments.constructor, **plan.arguments.neuron_config}
+    assert flat["tp_degree"] == 2
+    assert flat["batch_size"] == 4
+
+
+def test_quantised_weights_and_caches_take_less():
+    device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
+    plain = make_plan(resolved(), known, device, "tnx").memory
+    quantised = resolved(quantize="static_int8", kv_cache_quantize="fp8")
+    less = make_plan(quantised, known, device, "tnx").memory
+    assert less.weights < plain.weights
+    assert 2 * less.kv_cache == plain.kv_cache
+
+
+def test_the_plan_of_the_cpu_is_the_whole_machine():
+    device = DeviceInfo(None, 0, 0, 64 * 2**30, 8, "a laptop")
+    known = facts("llama-3-8b")
+    plan = make_plan(resolved(tensor_parallel_degree=2), known, device, "cpu")
+    assert plan.graphs == ()
+    assert plan.estimated_compile_s == 0
+    assert plan.arguments is None
+    assert plan.memory.capacity == 64 * 2**30
+    assert plan.memory.weights == 2 * known.num_parameters
+    on_neuron = make_plan(resolved(), known, instances.named("inf2.xlarge"), "cpu")
+    assert on_neuron.memory.capacity == 0  # the devices' memory is not the host's
+
+
+def test_no_memory_is_told_of_an_unknown_architecture():
+    unknown = ModelFacts(model_type="new")
+    plan = make_plan(resolved(), unknown, instances.named("inf2.xlarge"), "nxdi")
+    assert plan.memory is None
+
+
+def test_static_batching_reaches_the_librarys_arguments():
+    device = instances.named("inf2.24xlarge")
+    able = make_plan(resolved(), facts("llama-3-8b"), device, "tnx").arguments
+    unable = make_plan(resolved(), facts("opt-13b"), device, "tnx").arguments
+    assert "continuous_batching" in able.neuron_config
+    assert "continuous_batching" not in unable.neuron_config
+
+
+@pytest.mark.parametrize("machine", sorted(instances.INSTANCES))
+@pytest.mark.parametrize(
+    "model", ["llama-3-8b", "llama-3-70b", "mixtral-8x7b", "gpt-neox-20b", "opt-66b", "bloom-176b"]
+)
+def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
+    device, known = instances.named(machine), facts(model)
+    loader = "nxdi" if known.model_type in {"llama", "mixtral"} else "tnx"
+    empty = Resolved(
+        ServingOptions(model_id="owner/model", model_loader=loader),
+        *(MappingProxyType({}) for _ in range(3)),
+    )
+    found, problems = assess(empty, config(model), device, loader)
+    plan = make_plan(found, known, device, loader)
+    degree = found.options.tensor_parallel_degree
+    assert degree in instances.legal_degrees(device.family, device.visible_cores)
+    if plan.memory.fits:
+        assert problems == []
+    else:
+        assert any("does not fit" in str(problem) for problem in problems)

@@ -1,0 +1,655 @@
+"""Rules across options: for each, what breaks it and the nearest that does not."""
+
+import pytest
+
+from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
+from djl_python_neuronx.config.rules import LIBRARY_RULES, RULES, conflicts, library_conflicts
+
+PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
+DRAFT = {"speculative_draft_model": "draft"}
+KERNEL = {"attn_block_tkg_nki_kernel_enabled": True, "qkv_nki_kernel_enabled": True}
+MEDUSA = {
+    "is_medusa": True,
+    "medusa_speculation_length": 4,
+    "num_medusa_heads": 4,
+    "medusa_tree": ((0,), (0, 0)),
+    "on_device_generation": True,
+}
+
+# The first name of the finding, its level, what breaks the rule, what is changed to mend it.
+GENERAL = [
+    ("model_id", "error", {"model_id": None}, {"model_id": "m"}),
+    ("batch_size", "error", {"batch_size": 2, "rolling_batch": "tnx"}, {"batch_size": 1}),
+    ("batch_size", "error", {"batch_size": 2, "rolling_batch": "vllm"}, {"rolling_batch": "auto"}),
+    ("async_mode", "error", {"async_mode": True, "rolling_batch": "tnx"}, {"async_mode": False}),
+    (
+        "async_mode",
+        "error",
+        {"async_mode": True, "rolling_batch": "vllm"},
+        {"rolling_batch": "disable"},
+    ),
+    ("batch_size", "warning", {"batch_size": 2, "async_mode": True}, {"batch_size": 1}),
+    (
+        "batch_size",
+        "warning",
+        {"batch_size": 4, "max_rolling_batch_size": 3},
+        {"max_rolling_batch_size": 4},
+    ),
+    (
+        "max_rolling_batch_size",
+        "error",
+        {"max_rolling_batch_size": MAX_ROWS + 1, "rolling_batch": "tnx"},
+        {"max_rolling_batch_size": MAX_ROWS},
+    ),
+    (
+        "context_length_estimate",
+        "error",
+        {"context_length_estimate": (128, 512), "n_positions": 511},
+        {"n_positions": 512},
+    ),
+    (
+        "context_length_estimate",
+        "error",
+        {"context_length_estimate": (512,), "n_positions": (128, 256)},
+        {"n_positions": (128, 512)},
+    ),
+    (
+        "rolling_batch_strategy",
+        "note",
+        {"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
+        {"async_mode": True},
+    ),
+    ("model_loader", "note", {"model_loader": "optimum"}, {"model_loader": "auto"}),
+    ("model_loader", "note", {"model_loader": "vllm"}, {"model_loader": "tnx"}),
+    (
+        "pipeline_parallel_degree",
+        "warning",
+        {"pipeline_parallel_degree": 2},
+        {"pipeline_parallel_degree": 1},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        {**DRAFT, "speculative_length": 0},
+        {"speculative_length": 1},
+    ),
+    ("speculative_length", "warning", {"speculative_length": 4}, DRAFT),
+    ("speculative_length", "warning", {"speculative_length": 6}, {"speculative_length": 5}),
+    ("speculative_length", "warning", {"speculative_length": 1}, {"speculative_length": 0}),
+    ("draft_model_tp_size", "warning", {"draft_model_tp_size": 1}, DRAFT),
+    ("draft_model_compiled_path", "warning", {"draft_model_compiled_path": "p"}, DRAFT),
+    (
+        "draft_model_modules_to_not_convert",
+        "warning",
+        {"draft_model_modules_to_not_convert": ("lm_head",)},
+        DRAFT,
+    ),
+    ("enable_eagle_speculation", "error", {"enable_eagle_speculation": True}, DRAFT),
+    (
+        "speculative_draft_model",
+        "error",
+        {**DRAFT, "enable_chunked_prefill": True},
+        {"enable_chunked_prefill": False},
+    ),
+    (
+        "enable_prefix_caching",
+        "error",
+        {"enable_prefix_caching": True, "is_block_kv_layout": False},
+        {"is_block_kv_layout": None},
+    ),
+    (
+        "enable_chunked_prefill",
+        "error",
+        {"enable_chunked_prefill": True, "is_block_kv_layout": False},
+        {"is_block_kv_layout": True},
+    ),
+    ("pa_block_size", "warning", {"pa_block_size": 32}, {"is_block_kv_layout": True}),
+    ("pa_num_blocks", "warning", {"pa_num_blocks": 32}, {"enable_prefix_caching": True}),
+    *(
+        (
+            name,
+            "error",
+            {name: True, "rolling_batch_strategy": "naive_rolling_batch"},
+            {"rolling_batch_strategy": "continuous_batching"},
+        )
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "is_block_kv_layout")
+    ),
+    (
+        "padding_side",
+        "error",
+        {"padding_side": "left", "rolling_batch_strategy": "continuous_batching"},
+        {"padding_side": "right"},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {"on_device_generation": {**PER_ROW, "top_k": 65, "global_top_k": 64}},
+        {"on_device_generation": {**PER_ROW, "top_k": 64, "global_top_k": 64}},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {"on_device_generation": {"do_sample": True, "per_batch_line": True}},
+        {"on_device_generation": PER_ROW},
+    ),
+    (
+        "on_device_generation",
+        "warning",
+        {"on_device_generation": {"temperature": 0.5}},
+        {"on_device_generation": {"temperature": 0.5, "do_sample": True}},
+    ),
+    (
+        "on_device_generation",
+        "warning",
+        {"on_device_generation": {"top_p": 0.5}},
+        {"on_device_generation": {"top_p": 0.5, "dynamic": True}},
+    ),
+    (
+        "partition_schema",
+        "error",
+        {"partition_schema": "optimum", "save_mp_checkpoint_path": "p"},
+        {"save_mp_checkpoint_path": None},
+    ),
+    (
+        "load_split_model",
+        "error",
+        {"load_split_model": True, "partition_schema": "safetensors"},
+        {"load_split_model": False},
+    ),
+    (
+        "load_split_model",
+        "error",
+        {"load_split_model": True, "save_mp_checkpoint_path": "p"},
+        {"save_mp_checkpoint_path": None},
+    ),
+    (
+        "quantize",
+        "warning",
+        {"quantize": "static_int8", "dtype": "float32"},
+        {"dtype": "bfloat16"},
+    ),
+    *(
+        (name, "warning", {name: value}, {"quantize": "static_int8"})
+        for name, value in {
+            "modules_to_not_convert": ("lm_head",),
+            "quantization_block_axis": (0, 1),
+            "quantization_block_size": (128, 128),
+            "quantization_scale_dtype": "f32",
+            "quantization_type": "per_tensor_symmetric",
+            "quantized_checkpoints_path": "p",
+        }.items()
+    ),
+]
+WHOLE_HEADS = {"attention_layout": "BSH", "group_query_attention": "replicated-heads"}
+NORM = {"fused_rmsnorm_qkv": True, "fuse_qkv": True, **WHOLE_HEADS}
+ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
+BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
+ONE_LENGTH = {**BSH, "context_length_estimate": (512,)}
+TNX = [
+    ("qkv_tiling", "error", {"qkv_tiling": True}, {"fuse_qkv": True}),
+    ("fused_rmsnorm_qkv", "warning", {**NORM, "fuse_qkv": None}, {"fuse_qkv": True}),
+    (
+        "fused_rmsnorm_qkv",
+        "warning",
+        {**NORM, "attention_layout": "HSB"},
+        {"attention_layout": "BSH"},
+    ),
+    (
+        "fused_rmsnorm_qkv",
+        "warning",
+        {**NORM, "group_query_attention": "shard-over-heads"},
+        WHOLE_HEADS,
+    ),
+    (
+        "fused_rmsnorm_qkv",
+        "warning",
+        {**NORM, "sequence_parallel": True},
+        {"sequence_parallel": False},
+    ),
+    (
+        "fused_rmsnorm_mlp",
+        "warning",
+        {"fused_rmsnorm_mlp": True, "attention_layout": "BSH"},
+        WHOLE_HEADS,
+    ),
+    *(
+        (name, "error", {name: order, "weight_tiling": True}, {name: (1, 2, 0, 3)})
+        for name in ORDERS
+        for order in ((3, 2, 1, 0), (1, 1, 2, 3))
+    ),
+    *((name, "warning", {name: (1, 2, 0, 3)}, {"weight_tiling": True}) for name in ORDERS),
+    (
+        "mlp_out_weight_transpose",
+        "warning",
+        {"mlp_out_weight_transpose": True, "weight_tiling": True},
+        {"fuse_mlp": True},
+    ),
+    (
+        "cache_layout",
+        "error",
+        {**ONE_LENGTH, "rolling_batch_strategy": "naive_rolling_batch"},
+        {"rolling_batch_strategy": None},
+    ),
+    (
+        "cache_layout",
+        "error",
+        {**ONE_LENGTH, "max_rolling_batch_size": 1},
+        {"max_rolling_batch_size": 2},
+    ),
+    (
+        "cache_layout",
+        "error",
+        {**BSH, "context_length_estimate": (128, 512)},
+        {"context_length_estimate": (512,)},
+    ),
+    ("cache_layout", "error", {**BSH, "n_positions": (128, 512)}, {"n_positions": (512,)}),
+    ("enable_chunked_prefill", "error", {"enable_chunked_prefill": True}, {"cache_layout": "BSH"}),
+    (
+        "cache_layout",
+        "error",
+        {**ONE_LENGTH, "group_query_attention": "shard-over-batch"},
+        {"group_query_attention": "replicated-heads"},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        {**ONE_LENGTH, "shard_over_sequence": True},
+        {"cache_layout": "SBH"},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        {**DRAFT, "shard_over_sequence": True},
+        {"shard_over_sequence": False},
+    ),
+    (
+        "duplicate_q_weight_sos",
+        "warning",
+        {"duplicate_q_weight_sos": True},
+        {"shard_over_sequence": True},
+    ),
+    (
+        "sequence_parallel_norm_threshold",
+        "warning",
+        {"sequence_parallel_norm_threshold": 512},
+        {"sequence_parallel": True},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        {**DRAFT, "max_rolling_batch_size": 2},
+        {"max_rolling_batch_size": 1},
+    ),
+    ("speculative_draft_model", "error", {**DRAFT, "batch_size": 2}, {"batch_size": 1}),
+    (
+        "speculative_draft_model",
+        "error",
+        {**DRAFT, "on_device_generation": True},
+        {"on_device_generation": None},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {"on_device_generation": {"do_sample": True, "global_top_k": 64}},
+        {"on_device_generation": {"do_sample": True, "global_top_k": 64, "dynamic": True}},
+    ),
+]
+CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
+PREFIXES = {"enable_prefix_caching": True, "context_length_estimate": (128, 512)}
+NXDI = [
+    ("cp_degree", "error", {**CORES, "cp_degree": 3}, {"cp_degree": 4}),
+    (
+        "attention_dp_degree",
+        "error",
+        {"tensor_parallel_degree": 8, "max_rolling_batch_size": 12, "attention_dp_degree": 3},
+        {"attention_dp_degree": 4},
+    ),
+    (
+        "attention_dp_degree",
+        "error",
+        {**CORES, "max_rolling_batch_size": 6, "attention_dp_degree": 4},
+        {"max_rolling_batch_size": 12},
+    ),
+    (
+        "attention_dp_degree",
+        "error",
+        {**CORES, "attention_dp_degree": 2, "rolling_batch_strategy": "naive_rolling_batch"},
+        {"rolling_batch_strategy": "continuous_batching"},
+    ),
+    (
+        "cp_degree",
+        "error",
+        {**CORES, "cp_degree": 2, "attention_dp_degree": 4},
+        {"cp_degree": 4},
+    ),
+    ("mlp_cp_degree", "error", {"mlp_cp_degree": 2}, {"sequence_parallel": True}),
+    (
+        "strided_context_parallel_kernel_enabled",
+        "error",
+        {**CORES, "strided_context_parallel_kernel_enabled": True, "cp_degree": 1},
+        {"cp_degree": 2},
+    ),
+    (
+        "ep_dispatch_cc_option",
+        "error",
+        {**CORES, "ep_dispatch_cc_option": "RS_AG", "max_rolling_batch_size": 7},
+        {"max_rolling_batch_size": 8},
+    ),
+    (
+        "attention_dp_degree",
+        "error",
+        {
+            **CORES,
+            **KERNEL,
+            "attention_dp_degree": 2,
+            "attn_block_tkg_nki_kernel_cache_update": True,
+        },
+        {"attn_block_tkg_nki_kernel_cascaded_attention": True},
+    ),
+    (
+        "attention_dtype",
+        "error",
+        {"attention_dtype": "float32", "dtype": "bfloat16"},
+        {"cast_type": "as-declared"},
+    ),
+    (
+        "attention_dtype",
+        "error",
+        {"attention_dtype": "float32", "dtype": "float16"},
+        {"dtype": "float32"},
+    ),
+    (
+        "quantize",
+        "error",
+        {"quantize": "static_int8", "fused_rmsnorm_qkv": True},
+        {"modules_to_not_convert": ("lm_head",)},
+    ),
+    (
+        "quantize",
+        "error",
+        {"quantized_mlp_kernel_enabled": True, "qkv_nki_kernel_enabled": True},
+        {"qkv_nki_kernel_enabled": None},
+    ),
+    *(
+        (
+            "activation_quantization_type",
+            "error",
+            {"activation_quantization_type": "dynamic", kernel: True},
+            {kernel: False},
+        )
+        for kernel in ("fused_rmsnorm_mlp", "quantized_mlp_kernel_enabled")
+    ),
+    (
+        "activation_quantization_type",
+        "error",
+        {"activation_quantization_type": "static", "fuse_qkv": True},
+        {"activation_quantization_type": "dynamic"},
+    ),
+    (
+        "rmsnorm_quantize_kernel_enabled",
+        "error",
+        {"rmsnorm_quantize_kernel_enabled": True},
+        {"quantized_mlp_kernel_enabled": True},
+    ),
+    (
+        "quantization_type",
+        "error",
+        {
+            "quantize": "static_fp8",
+            "quantization_type": "blockwise_symmetric",
+            "quantization_block_size": (128, 128),
+            "quantization_block_axis": (0,),
+        },
+        {"quantization_block_axis": (0, 1)},
+    ),
+    *(
+        (
+            name,
+            "warning",
+            {
+                "quantize": "static_fp8",
+                "quantization_type": "per_tensor_symmetric",
+                "quantization_block_size": (128,),
+                "quantization_block_axis": (0,),
+            },
+            {"quantization_type": "blockwise_symmetric"},
+        )
+        for name in ("quantization_block_size", "quantization_block_axis")
+    ),
+    (
+        "qkv_cte_nki_kernel_fuse_rope",
+        "error",
+        {"qkv_cte_nki_kernel_fuse_rope": True, "qkv_nki_kernel_enabled": True},
+        {"fused_rmsnorm_qkv": True},
+    ),
+    (
+        "attn_block_tkg_nki_kernel_enabled",
+        "error",
+        {"attn_block_tkg_nki_kernel_enabled": True},
+        {"qkv_nki_kernel_enabled": True},
+    ),
+    *(
+        (name, "error", {name: True}, KERNEL)
+        for name in (
+            "attn_block_tkg_nki_kernel_cache_update",
+            "attn_block_tkg_nki_kernel_cascaded_attention",
+        )
+    ),
+    (
+        "attn_block_tkg_nki_kernel_enabled",
+        "error",
+        {**KERNEL, "shard_over_sequence": True},
+        {"shard_over_sequence": False},
+    ),
+    (
+        "k_cache_transposed",
+        "error",
+        {"k_cache_transposed": True, "shard_over_sequence": True},
+        {"k_cache_transposed": False},
+    ),
+    (
+        "k_cache_transposed",
+        "error",
+        {"k_cache_transposed": True, "is_block_kv_layout": True},
+        {"is_block_kv_layout": False},
+    ),
+    (
+        "token_generation_batches",
+        "error",
+        {**CORES, "token_generation_batches": (4, 9)},
+        {"token_generation_batches": (4, 8)},
+    ),
+    (
+        "token_generation_batches",
+        "error",
+        {**CORES, "token_generation_batches": (4,), "is_block_kv_layout": True},
+        {"is_block_kv_layout": None},
+    ),
+    (
+        "padding_side",
+        "error",
+        {"padding_side": "left", "max_rolling_batch_size": 2},
+        {"max_rolling_batch_size": 1},
+    ),
+    ("enable_prefix_caching", "error", PREFIXES, {"prefix_buckets": (512,)}),
+    (
+        "enable_prefix_caching",
+        "error",
+        {**PREFIXES, "prefix_buckets": (512,), "context_length_estimate": (127, 512)},
+        {"context_length_estimate": (128, 512)},
+    ),
+    ("prefix_buckets", "warning", {"prefix_buckets": (512,)}, {"enable_prefix_caching": True}),
+    *(
+        ("is_medusa", "error", {**MEDUSA, name: None}, {name: MEDUSA[name]})
+        for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
+    ),
+    *(
+        (name, "warning", {name: MEDUSA[name]}, MEDUSA)
+        for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
+    ),
+    ("is_medusa", "error", {**MEDUSA, **DRAFT}, {"speculative_draft_model": None}),
+    (
+        "is_eagle3",
+        "error",
+        {**DRAFT, "is_eagle3": True, "on_device_generation": True},
+        {"enable_eagle_speculation": True},
+    ),
+    (
+        "token_tree_config",
+        "error",
+        {
+            **DRAFT,
+            "token_tree_config": {"0": [1]},
+            "enable_eagle_speculation": True,
+            "is_eagle3": True,
+            "on_device_generation": True,
+        },
+        {"is_eagle3": False},
+    ),
+    ("speculative_draft_model", "error", DRAFT, {"on_device_generation": True}),
+    (
+        "speculative_draft_model",
+        "error",
+        {**MEDUSA, "on_device_generation": None},
+        {"on_device_generation": True},
+    ),
+    ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
+    ("async_execution", "error", {**MEDUSA, "async_execution": True}, {"async_execution": False}),
+    (
+        "async_execution",
+        "error",
+        {
+            **DRAFT,
+            **PREFIXES,
+            "prefix_buckets": (512,),
+            "async_execution": True,
+            "on_device_generation": True,
+        },
+        {"enable_eagle_speculation": True},
+    ),
+]
+LISTED = [
+    *(("", *row) for row in GENERAL),
+    *(("tnx", *row) for row in TNX),
+    *(("nxdi", *row) for row in NXDI),
+]
+
+
+def options(**values):
+    return ServingOptions.model_validate({"model_id": "m", **values})
+
+
+def told(loader, values):
+    """First names and levels of everything that is said; without a loader what needs none."""
+    if not loader:
+        return [(found.names[0], found.level) for found in conflicts(options(**values))]
+    chosen = options(**{"model_loader": loader, **values})
+    found = [*conflicts(chosen), *library_conflicts(chosen, loader)]
+    return [(entry.names[0], entry.level) for entry in found]
+
+
+@pytest.mark.parametrize(("loader", "name", "level", "broken", "mended"), LISTED)
+def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, broken, mended):
+    before = told(loader, broken).count((name, level))
+    assert before >= 1
+    assert told(loader, {**broken, **mended}).count((name, level)) == before - 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "rule"),
+    [
+        *(pytest.param("", rule, id=rule.names[0]) for rule in RULES),
+        *(
+            pytest.param(loader, rule, id=f"{loader}-{rule.names[0]}")
+            for loader, its in LIBRARY_RULES.items()
+            for rule in its
+        ),
+    ],
+)
+def test_every_rule_is_in_the_table(loader, rule):
+    rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
+    assert any(
+        rule.judge(options(**broken)) and not rule.judge(options(**{**broken, **mended}))
+        for broken, mended in rows
+    )
+
+
+@pytest.mark.parametrize(
+    "rule", [*RULES, *(rule for its in LIBRARY_RULES.values() for rule in its)]
+)
+def test_a_rule_names_options_and_the_way_out(rule):
+    assert set(rule.names) <= ServingOptions.model_fields.keys()
+    assert len(set(rule.names)) == len(rule.names)
+    ways = (
+        "set ",
+        "leave ",
+        "lower ",
+        "raise ",
+        "give ",
+        "expected ",
+        "change ",
+        "taken as",
+        "has to",
+    )
+    assert any(way in rule.problem for way in ways)
+    assert not rule.problem.endswith(".")
+
+
+@pytest.mark.parametrize("loader", LIBRARY_RULES)
+def test_the_rules_of_a_library_are_about_what_it_knows(loader):
+    for rule in LIBRARY_RULES[loader]:
+        mapped = [name for name in rule.names if option(name).to]
+        assert any(loader in option(name).to for name in mapped)
+
+
+def test_defaults_break_no_rule():
+    chosen = options()
+    assert [*conflicts(chosen)] == []
+    for loader in LIBRARY_RULES:
+        assert [*library_conflicts(chosen, loader)] == []
+
+
+def test_every_broken_rule_is_told_at_once():
+    values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "qkv_tiling": True}
+    assert [name for name, _ in told("", values)] == [
+        *("batch_size", "async_mode", "batch_size", "qkv_tiling")
+    ]
+
+
+class TestLibraries:
+    """A rule of one library is told once, and only to who may use that library."""
+
+    def test_an_option_of_one_library_speaks_of_it(self):
+        assert told("", {"qkv_tiling": True}) == [("qkv_tiling", "error")]
+        assert told("", {"mlp_cp_degree": 2}) == [("mlp_cp_degree", "error")]
+
+    @pytest.mark.parametrize("other", ["nxdi", "cpu"])
+    def test_a_loader_by_name_hears_of_no_other(self, other):
+        assert told(other, {"qkv_tiling": True}) == []
+
+    @pytest.mark.parametrize(
+        ("loader", "expected"), [("tnx", 1), ("nxdi", 0), ("cpu", 0), (None, 0)]
+    )
+    def test_an_option_of_both_waits_for_the_loader(self, loader, expected):
+        chosen = options(**DRAFT, batch_size=2)
+        early = [*conflicts(chosen)]
+        late = [] if loader is None else [*library_conflicts(chosen, loader)]
+        assert early == []
+        assert len([found for found in late if "batch_size" in found.names]) == expected
+
+    @pytest.mark.parametrize("loader", LIBRARY_RULES)
+    @pytest.mark.parametrize("named", [True, False])
+    def test_nothing_is_told_twice(self, loader, named):
+        for its, _, _, broken, _ in LISTED:
+            if its == loader:
+                chosen = options(**{"model_loader": loader if named else "auto", **broken})
+                found = [*conflicts(chosen), *library_conflicts(chosen, loader)]
+                assert len(found) == len(set(found))
+                assert found
+
+    def test_values_that_are_filled_in_are_judged_then(self):
+        chosen = options(model_loader="tnx", **DRAFT)
+        assert [*library_conflicts(chosen, "tnx")] == []
+        filled = chosen.model_copy(update={"max_rolling_batch_size": 32})
+        (found,) = library_conflicts(filled, "tnx")
+        assert found.names == ("speculative_draft_model", "max_rolling_batch_size")

@@ -1,0 +1,272 @@
+"""Names, places and bytes: what each source makes of what it is given."""
+
+import json
+from typing import ClassVar
+
+import javaproperties
+import pytest
+
+from djl_python_neuronx.config import djl_serving, sources
+from djl_python_neuronx.config.options import NAMES, ServingOptions, option
+from djl_python_neuronx.config.sources import DJL, Setting
+from djl_python_neuronx.errors import ConfigError
+
+
+def told(settings):
+    return [(setting.name, setting.value, setting.origin) for setting in settings]
+
+
+def written(name, value, origin="the file", source="serving.properties", by_user=True):
+    return Setting(name, value, origin, source, by_user)
+
+
+class TestPropertiesFile:
+    def test_it_is_read_as_java_reads_it(self, tmp_path):
+        path = tmp_path / "serving.properties"
+        path.write_bytes(
+            b"#c\n option.model_id = caf\\u00e9/\xe9 \r! no\r\noption.revision:a\\=b\n"
+            b"option.dtype\\\n  bf16\noption.n_positions 64\nbatch_size=2\nempty\n"
+        )
+        assert told(sources.from_properties(path)) == [
+            ("model_id", "café/é ", f"{path} line 2"),
+            ("revision", "a=b", f"{path} line 4"),
+            ("dtype" + "bf16", "", f"{path} line 5"),
+            ("n_positions", "64", f"{path} line 7"),
+            ("batch_size", "2", f"{path} line 8"),
+            ("empty", "", f"{path} line 9"),
+        ]
+
+    def test_the_last_of_equal_keys_counts(self, tmp_path):
+        (tmp_path / "serving.properties").write_bytes(b"a=1\na=2\n")
+        assert told(sources.from_file(tmp_path)) == [
+            ("a", "2", f"{tmp_path}/serving.properties line 2")
+        ]
+
+    def test_the_mark_of_windows_editors_is_skipped(self, tmp_path):
+        (tmp_path / "serving.properties").write_bytes(b"\xef\xbb\xbfoption.n_positions=64")
+        assert sources.from_file(tmp_path)[0].name == "n_positions"
+
+    def test_only_the_prefix_addresses_us(self, tmp_path):
+        (tmp_path / "serving.properties").write_bytes(b"engine=Python\noption.dtype=bf16")
+        assert [(entry.name, entry.by_user) for entry in sources.from_file(tmp_path)] == [
+            ("dtype", True),
+            ("engine", False),
+        ]
+
+    @pytest.mark.parametrize(
+        ("lines", "expected"),
+        [
+            ("max_dynamic_batch_size=4", "4"),
+            ("max_dynamic_batch_size=4\nbatch_size=2", "2"),
+            ("batch_size=2", "2"),
+        ],
+    )
+    def test_djls_other_name_for_a_batch(self, tmp_path, lines, expected):
+        (tmp_path / "serving.properties").write_text(lines)
+        (batch,) = [entry for entry in sources.from_file(tmp_path) if entry.name == "batch_size"]
+        assert (batch.value, batch.by_user) == (expected, False)
+
+    @pytest.mark.parametrize(
+        ("content", "word"), [(b"a=\\u12", "\\\\ for a backslash"), (b"a=\\uzzzz", "\\uXXXX")]
+    )
+    def test_a_broken_escape_names_the_file_and_the_fix(self, tmp_path, content, word):
+        (tmp_path / "serving.properties").write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            sources.from_file(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+        assert word in str(caught.value)
+
+    def test_a_folder_needs_no_file_but_a_file_that_is_named_must_be_there(self, tmp_path):
+        assert sources.from_file(tmp_path) == []
+        with pytest.raises(ConfigError, match=r"mine\.properties cannot be read"):
+            sources.from_properties(tmp_path / "mine.properties")
+        (tmp_path / "serving.properties").mkdir()
+        with pytest.raises(ConfigError, match="cannot be read"):
+            sources.from_file(tmp_path)
+
+    def test_a_path_that_no_system_takes_is_an_error_of_ours(self, tmp_path):
+        with pytest.raises(ConfigError):
+            sources.from_properties(tmp_path / "a\0b")
+        assert sources.from_file(tmp_path / "a\0b") == []
+
+
+class TestVariables:
+    def test_names_follow_djl(self):
+        environ = {
+            "ARGS_BATCH_SIZE": "f",
+            "OPTION_ENTRYPOINT": "a",
+            "OPTION_ENGINE": "b",
+            "OPTION_mpiMode": "c",
+            "OPTION_N_2": "d",
+            "OPTION_": "e",
+            "XX": "e",
+        }
+        assert told(sources.from_environ(environ)) == [
+            ("entryPoint", "a", "environment OPTION_ENTRYPOINT"),
+            ("engine", "b", "environment OPTION_ENGINE"),
+            ("mpiMode", "c", "environment OPTION_mpiMode"),
+            ("n_2", "d", "environment OPTION_N_2"),
+            ("batch_size", "f", "environment ARGS_BATCH_SIZE"),
+        ]
+        assert [entry.by_user for entry in sources.from_environ(environ)] == [True] * 4 + [False]
+
+    def test_every_variable_sets_a_name_that_is_known(self):
+        known = {*NAMES, "max_rolling_batch_prefill_tokens"}
+        for table in (sources.SAGEMAKER, sources.HUB, sources.TGI):
+            assert set(table.values()) <= known
+        for name in ServingOptions.model_fields:
+            given = dict.fromkeys(option(name).env, "x")
+            assert {entry.name for entry in sources.from_fallbacks(given)} <= {name}
+
+    def test_sagemakers_other_variables_are_djls(self):
+        environ = {
+            "SAGEMAKER_STARTUP_TIMEOUT": "1800",
+            "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "60",
+            "SAGEMAKER_NUM_MODEL_WORKERS": "2",
+        }
+        assert told(sources.from_sagemaker(environ)) == [
+            ("model_loading_timeout", "1800", "environment SAGEMAKER_STARTUP_TIMEOUT"),
+            ("predict_timeout", "60", "environment SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS"),
+        ]
+
+    def test_tgis_variables_come_where_the_container_puts_them(self):
+        environ = {
+            "SM_NUM_GPUS": "8",
+            "TENSOR_PARALLEL_DEGREE": "4",
+            "NEURON_QUANT": "true",
+            "HF_MODEL_QUANTIZE": "static_fp8",
+        }
+        names = [(entry.name, entry.value) for entry in sources.from_fallbacks(environ)]
+        assert names.index(("quantize", "static_fp8")) < names.index(("quantize", "true"))
+        assert names.index(("tensor_parallel_degree", "4")) < names.index(
+            ("tensor_parallel_degree", "8")
+        )
+
+
+class TestHub:
+    ALL: ClassVar = {"HF_MODEL_ID": "org/m", "HF_REVISION": "v1", "HF_TASK": "text-generation"}
+
+    def test_the_three_name_one_model(self, tmp_path):
+        settings, silent = sources.from_hub(self.ALL, tmp_path, [], in_djl=False)
+        assert [(entry.name, entry.value) for entry in settings] == [
+            ("model_id", "org/m"),
+            ("revision", "v1"),
+            ("task", "text-generation"),
+        ]
+        assert silent == {}
+
+    def test_a_revision_never_goes_to_another_model(self, tmp_path):
+        stronger = [written("model_id", "org/other")]
+        (tmp_path / "whole").mkdir()
+        (tmp_path / "whole/config.json").touch()
+        without_id = {**self.ALL, "HF_MODEL_ID": " "}
+        for environ, folder, settings, in_djl, word in (
+            (self.ALL, tmp_path, stronger, False, "the file"),
+            (self.ALL, tmp_path / "whole", [], False, "holds a model"),
+            (self.ALL, tmp_path, [], True, "of its own"),
+            (without_id, tmp_path, stronger, False, "not set"),
+        ):
+            found, silent = sources.from_hub(environ, folder, settings, in_djl=in_djl)
+            assert found == []
+            assert set(silent) == {name for name in environ if environ[name].strip()}
+            assert all(word in reason for reason in silent.values())
+
+    @pytest.mark.parametrize(
+        ("lines", "made"),
+        [
+            ("option.model_id=org/m\noption.revision=v1", True),
+            ("#Sat Nov 21\noption.task=text-generation\noption.model_id=org/m", True),
+            ("option.model_id=org/other", False),
+            ("option.model_id=org/m\noption.dtype=bf16", False),
+            ("option.model_id=org/m\nengine=Python", False),
+            ("option.revision=v1", False),
+            ("", False),
+        ],
+    )
+    def test_the_file_that_djl_makes_of_them_is_known(self, tmp_path, lines, made):
+        (tmp_path / "serving.properties").write_text(lines)
+        assert djl_serving.wrote(sources.from_file(tmp_path), self.ALL) is made
+
+    def test_its_values_come_from_the_variables(self, tmp_path):
+        (tmp_path / "serving.properties").write_text("option.model_id=org/m\noption.revision=v1")
+        assert told(djl_serving.retold(sources.from_file(tmp_path))) == [
+            ("model_id", "org/m", "environment HF_MODEL_ID"),
+            ("revision", "v1", "environment HF_REVISION"),
+        ]
+
+
+class TestDjl:
+    WRITTEN = (
+        written("dtype", "bf16", "line 1"),
+        written("model_id", "s3://bucket/m", "line 2"),
+        written("dtype", "fp32", "environment OPTION_DTYPE"),
+    )
+
+    @pytest.mark.parametrize(
+        ("name", "value", "origin"),
+        [
+            ("dtype", "bf16", "line 1"),
+            ("dtype", "fp32", "environment OPTION_DTYPE"),
+            ("dtype", "fp16", DJL),
+            ("device_id", "0", DJL),
+            ("model_id", "s3://bucket/m", "line 2"),
+            ("model_id", "/opt/djl/download/a1", "line 2, downloaded by DJL"),
+            ("dtype", ["bf16"], DJL),
+        ],
+    )
+    def test_a_value_has_the_origin_of_what_was_written(self, name, value, origin):
+        assert told(sources.from_djl({name: value}, self.WRITTEN)) == [(name, value, origin)]
+
+    def test_the_users_order_counts_and_not_that_of_javas_map(self):
+        properties = {"z": "1", "model_id": "a", "b": "2", "dtype": "c"}
+        names = [entry.name for entry in sources.from_djl(properties, self.WRITTEN)]
+        assert names == ["dtype", "model_id", "b", "z"]
+
+
+class TestContent:
+    @pytest.mark.parametrize(
+        "value", ["true", "False", "no", "1", "None", '{"a": 1}', "{'a': True}", "[1]", {"a": 1}, 3]
+    )
+    def test_what_is_no_path_stays(self, tmp_path, value):
+        assert sources.content(value, tmp_path) == (value, "")
+
+    def test_a_path_is_read_from_the_model_folder_or_anywhere(self, tmp_path):
+        (tmp_path / "sampling.json").write_text(json.dumps({"top_k": 5}))
+        for value in ("sampling.json", "./sampling.json", str(tmp_path / "sampling.json")):
+            assert sources.content(value, tmp_path) == ({"top_k": 5}, "")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "word"),
+        [
+            ("gone.json", None, "there is no file"),
+            ("folder", None, "there is no file"),
+            ("text.json", b"top_k: 5", "not JSON"),
+            ("latin.json", b'"\xe9"', "not JSON"),
+            ("deep.json", b"[" * 100_000, "not JSON"),
+            ("long.json", b"9" * 5000, "not JSON"),
+            ("huge.json", b" " * (1 << 20) + b"1", "more than 1048576 bytes"),
+            ("a\0b", None, "a\\x00b"),
+            ("x" * 4000, None, "x"),
+            ("x" * 5000, None, "at most 4096 characters"),
+        ],
+    )
+    def test_what_cannot_be_read_is_said(self, tmp_path, name, content, word):
+        (tmp_path / "folder").mkdir()
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        value, problem = sources.content(name, tmp_path)
+        assert value is None
+        assert word in problem
+
+    def test_the_largest_file_that_is_allowed(self, tmp_path):
+        (tmp_path / "large.json").write_bytes(b"1".rjust(1 << 20))
+        assert sources.content("large.json", tmp_path) == (1, "")
+
+
+def test_javaproperties_and_java_agree_on_what_djl_stores(tmp_path):
+    # Java's Properties.store escapes the colon of a URI; the file that DJL makes is such a one.
+    path = tmp_path / "serving.properties"
+    path.write_text(
+        javaproperties.to_comment("made by DJL") + "\noption.model_id=s3\\://bucket/m\n"
+    )
+    assert told(sources.from_file(tmp_path)) == [("model_id", "s3://bucket/m", f"{path} line 2")]

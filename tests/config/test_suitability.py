@@ -1,0 +1,790 @@
+"""What options, model and machine do not allow together: for each, what brings it up and the nearest that does not."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djl_python_neuronx.config import capabilities, defaults, instances
+from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.instances import DeviceInfo
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.suitability import findings
+
+LLAMA = ModelFacts(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    vocab_size=128256,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=8192,
+    dtype="bfloat16",
+    num_parameters=8_030_261_248,
+    embedding_parameters=525_336_576,
+    cache_values_per_token=65536,
+)
+MHA = replace(LLAMA, num_kv_heads=32, cache_values_per_token=262144)
+INF2 = instances.named("inf2.48xlarge")
+SMALL = instances.named("inf2.xlarge")
+TRN1 = instances.named("trn1.32xlarge")
+TRN2 = instances.named("trn2.48xlarge")
+NOWHERE = DeviceInfo(None, 0, 0, 2**36, 8, "")
+UNSAID = DeviceInfo(None, 1, 0, 0, 8, "")
+FILLED = {
+    "model_id": "m",
+    "tensor_parallel_degree": 8,
+    "n_positions": 4096,
+    "context_length_estimate": (1024, 4096),
+    "max_rolling_batch_size": 8,
+    "dtype": "bfloat16",
+}
+SITUATION = ("loader", "facts", "device", "draft", "estimated_load_s", "filled")
+
+
+def of(model_type, **values):
+    """A model of Llama's sizes and another architecture."""
+    return replace(LLAMA, model_type=model_type, **values)
+
+
+def say(**values):
+    """The findings of a situation, given as options and as the arguments of `findings`."""
+    told = {name: values.pop(name) for name in SITUATION if name in values}
+    options = ServingOptions.model_validate({**FILLED, **values})
+    facts, device = told.pop("facts", LLAMA), told.pop("device", INF2)
+    return [*findings(options, facts, device, told.pop("loader", "tnx"), **told)]
+
+
+def matching(values, name, level, text):
+    return [
+        found
+        for found in say(**values)
+        if name in found.names and found.level == level and text in found.problem
+    ]
+
+
+DRAFT = {
+    "speculative_draft_model": "draft",
+    "max_rolling_batch_size": 1,
+    "draft": replace(LLAMA, num_layers=1, num_parameters=10**9),
+}
+PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": 64}
+KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
+KERNEL = {**dict.fromkeys(KERNELS, True), "qkv_nki_kernel_enabled": True}
+WINDOW = {"sliding_window": 2048}
+GQA = "group_query_attention"
+DEGREE = "tensor_parallel_degree"
+
+# An option of the finding, its level, a part of its text, the situation, what changes so that it is not told.
+LENGTHS = [
+    ("n_positions", "error", "made for 8192", {"n_positions": 8193}, {"n_positions": 8192}),
+    ("n_positions", "error", "at most", {"n_positions": (128, 9000)}, {"n_positions": (128, 8192)}),
+    (
+        "context_length_estimate",
+        "error",
+        "made for 8192",
+        {"n_positions": 8194, "context_length_estimate": (128, 8193)},
+        {"filled": ("context_length_estimate",)},
+    ),
+    (
+        "context_length_estimate",
+        "error",
+        "made for 8192",
+        {"context_length_estimate": (128, 8193)},
+        {"n_positions": 8193},
+    ),
+    ("cpu_threads", "note", "leave it out", {"cpu_threads": 2}, {"loader": "cpu"}),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "write option.max_rolling_batch_size=8",
+        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
+        {"filled": ()},
+    ),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "24 of them would wait",
+        {"rolling_batch": "vllm", "filled": ("max_rolling_batch_size",)},
+        {"max_rolling_batch_size": 32},
+    ),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "DJL Serving",
+        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
+        {"rolling_batch": "auto", "async_mode": True},
+    ),
+    (
+        "model_loading_timeout",
+        "warning",
+        "set at least 3600",
+        {"estimated_load_s": 1800.0, "model_loading_timeout": 1799},
+        {"model_loading_timeout": 1800},
+    ),
+    (
+        "model_loading_timeout",
+        "warning",
+        "30 minutes",
+        {"estimated_load_s": 1800.0},
+        {"compiled_graph_path": "p"},
+    ),
+    (
+        "model_loading_timeout",
+        "warning",
+        "compile beforehand",
+        {"estimated_load_s": 1800.0},
+        {"estimated_load_s": None},
+    ),
+    (
+        "compilation_worker_count",
+        "warning",
+        "192 CPUs",
+        {"compilation_worker_count": 193},
+        {"compilation_worker_count": 192},
+    ),
+]
+ON_CPU = [
+    *(
+        (name, "note", "cpu loader", {"loader": "cpu", **values}, {name: None})
+        for name, values in {
+            "fuse_qkv": {"fuse_qkv": True},
+            "quantize": {"quantize": "static_int8"},
+            "speculative_draft_model": DRAFT,
+            "on_device_generation": {"on_device_generation": True},
+            "override_neuron_config": {"override_neuron_config": {"a": 1}},
+        }.items()
+    ),
+    (DEGREE, "note", "left out", {"loader": "cpu", DEGREE: 8}, {DEGREE: None}),
+]
+EQUIVALENTS = [
+    (
+        "weight_tiling",
+        "note",
+        "left out",
+        {"loader": "nxdi", "weight_tiling": True},
+        {"loader": "tnx"},
+    ),
+    ("vocab_parallel", "note", "left out", {"vocab_parallel": True}, {"loader": "nxdi"}),
+    (
+        "bf16_rms_norm",
+        "error",
+        "model_loader=tnx",
+        {"loader": "nxdi", "bf16_rms_norm": True},
+        {"loader": "tnx"},
+    ),
+    (
+        "enable_prefix_caching",
+        "error",
+        "model_loader=nxdi",
+        {"enable_prefix_caching": True},
+        {"loader": "nxdi", "prefix_buckets": (512,)},
+    ),
+    (
+        "enable_saturate_infinity",
+        "error",
+        "no equivalent",
+        {"loader": "nxdi", "enable_saturate_infinity": True},
+        {"enable_saturate_infinity": False},
+    ),
+    (
+        "model_loader",
+        "error",
+        "it knows bloom, gpt2",
+        {"facts": of("qwen2")},
+        {"loader": "nxdi"},
+    ),
+    (
+        "model_loader",
+        "error",
+        "Set model_loader=tnx or model_loader=cpu",
+        {"loader": "nxdi", "facts": of("opt")},
+        {"loader": "tnx"},
+    ),
+    ("model_loader", "error", "names none", {"facts": of(None)}, {"facts": LLAMA}),
+    (
+        "model_loader",
+        "note",
+        "never seen",
+        {"loader": "nxdi", "facts": of("dbrx")},
+        {"facts": LLAMA},
+    ),
+    (
+        "fuse_mlp",
+        "note",
+        "does not look",
+        {"facts": of("mistral"), "fuse_mlp": True},
+        {"facts": LLAMA},
+    ),
+    (
+        "bf16_rms_norm",
+        "error",
+        "does not look",
+        {"facts": of("opt"), "bf16_rms_norm": True},
+        {"facts": of("mistral")},
+    ),
+    (
+        "enable_chunked_prefill",
+        "error",
+        "does not look",
+        {"facts": of("mistral"), "enable_chunked_prefill": True, "cache_layout": "BSH"},
+        {"facts": LLAMA},
+    ),
+    (
+        "quantize",
+        "error",
+        "experts",
+        {"facts": of("mixtral"), "quantize": "static_int8"},
+        {"facts": of("mistral")},
+    ),
+    (
+        "quantize",
+        "error",
+        "no quantised weights",
+        {"facts": of("gpt_neox"), "quantize": "static_int8"},
+        {"facts": of("gpt2")},
+    ),
+    (
+        "kv_cache_quantize",
+        "error",
+        "in dtype only",
+        {"facts": of("bloom"), "kv_cache_quantize": "fp8"},
+        {"facts": of("mixtral")},
+    ),
+    (
+        "attention_layout",
+        "error",
+        "no BSH layout",
+        {"facts": of("opt"), "attention_layout": "BSH"},
+        {"attention_layout": "HSB"},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        "does not look",
+        {"facts": of("gpt_neox"), "on_device_generation": PER_ROW},
+        {"facts": of("bloom")},
+    ),
+    (
+        "is_block_kv_layout",
+        "error",
+        "models with images",
+        {"loader": "nxdi", "facts": of("pixtral"), "is_block_kv_layout": True},
+        {"facts": LLAMA},
+    ),
+    (
+        "cp_degree",
+        "error",
+        "models with images",
+        {"loader": "nxdi", "facts": of("qwen3_vl"), "cp_degree": 2},
+        {"facts": of("qwen2_vl")},
+    ),
+]
+BATCHES = [
+    (
+        "max_rolling_batch_size",
+        "note",
+        "encoded anew",
+        {"facts": of("opt")},
+        {"max_rolling_batch_size": 1},
+    ),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "static batches",
+        {"facts": of("gpt_neox")},
+        {"facts": LLAMA},
+    ),
+    (
+        "rolling_batch_strategy",
+        "error",
+        "leave it out",
+        {"facts": of("bloom"), "rolling_batch_strategy": "continuous_batching"},
+        {"rolling_batch_strategy": "naive_rolling_batch"},
+    ),
+    (
+        "padding_side",
+        "error",
+        "on the left",
+        {"facts": of("opt"), "padding_side": "right"},
+        {"padding_side": "left"},
+    ),
+    (
+        "padding_side",
+        "error",
+        "on the right",
+        {"padding_side": "left"},
+        {"rolling_batch_strategy": "naive_rolling_batch"},
+    ),
+    ("padding_side", "error", "on the right", {"padding_side": "left"}, {"padding_side": "right"}),
+    (
+        "cache_layout",
+        "error",
+        "continuous batching",
+        {"facts": of("opt"), "cache_layout": "BSH", "context_length_estimate": (4096,)},
+        {"facts": LLAMA},
+    ),
+    (
+        "n_positions",
+        "error",
+        "one length",
+        {"facts": of("gpt2"), "n_positions": (1024, 4096)},
+        {"n_positions": (4096,)},
+    ),
+    (
+        "n_positions",
+        "error",
+        "one length",
+        {"facts": of("gptj"), "n_positions": (1024, 4096)},
+        {"facts": LLAMA},
+    ),
+    (
+        "context_length_estimate",
+        "warning",
+        "token by token",
+        {"facts": of("gpt_neox")},
+        {"filled": ("context_length_estimate",)},
+    ),
+    (
+        "context_length_estimate",
+        "warning",
+        "token by token",
+        {"facts": of("gpt_neox")},
+        {"facts": LLAMA},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "only for gpt2, llama",
+        {**DRAFT, "facts": of("mistral")},
+        {"facts": of("gpt2")},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "models with images",
+        {**DRAFT, "loader": "nxdi", "facts": of("llama4")},
+        {"facts": LLAMA},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "no class for the draft",
+        {**DRAFT, "draft": of("phi")},
+        {"draft": of("opt")},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "128257 tokens and the model's 128256",
+        {**DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
+        {"draft": None},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "made for 4095",
+        {**DRAFT, "draft": replace(LLAMA, max_positions=4095)},
+        {"draft": replace(LLAMA, max_positions=4096)},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "one sequence at a time",
+        {**DRAFT, "max_rolling_batch_size": 2},
+        {"max_rolling_batch_size": 1},
+    ),
+    (
+        "windowed_context_encoding_size",
+        "error",
+        "set 2048",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "windowed_context_encoding_size": 2047,
+        },
+        {"windowed_context_encoding_size": 2048},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "sliding window",
+        {**DRAFT, "loader": "nxdi", "facts": of("mistral", **WINDOW), "on_device_generation": True},
+        KERNEL,
+    ),
+    (
+        "on_device_generation",
+        "note",
+        "top_k above 64",
+        {"on_device_generation": PER_ROW},
+        {"on_device_generation": None},
+    ),
+    (
+        "on_device_generation",
+        "note",
+        "most probable token",
+        {"on_device_generation": {"top_k": 1}},
+        {"on_device_generation": {"do_sample": True}},
+    ),
+    (
+        "on_device_generation",
+        "note",
+        "no logits",
+        {"loader": "nxdi", "on_device_generation": True},
+        {"output_logits": True},
+    ),
+]
+CORES = [
+    (DEGREE, "error", "1, 2, 4, 8 and 24 on inf2", {DEGREE: 6}, {DEGREE: 8}),
+    (DEGREE, "error", "on trn1", {DEGREE: 4, "device": TRN1}, {"device": INF2}),
+    (DEGREE, "error", "on trn2", {DEGREE: 24, "device": TRN2}, {DEGREE: 64}),
+    (DEGREE, "error", "set one of them", {DEGREE: 5, "device": UNSAID}, {DEGREE: 64}),
+    (DEGREE, "note", "used in practice", {DEGREE: 12}, {DEGREE: 8}),
+    (DEGREE, "error", "on trn1", {DEGREE: 12, "device": TRN1}, {"device": INF2}),
+    (DEGREE, "error", "8 NeuronCores are asked for and 2", {"device": SMALL}, {DEGREE: 2}),
+    (
+        DEGREE,
+        "error",
+        "and 8 can be used on inf2.48xlarge",
+        {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
+        {"device": INF2},
+    ),
+    (DEGREE, "error", "asked for", {"device": SMALL}, {"device": UNSAID}),
+    (
+        "pipeline_parallel_degree",
+        "error",
+        "32 NeuronCores",
+        {"loader": "nxdi", "pipeline_parallel_degree": 4},
+        {"pipeline_parallel_degree": 3},
+    ),
+    ("ep_degree", "error", "32 NeuronCores", {"loader": "nxdi", "ep_degree": 4}, {"ep_degree": 3}),
+    (
+        "draft_model_tp_size",
+        "error",
+        "2 NeuronCores can be used",
+        {**DRAFT, DEGREE: 2, "draft_model_tp_size": 4, "device": SMALL},
+        {"draft_model_tp_size": 2},
+    ),
+    (
+        "draft_model_tp_size",
+        "error",
+        "set one of them",
+        {**DRAFT, "draft_model_tp_size": 3},
+        {"draft_model_tp_size": 4},
+    ),
+    (
+        DEGREE,
+        "error",
+        "set 1, 2, 4 or 8",
+        {DEGREE: 24, "facts": of("gpt_neox")},
+        {DEGREE: 8},
+    ),
+    (
+        DEGREE,
+        "error",
+        "does not pad the 32 heads",
+        {DEGREE: 24, "facts": of("gptj")},
+        {"facts": LLAMA},
+    ),
+    (
+        DEGREE,
+        "error",
+        "does not pad",
+        {"loader": "nxdi", DEGREE: 24, "facts": of("mllama")},
+        {"facts": LLAMA},
+    ),
+    (DEGREE, "note", "32 heads are padded to 48", {DEGREE: 24, "facts": LLAMA}, {DEGREE: 8}),
+    (DEGREE, "note", "8 KV heads are copied to 24", {DEGREE: 24}, {DEGREE: 8}),
+    (
+        DEGREE,
+        "note",
+        "GiB more on each core",
+        {DEGREE: 24},
+        {"facts": replace(LLAMA, num_parameters=None)},
+    ),
+    (
+        DEGREE,
+        "warning",
+        "8 KV heads are copied to 48 so that 12 cores share them evenly: 6.92 GiB more on each core; "
+        "tensor_parallel_degree=8 needs no more memory",
+        {DEGREE: 12, "max_rolling_batch_size": 32, "facts": replace(LLAMA, num_heads=40)},
+        {DEGREE: 24},
+    ),
+]
+LAYOUT = [
+    (GQA, "warning", "divides the 8 KV heads", {DEGREE: 24, GQA: "shard-over-heads"}, {DEGREE: 8}),
+    (
+        GQA,
+        "warning",
+        "divides the 9 slots",
+        {GQA: "shard-over-batch", "max_rolling_batch_size": 9},
+        {GQA: "replicated-heads"},
+    ),
+    (
+        GQA,
+        "warning",
+        "copies the KV heads",
+        {DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=5)},
+        {GQA: None},
+    ),
+    (
+        GQA,
+        "warning",
+        "nothing is shared",
+        {GQA: "all-gather-heads", "facts": MHA},
+        {"facts": LLAMA},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "multiple of the 8 KV heads",
+        {DEGREE: 4, "shard_over_sequence": True},
+        {DEGREE: 8},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "multiple of the 8 KV heads",
+        {"loader": "nxdi", DEGREE: 4, "shard_over_sequence": True},
+        {"facts": of("mistral")},
+    ),
+    (
+        "shard_over_sequence",
+        "warning",
+        "switches it off",
+        {"shard_over_sequence": True, "facts": MHA},
+        {"facts": LLAMA},
+    ),
+    (
+        "weight_tiling",
+        "error",
+        "128 wide",
+        {"weight_tiling": True, "facts": replace(LLAMA, hidden_size=4000)},
+        {"facts": LLAMA},
+    ),
+    (
+        "fuse_mlp",
+        "error",
+        "width 14336",
+        {"fuse_mlp": True, DEGREE: 24},
+        {DEGREE: 8},
+    ),
+    (
+        "sequence_parallel",
+        "error",
+        "above 2048, and not 2500",
+        {"sequence_parallel": True, "context_length_estimate": (1001, 2500)},
+        {"context_length_estimate": (1001, 2504)},
+    ),
+    (
+        "sequence_parallel",
+        "error",
+        "above 1000, and not 1001",
+        {
+            "sequence_parallel": True,
+            "sequence_parallel_norm_threshold": 1000,
+            "context_length_estimate": (1001,),
+        },
+        {"sequence_parallel_norm_threshold": 1001},
+    ),
+    (
+        DEGREE,
+        "error",
+        "does not fit: needs 24.0 GiB per core, has 16.0 GiB; smallest that fits: tensor_parallel_degree=4",
+        {DEGREE: 2, "max_rolling_batch_size": 64, "device": INF2},
+        {DEGREE: 8},
+    ),
+    (DEGREE, "error", "quantize=static_int8", {DEGREE: 1}, {DEGREE: 2}),
+    (
+        "max_rolling_batch_size",
+        "error",
+        "lower max_rolling_batch_size",
+        {DEGREE: 2, "max_rolling_batch_size": 64, "device": SMALL},
+        {"max_rolling_batch_size": 16},
+    ),
+    (
+        DEGREE,
+        "error",
+        "smallest that fits: none",
+        {"facts": replace(LLAMA, num_parameters=10**13)},
+        {"device": replace(INF2, core_memory_bytes=0)},
+    ),
+    (
+        DEGREE,
+        "note",
+        "nothing tells whether it fits",
+        {"facts": replace(LLAMA, num_parameters=None)},
+        {"facts": LLAMA},
+    ),
+]
+# Defect to what brings it up and what does not.
+UPSTREAM = {
+    capabilities.GPTJ_DECODE: ("model_loader", {"facts": of("gptj")}, {"loader": "cpu"}),
+    capabilities.INT8_CACHE: (
+        "kv_cache_quantize",
+        {"kv_cache_quantize": "int8"},
+        {"kv_cache_quantize": "fp8"},
+    ),
+    capabilities.SHARD_OVER_BATCH: (
+        GQA,
+        {GQA: "shard-over-batch"},
+        {"facts": MHA},
+    ),
+    capabilities.WINDOW_PREFILL: (
+        "n_positions",
+        {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024, 2049)},
+        {"context_length_estimate": (1024, 2048)},
+    ),
+    capabilities.WINDOW_IGNORED: (
+        "n_positions",
+        {"facts": of("mixtral", **WINDOW), "n_positions": 2049, "context_length_estimate": (128,)},
+        {"n_positions": 2048},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "text", "situation", "change"),
+    [*LENGTHS, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT],
+)
+def test_a_finding_is_told_only_when_it_holds(name, level, text, situation, change):
+    assert len(matching(situation, name, level, text)) == 1
+    assert matching({**situation, **change}, name, level, text) == []
+
+
+class TestDefects:
+    @pytest.mark.parametrize("defect", UPSTREAM)
+    def test_wrong_answers_are_refused_with_the_way_to_have_them(self, defect):
+        name, situation, change = UPSTREAM[defect]
+        (found,) = matching(situation, name, "error", "answers are wrong")
+        assert "allow_known_defects=true" in found.problem
+        assert matching({**situation, **change}, name, "error", "answers are wrong") == []
+
+    @pytest.mark.parametrize("defect", UPSTREAM)
+    def test_whoever_accepts_them_is_warned(self, defect):
+        name, situation, _ = UPSTREAM[defect]
+        accepted = {**situation, "allow_known_defects": True}
+        assert matching(accepted, name, "error", "answers are wrong") == []
+        assert len(matching(accepted, name, "warning", "answers are wrong")) == 1
+
+    def test_every_defect_that_is_written_down_matters_somewhere(self):
+        written = {
+            name
+            for its in CAPABILITIES.values()
+            for entry in its.values()
+            for name in entry.defects
+        }
+        assert written == UPSTREAM.keys()
+
+    @pytest.mark.parametrize(
+        ("loader", "model_type", "wrong"),
+        [
+            *(("nxdi", name, True) for name in ("mixtral", "qwen2", "qwen3", "qwen3_moe")),
+            *(("nxdi", name, False) for name in ("mistral", "gemma3", "gpt_oss")),
+            ("tnx", "mixtral", True),
+            ("tnx", "llama", False),
+        ],
+    )
+    def test_who_knows_a_sliding_window(self, loader, model_type, wrong):
+        situation = {"loader": loader, "facts": of(model_type, **WINDOW)}
+        found = matching(situation, "n_positions", "error", "beyond the model's window")
+        assert bool(found) == wrong
+
+
+class TestEveryModel:
+    @pytest.mark.parametrize("device", [SMALL, INF2, TRN1, TRN2, NOWHERE, UNSAID])
+    @pytest.mark.parametrize("loader", ["cpu", *CAPABILITIES])
+    @pytest.mark.parametrize(
+        "model_type",
+        sorted({None, "phi3"} | {name for its in CAPABILITIES.values() for name in its}, key=str),
+    )
+    def test_has_an_answer_with_every_loader(self, model_type, loader, device):
+        facts = of(model_type)
+        options = ServingOptions(model_id="m")
+        filled = defaults.fill(options, facts, device, loader)
+        options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
+        found = [*findings(options, facts, device, loader, filled=filled)]
+        unknown = loader != "cpu" and model_type not in CAPABILITIES[loader]
+        errors = [entry for entry in found if entry.level == "error"]
+        if unknown:
+            (error,) = errors
+            assert "it knows" in error.problem
+        else:
+            about = {name for entry in errors for name in entry.names}
+            # One value that is filled in may not do: too little memory; and one architecture is wrong upstream.
+            allowed = {"model_loader"} if model_type == "gptj" else set()
+            assert about <= {*allowed, DEGREE, "max_rolling_batch_size", "n_positions"}
+            assert all("does not fit" in entry.problem for entry in errors if DEGREE in entry.names)
+
+    def test_a_model_of_which_nothing_is_known_has_one_too(self):
+        for loader in ("cpu", *CAPABILITIES):
+            assert all(found.problem for found in say(loader=loader, facts=ModelFacts()))
+
+    @pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
+    def test_a_plan_that_fits_needs_nothing_to_be_changed(self, model_type):
+        facts = of(model_type)
+        assert [found for found in say(facts=facts, filled=FILLED) if found.level != "note"] == []
+
+
+def test_findings_name_options_and_no_finding_is_told_twice():
+    for _, _, _, situation, change in [*LENGTHS, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT]:
+        for values in (situation, {**situation, **change}):
+            found = say(**values)
+            assert len(found) == len(set(found))
+            assert all(set(entry.names) <= ServingOptions.model_fields.keys() for entry in found)
+            assert all(entry.names and not entry.problem.endswith(".") for entry in found)
+
+
+def test_nothing_asked_of_the_cpu_is_nothing_told():
+    assert say(loader="cpu", tensor_parallel_degree=1) == []
+
+
+@pytest.mark.parametrize("loader", CAPABILITIES)
+def test_every_option_without_an_equivalent_is_told(loader):
+    """Whatever a library does not know is either left out with a note or refused; nothing vanishes."""
+    values = {"override_neuron_config": {"a": 1}, "draft_model_compiled_path": "p"}
+    values |= {
+        name: True
+        for name, field in ServingOptions.model_fields.items()
+        if field.annotation in {bool, bool | None}
+    }
+    options = ServingOptions.model_validate({**FILLED, **values})
+    found = [*findings(options, LLAMA, INF2, loader)]
+    told = {
+        name: entry.level
+        for entry in found
+        for name in entry.names
+        if "no equivalent" in entry.problem
+    }
+    given = {"nxdi": {"on_device_embedding"}, "tnx": set()}[loader]
+    missing = {name for name in values if option(name).to and loader not in option(name).to} - given
+    assert told == {name: "note" if option(name).tunes else "error" for name in missing}
+
+
+@given(
+    heads=st.integers(1, 200),
+    groups=st.integers(1, 16),
+    degree=st.sampled_from([1, 2, 4, 8, 16, 24, 32, 64]),
+    slots=st.integers(1, 64),
+    way=st.sampled_from(
+        [None, "shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
+    ),
+    loader=st.sampled_from([*CAPABILITIES]),
+    model_type=st.sampled_from([*CAPABILITIES["tnx"], *CAPABILITIES["nxdi"]]),
+    flash=st.booleans(),
+)
+def test_any_shape_of_heads_is_judged(heads, groups, degree, slots, way, loader, model_type, flash):
+    facts = of(model_type, num_heads=heads * groups, num_kv_heads=heads)
+    values = {
+        DEGREE: degree,
+        GQA: way,
+        "max_rolling_batch_size": slots,
+        "shard_over_sequence": flash,
+    }
+    for found in say(loader=loader, facts=facts, device=TRN2, **values):
+        assert found.level in {"error", "warning", "note"}

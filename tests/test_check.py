@@ -1,0 +1,516 @@
+"""`djl-neuronx check`: recipes that are ready, broken files that are not, and what is printed of either."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx import check as check_module
+from djl_python_neuronx import cli
+from djl_python_neuronx.check import check
+from djl_python_neuronx.config import instances
+from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.loader import Library
+from djl_python_neuronx.config.memory import CoreMemory
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.report import as_json, bar, gib, shown
+from djl_python_neuronx.terminal import render
+from tests import remote_doubles
+
+ROOT = Path(__file__).parent.parent
+MODELS = Path(__file__).parent / "config" / "models"
+TINY = ROOT / "examples" / "tiny-llama"
+HUB = {
+    "EleutherAI/gpt-j-6b": "gpt-j-6b",
+    "EleutherAI/gpt-neox-20b": "gpt-neox-20b",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
+    "facebook/opt-13b": "opt-13b",
+    "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
+    "meta-llama/Meta-Llama-3-70B-Instruct": "llama-3-70b",
+    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-instruct-v0.2",
+    "mistralai/Mistral-7B-v0.1": "mistral-7b-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
+}
+RECIPES = {
+    # file to the smallest machine that it is for, to the loader, and to words of what is to be said of it
+    "cpu-tiny": (None, "cpu", None),
+    "gpt-neox-20b-inf2": ("inf2.24xlarge", "tnx", None),
+    "llama3-70b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", "64 heads are padded to 72"),
+    "llama3-70b-trn1": ("trn1.32xlarge", "nxdi", "8 KV heads are copied to 32"),
+    "llama3-8b-inf2": ("inf2.xlarge", "nxdi", None),
+    "mistral-7b-inf2": ("inf2.xlarge", "nxdi", None),
+    "mixtral-8x7b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", None),
+    "opt-13b-inf2": ("inf2.24xlarge", "tnx", None),
+}
+BROKEN = sorted((Path(__file__).parent / "broken").glob("*.properties"))
+LAPTOP = DeviceInfo(None, 0, 0, 16 * 2**30, 8, "a laptop")
+HEAVY = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "prometheus_client"}
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory):
+    """Variables of a machine that reaches the hub's double and nothing else."""
+    models = {name: (MODELS / f"{file}.json").read_bytes() for name, file in HUB.items()}
+    with remote_doubles.hub(models) as (url, _):
+        yield {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path_factory.mktemp("hf"))}
+
+
+@pytest.fixture
+def process(environ, monkeypatch):
+    """The same in this process' environment, for the command line."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def laptop(monkeypatch):
+    """A machine without Neuron, whatever runs the tests."""
+    monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: LAPTOP)
+
+
+def folder(path, text="", config=None):
+    """A model folder without weights."""
+    config = json.loads((TINY / "config.json").read_text()) if config is None else config
+    (path / "config.json").write_text(json.dumps(config))
+    if text:
+        (path / "serving.properties").write_text(text)
+    return str(path)
+
+
+def run(target, environ=None, machine=None, **options):
+    machine = instances.named(machine) if isinstance(machine, str) else machine
+    return check(str(target), environ=environ or {}, overrides=options, machine=machine)
+
+
+def printed(report, **kwargs):
+    stream = io.StringIO()
+    render(report, stream, **kwargs)
+    return stream.getvalue()
+
+
+def test_every_recipe_is_listed():
+    assert {path.stem for path in (ROOT / "configs").glob("*.properties")} == RECIPES.keys()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["instance", "no-device"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_ready(environ, laptop, recipe, named):
+    machine, loader, told = RECIPES[recipe]
+    report = run(ROOT / "configs" / f"{recipe}.properties", environ, machine if named else None)
+    assert report.errors == ()
+    assert report.warnings == ()
+    assert told is None or any(told in note for note in report.notes)
+    assert report.plan.loader == loader
+    assert report.plan.memory.fits
+    assert bool(report.plan.graphs) == (loader != "cpu")
+    assert report.plan.estimated_compile_s <= report.resolved.options.model_loading_timeout
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_command_line_on_every_recipe(process, laptop, capsys, recipe):
+    assert cli.main(["check", str(ROOT / "configs" / f"{recipe}.properties")]) == 0
+    out = capsys.readouterr().out
+    assert "ready" in out
+    assert RECIPES[recipe][1] in out
+
+
+def test_there_are_twenty_broken_files():
+    assert len(BROKEN) >= 20
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
+def test_a_broken_file_prints_all_its_errors_at_once(process, laptop, capsys, path):
+    text = path.read_text(encoding="latin-1")
+    expected = re.findall(r"^# error: (.*)$", text, re.MULTILINE)
+    machine = re.findall(r"^# instance: (\S+)$", text, re.MULTILINE)
+    arguments = ["check", str(path), *(part for name in machine for part in ("--instance", name))]
+    assert expected
+    assert cli.main([*arguments, "--json"]) == 1
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert len(errors) == len(expected), errors
+    for words in expected:
+        assert any(words in error for error in errors), (words, errors)
+    assert cli.main(arguments) == 1
+    out = capsys.readouterr().out
+    for error in errors:
+        assert error in out
+
+
+def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
+    report = run(folder(tmp_path))
+    assert report.ok
+    assert report.plan.loader == "cpu"
+    (warning,) = report.warnings
+    assert "no weights" in warning
+
+
+def test_weights_that_are_cut_off_are_an_error(tmp_path, laptop):
+    target = folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 12)
+    report = run(target)
+    assert "model.safetensors" in report.errors[0]
+
+
+def test_a_whole_folder_needs_no_warning(laptop):
+    report = run(TINY)
+    assert (report.errors, report.warnings) == ((), ())
+    content = (TINY / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    assert report.facts.num_parameters == sum(map(math.prod, shapes))
+
+
+@pytest.mark.parametrize(
+    "target", ["/no/such/folder", "./nothing", "missing.properties", "a\0b", "~nobody/x/y"]
+)
+def test_a_target_that_is_nothing(target):
+    report = run(target)
+    assert not report.ok
+    assert "expected a model folder" in report.errors[0]
+    assert "Errors" in printed(report)
+    assert as_json(report)["plan"] is None
+
+
+def test_a_hub_id_is_a_target(environ, laptop):
+    report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.xlarge", max_rolling_batch_size="4")
+    assert report.errors == ()
+    assert report.plan.loader == "nxdi"
+    assert report.facts.num_parameters == 8_030_261_248
+
+
+def test_a_draft_model_counts(environ):
+    options = {
+        "model_loader": "tnx",
+        "n_positions": "2048",
+        "max_rolling_batch_size": "1",
+        "tensor_parallel_degree": "8",
+    }
+    alone = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.48xlarge", **options)
+    draft = {"speculative_draft_model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
+    both = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.48xlarge", **options, **draft)
+    assert both.plan.memory.weights > alone.plan.memory.weights + 1.0e9 * 2 // 8
+    assert len(both.plan.graphs) > len(alone.plan.graphs)
+
+
+def test_a_draft_model_that_is_not_there_is_an_error(environ):
+    report = run(TINY, environ, "inf2.xlarge", speculative_draft_model="nobody/nothing")
+    assert any("draft" in error and "nobody/nothing" in error for error in report.errors)
+
+
+INF2 = instances.named("inf2.xlarge")
+BOTH = {"nxdi": "installed", "tnx": "installed"}
+LOADERS = [
+    # options, the machine at hand, --instance, what is installed, model_type, loader
+    ({}, LAPTOP, None, {}, "llama", "cpu"),
+    ({"tensor_parallel_degree": "1"}, LAPTOP, None, {}, "llama", "cpu"),
+    ({"tensor_parallel_degree": "2"}, LAPTOP, None, {}, "llama", "nxdi"),
+    ({"tensor_parallel_degree": "max"}, LAPTOP, None, {}, "llama", "nxdi"),
+    ({"model_loader": "tnx"}, LAPTOP, None, {}, "llama", "tnx"),
+    ({}, LAPTOP, INF2, {}, "llama", "nxdi"),
+    ({}, LAPTOP, INF2, {}, "gpt2", "tnx"),
+    ({}, LAPTOP, INF2, {"tnx": "installed"}, "llama", "nxdi"),
+    ({}, INF2, None, BOTH, "llama", "nxdi"),
+    ({}, INF2, None, {"tnx": "installed"}, "llama", "tnx"),
+    ({}, INF2, None, {"nxdi": "installed"}, "gpt2", "tnx"),
+    ({}, INF2, None, {"nxdi": "placeholder"}, "llama", "nxdi"),
+    ({"model_loader": "cpu"}, INF2, None, BOTH, "llama", "cpu"),
+    ({}, INF2, None, BOTH, "unheard-of", "tnx"),
+]
+
+
+@pytest.mark.parametrize(("options", "here", "machine", "installed", "model", "loader"), LOADERS)
+def test_which_loader_is_planned_for(
+    tmp_path, monkeypatch, options, here, machine, installed, model, loader
+):
+    names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
+    states = {name: installed.get(key, "missing") for key, name in names.items()}
+    found = {name: Library(name, None, state) for name, state in states.items()}
+    monkeypatch.setattr(check_module, "libraries", lambda: found)
+    monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: here)
+    config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
+    report = run(folder(tmp_path, config=config), machine=machine, **options)
+    assert report.plan.loader == loader
+    needed = names.get(loader)
+    # On the machine that is to serve, a missing library is worth a warning; elsewhere it is a note.
+    serves_here = here is INF2 and machine is None
+    told = report.warnings if serves_here else report.notes
+    missing = needed is not None and states[needed] != "installed"
+    assert any(str(needed) in line for line in told) == missing
+
+
+@pytest.mark.parametrize(
+    ("degree", "assumed"),
+    [("2", "inf2.48xlarge"), ("24", "inf2.48xlarge"), ("32", "trn1.32xlarge"), ("64", "trn2")],
+)
+def test_the_machine_that_is_assumed_suits_the_degree(tmp_path, laptop, degree, assumed):
+    report = run(folder(tmp_path), tensor_parallel_degree=degree)
+    assert report.plan.device.instance_type.startswith(assumed)
+    assert any("no Neuron device here" in note and assumed in note for note in report.notes)
+
+
+def test_a_file_is_read_as_if_it_lay_beside_the_model(tmp_path, laptop):
+    folder(tmp_path, "option.n_positions=64\n")
+    other = tmp_path / "other.properties"
+    other.write_text("option.max_rolling_batch_size=3\n")
+    options = run(other).resolved.options
+    assert options.max_rolling_batch_size == 3
+    assert options.n_positions == 512  # the other file is not read
+    assert run(tmp_path).resolved.options.n_positions == 64
+
+
+def test_the_command_line_wins(tmp_path, laptop, capsys):
+    target = folder(tmp_path, "option.n_positions=64\n")
+    assert cli.main(["check", target, "-o", "option.n_positions=128", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["options"]["n_positions"]
+    assert told == {"value": 128, "origin": "command line"}
+
+
+def test_all_lists_every_option(laptop):
+    report = run(TINY)
+    names = re.findall(r"^\W*(\w+)", printed(report, everything=True), re.MULTILINE)
+    assert set(ServingOptions.model_fields) <= set(names)
+    few = re.findall(r"^\W*(\w+)", printed(report), re.MULTILINE)
+    assert "cpu_threads" not in few
+    assert "dtype" in few
+
+
+def test_without_rich_the_same_is_said(environ, monkeypatch):
+    path = ROOT / "configs" / "llama3-8b-inf2.properties"
+    report = run(path, environ, "inf2.xlarge")
+    words = set(printed(report).split())
+    for module in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    plain = set(printed(report).split())
+    assert {word for word in words if re.search(r"\w", word)} == {
+        word for word in plain if re.search(r"\w", word)
+    }
+
+
+def test_a_stream_that_is_ascii_only(laptop):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="replace")
+    render(run(TINY, max_rolling_batch_size="2"), stream)
+    stream.flush()
+    assert b"- headroom" in raw.getvalue()
+
+
+def test_nothing_that_is_printed_steers_the_terminal(tmp_path, laptop):
+    target = folder(tmp_path, config={"model_type": "\x1b[2Jllama\udc80\n"})
+    out = printed(run(target))
+    assert "\x1b" not in out
+    assert "\\x1b[2Jllama" in out
+    out.encode()
+
+
+CONFIG_KEYS = [
+    *("model_type", "architectures", "hidden_size", "num_attention_heads", "num_hidden_layers"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings", "torch_dtype", "head_dim"),
+    *("intermediate_size", "text_config", "sliding_window", "num_local_experts", "rope_scaling"),
+]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["llama", "gpt_neox", "mixtral", "float32", "LlamaForCausalLM"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+SETTINGS = {
+    "model_loader": ["tnx", "nxdi", "cpu", "auto"],
+    "n_positions": ["128", "64,512", "99999999", "0"],
+    "max_rolling_batch_size": ["1", "7", "999"],
+    "tensor_parallel_degree": ["max", "3", "24"],
+    "quantize": ["static_int8", "static_fp8"],
+    "override_neuron_config": ['{"a": NaN}', "{}"],
+    "on_device_generation": ["true", '{"top_k": 5}'],
+    "rolling_batch_strategy": ["continuous_batching", "naive_rolling_batch"],
+}
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON),
+    st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in SETTINGS.items()}),
+    st.sampled_from([None, "inf2.xlarge", "trn1.32xlarge"]),
+)
+def test_whatever_a_configuration_holds_there_is_a_report(config, options, machine):
+    with tempfile.TemporaryDirectory() as path:
+        target = folder(Path(path), config={"model_type": "llama", **config})
+        report = run(target, {}, machine, **options)
+        assert printed(report, everything=True)
+        json.dumps(as_json(report), allow_nan=False)
+
+
+def test_the_keys_of_the_json_are_those_of_the_page(environ):
+    told = as_json(run(ROOT / "configs" / "llama3-8b-inf2.properties", environ, "inf2.xlarge"))
+    json.dumps(told, allow_nan=False)
+    page = (ROOT / "docs" / "check.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*) \|", page.partition("## JSON")[2], re.MULTILINE)
+    listed = {key for row in rows for key in re.findall(r"`([\w.]+)`", row)}
+    assert {key for key in listed if "." not in key} == told.keys()
+    assert {key.partition(".")[2] for key in listed if "." in key} == told["plan"].keys()
+    memory = told["plan"]["memory_per_core"]
+    for key in [*memory, *told["plan"]["graphs"][0], *told["plan"]["arguments"], *told["model"]]:
+        assert f"`{key}`" in page, key
+    parts = [memory[f"{part}_bytes"] for part in ("weights", "padding", "kv_cache", "headroom")]
+    assert memory["needed_bytes"] == sum(parts)
+    assert memory["capacity_bytes"] == 16 * 2**30
+
+
+GIB = 2**30
+BARS = [
+    # weights, padding, cache, headroom, capacity in GiB; the line of 16 marks
+    ((8, 0, 4, 1, 16), "[########====-...]"),
+    ((8, 2, 4, 2, 16), "[########%%====--]"),
+    ((20, 0, 10, 2, 16), "[########|==#=====-]"),
+    ((4, 0, 0, 0, 0), "[################]"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "line"), BARS)
+def test_the_bar_is_to_scale(sizes, line):
+    weights, padding, cache, headroom, capacity = (size * GIB for size in sizes)
+    memory = CoreMemory(
+        weights=weights, kv_cache=cache, padding=padding, headroom=headroom, capacity=capacity
+    )
+    drawn = bar(memory, 16, ascii_only=True)
+    total = max(memory.needed, capacity)
+    marks = drawn.replace("|", "")
+    assert len(marks) == 18
+    for mark, size in (("#", weights), ("%", padding), ("=", cache), ("-", headroom)):
+        assert abs(marks.count(mark) - 16 * size / total) <= 1
+    assert ("|" in drawn) == (not memory.fits)
+    if "|" in drawn:
+        assert drawn.index("|") - 1 == round(16 * capacity / total)
+    elif capacity:
+        assert drawn == line
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (True, "true"),
+        ((256, 512), "256,512"),
+        (120.0, "120"),
+        (0.5, "0.5"),
+        (Path("a/b"), "a/b"),
+        ({"a": None}, '{"a": null}'),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+def test_values_are_shown_as_they_are_written(value, text):
+    assert shown(value) == text
+
+
+def test_sizes_are_in_gib():
+    assert gib(int(1.5 * GIB)) == "1.50"
+
+
+def test_a_check_imports_nothing_heavy(environ):
+    program = (
+        "import sys; from djl_python_neuronx import cli; status = cli.main(sys.argv[1:]); "
+        "print(status, *sys.modules, file=sys.stderr)"
+    )
+    path = ROOT / "configs" / "llama3-8b-inf2.properties"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "check", str(path), "--instance", "inf2.xlarge"],
+        env={**environ, "PATH": "/usr/bin:/bin"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    status, *modules = ran.stderr.split()
+    assert status == "0"
+    assert "ready" in ran.stdout
+    assert not HEAVY & set(modules)
+
+
+def test_the_plan_that_the_readme_shows(environ):
+    readme = (ROOT / "README.md").read_text()
+    (target, machine, lines), *others = re.findall(
+        r"```text\n\$ djl-neuronx check (\S+) --instance (\S+)\n(.*?)```", readme, re.DOTALL
+    )
+    assert not others
+    out = printed(run(ROOT / target, environ, machine)).splitlines()
+    assert set(lines.splitlines()) <= set(out)
+
+
+OLD_FILE = """\
+engine=Python
+option.entryPoint={entry_point}
+option.model_id=meta-llama/Meta-Llama-3-8B
+option.tensor_parallel_degree=8
+option.n_positions=4096
+option.rolling_batch={rolling_batch}
+option.max_rolling_batch_size=8
+option.dtype=fp16
+option.model_loading_timeout=3600
+option.context_length_estimate=[512, 1024, 2048, 4096]
+option.neuron_optimize_level=2
+option.fuse_qkv=True
+option.attention_layout=BSH
+option.load_in_8bit=false
+option.trust_remote_code=false
+option.enable_mixed_precision_accumulation=True
+option.model_loader=tnx
+option.waiting_steps=4
+"""
+
+
+def test_an_old_file_works_but_for_the_two_lines_that_have_to_change(environ, tmp_path):
+    path = tmp_path / "serving.properties"
+    path.write_text(
+        OLD_FILE.format(entry_point="djl_python.transformers_neuronx", rolling_batch="auto")
+    )
+    old = run(tmp_path, environ, "inf2.48xlarge")
+    assert old.errors == ()
+    assert len(old.warnings) == 2
+    told = " ".join(old.warnings)
+    for fix in ("option.entryPoint=djl_python_neuronx.handler", "option.async_mode=true"):
+        assert fix in told
+    assert "option.rolling_batch=tnx" in told
+    path.write_text(OLD_FILE.format(entry_point="djl_python_neuronx.handler", rolling_batch="tnx"))
+    new = run(tmp_path, environ, "inf2.48xlarge")
+    assert (new.errors, new.warnings) == ((), ())
+    assert new.plan.arguments == old.plan.arguments
+    assert new.plan.arguments.constructor["context_length_estimate"] == [512, 1024, 2048, 4096]
+    assert new.plan.arguments.neuron_config["fuse_qkv"] is True
+    assert "-O2" in " ".join(new.plan.arguments.compiler_flags)
+    assert "quant" not in new.plan.arguments.neuron_config
+    assert "waiting_steps" in new.resolved.ignored
+
+
+def test_variables_name_a_model_where_the_folder_holds_none(environ, tmp_path, laptop):
+    report = run(tmp_path, {**environ, "HF_MODEL_ID": "facebook/opt-13b"})
+    assert report.errors == ()
+    assert report.facts.model_type == "opt"
+    assert report.resolved.origins["model_id"] == "environment HF_MODEL_ID"
+
+
+def test_a_model_in_s3_is_a_target(laptop):
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    content = (MODELS / "gpt2.json").read_bytes()
+    with remote_doubles.s3({"bucket/gpt2/config.json": content}) as (url, log):
+        keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
+        report = run("s3://bucket/gpt2", keys, "inf2.xlarge")
+    assert report.errors == ()
+    assert report.plan.loader == "tnx"
+    assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
