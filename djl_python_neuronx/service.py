@@ -20,8 +20,11 @@ from djl_python_neuronx.backends.base import Backend, ModelSpec
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config import device
 from djl_python_neuronx.config.defaults import make_buckets
+from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.loader import choose_loader, libraries
+from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.plan import make_plan
 from djl_python_neuronx.config.resolve import Resolved, complete, resolve
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine
@@ -136,7 +139,8 @@ class Service:
             raise BackendError(msg)
         resolved = complete(resolved, artifact.config, machine, name, artifact.dtype)
         for option, value, origin in resolved.explain():
-            logger.info("option name=%s value=%s origin=%r", option, value, origin)
+            level = logging.INFO if option in resolved.origins else logging.DEBUG
+            logger.log(level, "option name=%s value=%s origin=%r", option, value, origin)
         for key, doubt in resolved.suspicious.items():
             logger.warning("option_suspicious name=%s reason=%r", key, doubt)
         for option, reason in resolved.ignored.items():
@@ -146,6 +150,7 @@ class Service:
             logger.log(
                 level, "option_finding level=%s %s", finding.level, resolved.describe(finding)
             )
+        _log_plan(resolved, artifact, machine, name)
         options = resolved.options
         tokenizer = load_tokenizer(
             artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
@@ -206,6 +211,21 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _log_plan(resolved: Resolved, artifact: Artifact, machine: DeviceInfo, loader: str) -> None:
+    """What is about to be compiled and loaded, so that the log of a start that was killed tells why."""
+    facts = ModelFacts.from_config(artifact.config, artifact.dtype)
+    planned = make_plan(resolved, facts, machine, loader, artifact_format=artifact.format)
+    logger.info(
+        "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
+        loader,
+        artifact.format,
+        facts.num_parameters,
+        len(planned.graphs),
+        planned.estimated_compile_s,
+        f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",
+    )
 
 
 def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
