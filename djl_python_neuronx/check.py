@@ -9,15 +9,16 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.config import device, instances
-from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config import device, instances, sources
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries
+from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries, preferred
 from djl_python_neuronx.config.model import ModelFacts
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import NAMES, ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan
 from djl_python_neuronx.config.resolve import Resolved, assess, examine
 from djl_python_neuronx.errors import (
@@ -29,6 +30,9 @@ from djl_python_neuronx.errors import (
 
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines to plan for where there is none: the first whose runtime takes the tensor parallel degree."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+VOCABULARY_SUFFIXES = (".model", ".tiktoken")
+"""What artifacts.tokenizer, whose import is not light, takes for a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,23 @@ class Model:
     """The only backend that can load it; None: any that knows the architecture."""
     dtype: str | None = None
     """Of most of the checkpoint; None: nothing but config.json was read."""
+    has_weights: bool = False
+    """The weights lie here too."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One sentence of a report."""
+
+    level: Level
+    options: tuple[str, ...]
+    """The options that it is about; empty where it is about none."""
+    message: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `check` found out. `errors` empty: the model would be loaded like this."""
+    """Everything that `check` found out."""
 
     target: str
     resolved: Resolved | None = None
@@ -59,48 +75,81 @@ class Report:
     facts: ModelFacts | None = None
     plan: ServingPlan | None = None
     """None: the model's configuration could not be had."""
-    errors: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    findings: tuple[Told, ...] = ()
+    """What is to be said, in the order in which it was found."""
+    lacking: tuple[str, ...] = ()
+    """Why a plan that holds could not be carried out here and now, in words."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What stands in the way."""
+        return self._of("error")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What costs time, memory or speed, or may go wrong."""
+        return self._of("warning")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is good to know."""
+        return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True if nothing stands in the way."""
+        """True if nothing stands in the way of the plan."""
         return not self.errors
+
+    @property
+    def loadable(self) -> bool:
+        """True if this version, with what is here of the model, would load it like this."""
+        return self.ok and self.plan is not None and not self.lacking
+
+    def _of(self, level: Level) -> tuple[str, ...]:
+        return tuple(told.message for told in self.findings if told.level == level)
 
 
 @dataclass
 class _Messages:
     """What is to be said, each thing once, in the order in which it was found."""
 
-    errors: dict[str, None] = field(default_factory=dict)
-    warnings: dict[str, None] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
+    said: dict[tuple[Level, str], tuple[str, ...]] = field(default_factory=dict)
+    """Level and sentence to the options that it is about."""
 
-    def refuse(self, errors: Iterable[Exception]) -> None:
+    def tell(self, level: Level, message: str, options: tuple[str, ...] = ()) -> None:
+        self.said.setdefault((level, message), options)
+
+    def refuse(
+        self,
+        errors: Iterable[Exception],
+        about: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        """The errors, each problem by itself; `about`: a problem's text to its options."""
         for error in errors:
-            leaves = error.problems if isinstance(error, ConfigError) else (error,)
-            self.errors.update(dict.fromkeys(map(str, leaves)))
+            for leaf in error.problems if isinstance(error, ConfigError) else (error,):
+                name = getattr(leaf, "name", None)
+                options = (NAMES.get(name, name),) if isinstance(name, str) else ()
+                self.tell("error", str(leaf), about.get(str(leaf), options))
+
+    def judge(self, resolved: Resolved, errors: Iterable[ConfigError]) -> None:
+        """The errors of the settings."""
+        about = {resolved.describe(finding): finding.names for finding in resolved.conflicts}
+        self.refuse(errors, about)
 
     def add(self, resolved: Resolved) -> None:
         """What the sources, the rules and the facts gave beside errors."""
         for finding in resolved.findings:
-            told = self.warnings if finding.level == "warning" else self.notes
-            told[resolved.describe(finding)] = None
+            self.tell(finding.level, resolved.describe(finding), finding.names)
         for key, doubt in resolved.suspicious.items():
-            self.warnings[f"{key}: {doubt}"] = None
+            self.tell("warning", f"{key}: {doubt}", (key,))
 
     def into(self, report: Report) -> Report:
-        return replace(
-            report,
-            errors=tuple(self.errors),
-            warnings=tuple(self.warnings),
-            notes=tuple(self.notes),
-        )
+        found = (Told(level, names, message) for (level, message), names in self.said.items())
+        return replace(report, findings=tuple(found))
 
 
 def check(
-    target: str,
+    target: str | None,
     *,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
@@ -108,20 +157,22 @@ def check(
 ) -> Report:
     """What would happen with the model folder, `.properties` file, Hugging Face id or URI `target`.
 
+    `target` None: SageMaker's folder, or, where there is none, the model that variables or `overrides` name.
     `overrides` are the command line's options. `machine` None: the one this runs on, or a stated assumption. Looks
     at config.json only, which for a hub id or a URI is fetched. Never raises for what is wrong with the settings or
     the model: that is in the report.
     """
     messages = _Messages()
+    name = target or str(sources.MODEL_DIR)
     try:
         resolved = _settings(target, environ, overrides, messages)
     except ServingError as error:
         messages.refuse([error])
-        return messages.into(Report(target))
+        return messages.into(Report(name))
     model = _model(resolved, environ, messages)
     if model is None:
         messages.add(resolved)
-        return messages.into(Report(target, resolved=resolved))
+        return messages.into(Report(name, resolved=resolved))
     facts = ModelFacts.from_config(model.config, model.dtype)
     here = device.detect(environ=environ) if machine is None else machine
     loader = _loader(resolved.options, facts, model, here, explicit=machine is not None)
@@ -131,38 +182,49 @@ def check(
     resolved, problems = assess(
         resolved, model.config, planned_for, loader, model.dtype, draft=draft
     )
-    messages.refuse(problems)
+    messages.judge(resolved, problems)
     messages.add(resolved)
+    if loader == "cpu" and facts.num_parameters is None:
+        kind = facts.model_type or "(config.json names none)"
+        doubt = "whether transformers can load it, and what it takes, shows when it is loaded"
+        messages.tell("warning", f"the model_type {kind} is not known here: {doubt}")
     plan = make_plan(
         resolved, facts, planned_for, loader, artifact_format=model.format, draft=draft
     )
-    return messages.into(Report(target, resolved, model, facts, plan))
+    lacking = tuple(_lacking(loader, model))
+    return messages.into(Report(name, resolved, model, facts, plan, lacking=lacking))
 
 
 def _settings(
-    target: str,
+    target: str | None,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     messages: _Messages,
 ) -> Resolved:
     """The options of a folder, of a file as if it lay beside the model, or of a model by its name alone."""
-    path = _path(target)
+    path = _path(str(sources.MODEL_DIR) if target is None else target)
     folder: Path | None = None
     file: Path | None = None
     if _is(path, Path.is_dir):
         folder = path
     elif _is(path, Path.is_file):
         folder, file = path.parent, path
-    elif fetch.uri_scheme(target) or _names_hub_model(target):
+    elif target is not None and (fetch.uri_scheme(target) or _names_hub_model(target)):
         overrides = {"model_id": target, **overrides}
-    else:
+    elif target is not None:
         msg = (
             f"there is no {target!r}; expected a model folder, a .properties file, a Hugging Face id ('owner/name') "
             "or s3://bucket/folder"
         )
         raise ArtifactNotFoundError(msg)
     resolved, problems = examine(None, folder, environ, overrides, file=file)
-    messages.refuse(problems)
+    if folder is None and resolved.options.model_id is None:
+        msg = (
+            f"there is no {str(path)!r}, and neither variables nor command line name a model; expected a target, or "
+            "HF_MODEL_ID, or OPTION_MODEL_ID"
+        )
+        raise ArtifactNotFoundError(msg)
+    messages.judge(resolved, problems)
     return resolved
 
 
@@ -216,10 +278,29 @@ def _local(folder: Path, resolved: Resolved, messages: _Messages) -> Model:
     except ArtifactNotFoundError as error:
         if not (folder / fetch.CONFIG).is_file():
             raise
-        messages.warnings[str(error)] = None
+        messages.tell("warning", f"{error} It is only planned")
         return Model(name, f"{folder / fetch.CONFIG}", formats.read_json(folder / fetch.CONFIG))
+    if not options.trust_remote_code and not _has_tokenizer(folder):
+        messages.tell(
+            "error",
+            f"no tokenizer in {folder}: expected one of {', '.join(VOCABULARIES)}, *.model or *.tiktoken. "
+            "Copy the tokenizer's files beside config.json",
+        )
     return Model(
-        name, str(folder), artifact.config, artifact.format, artifact.backend, artifact.dtype
+        name,
+        str(folder),
+        artifact.config,
+        artifact.format,
+        artifact.backend,
+        artifact.dtype,
+        has_weights=True,
+    )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(
+        entry.name in VOCABULARIES or entry.name.endswith(VOCABULARY_SUFFIXES)
+        for entry in folder.iterdir()
     )
 
 
@@ -236,7 +317,8 @@ def _draft(
             return ModelFacts.from_config(fetch.fetch_config(name, None, environ))
         return ModelFacts.from_config(formats.read_json(folder / fetch.CONFIG))
     except ServingError as error:
-        messages.errors[f"the draft model (option.speculative_draft_model): {error}"] = None
+        problem = f"the draft model (option.speculative_draft_model): {error}"
+        messages.tell("error", problem, ("speculative_draft_model",))
         return None
 
 
@@ -255,12 +337,16 @@ def _loader(
     degree = options.tensor_parallel_degree
     if not here.has_neuron and degree in {None, 1}:
         return "cpu"
-    able = [name for name in NEURON_LOADERS if facts.model_type in CAPABILITIES[name]]
     if here.has_neuron and not explicit:
         installed = libraries()
-        ready = [name for name in able if installed[NEURON_LOADERS[name]].state == "installed"]
-        able = ready or able
-    return able[0] if able else "tnx"
+        ready = [
+            name
+            for name, package in NEURON_LOADERS.items()
+            if installed[package].state == "installed"
+        ]
+        if chosen := preferred(options, facts.model_type, ready):
+            return chosen
+    return preferred(options, facts.model_type) or "tnx"
 
 
 def _machine(
@@ -269,7 +355,7 @@ def _machine(
     """The machine to plan for: this or the named one, else an assumed one that suits the degree."""
     if loader == "cpu" or here.has_neuron:
         if loader != "cpu" and here.assumed:
-            messages.notes[here.assumed] = None
+            messages.tell("note", here.assumed)
         return here
     degree = options.tensor_parallel_degree
     candidates = [instances.named(name) for name in ASSUMED_INSTANCES]
@@ -282,9 +368,10 @@ def _machine(
         ),
         candidates[0],
     )
-    messages.notes[
-        f"no Neuron device here: planned for {chosen.instance_type}, name another with --instance"
-    ] = None
+    messages.tell(
+        "note",
+        f"no Neuron device here: planned for {chosen.instance_type}, name another with --instance",
+    )
     return chosen
 
 
@@ -293,9 +380,8 @@ def _missing(loader: str, here: DeviceInfo | None, messages: _Messages) -> None:
 
     `here` is the machine that this runs on, None if another was named.
     """
-    obstacles = list(_obstacles(loader))
-    told = messages.warnings if here is not None and here.has_neuron else messages.notes
-    told.update(dict.fromkeys(obstacles))
+    for obstacle in _obstacles(loader):
+        messages.tell("warning" if here is not None and here.has_neuron else "note", obstacle)
 
 
 def _obstacles(loader: str) -> Iterator[str]:
@@ -303,7 +389,19 @@ def _obstacles(loader: str) -> Iterator[str]:
     if package is not None and (state := libraries()[package].state) != "installed":
         what = "not installed" if state == "missing" else "PyPI's placeholder, not the library,"
         yield f"{package} is {what} here; the machine that serves needs it"
+    if not _has_backend(loader):
+        yield f"this version of djl_python_neuronx plans for {loader} but cannot load with it yet"
+
+
+def _has_backend(loader: str) -> bool:
     # The folder is read, not the package: importing that costs numpy.
     folder = str(Path(__file__).parent / "backends")
-    if loader not in {module.name for module in pkgutil.iter_modules([folder])}:
-        yield f"this version of djl_python_neuronx plans for {loader} but cannot load with it yet"
+    return loader in {module.name for module in pkgutil.iter_modules([folder])}
+
+
+def _lacking(loader: str, model: Model) -> Iterator[str]:
+    """What stands between a plan that holds and a load."""
+    if not _has_backend(loader):
+        yield f"this version cannot load with {loader} yet"
+    if not model.has_weights:
+        yield "the weights are not in a folder here"

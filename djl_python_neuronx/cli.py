@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.config.sources import MODEL_DIR, environment
 from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.telemetry import setup_logging
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PACKAGE = "djl-python-neuronx"
-DEFAULT_MODEL_DIR = Path("/opt/ml/model")
 DEFAULT_PORT = 8080
 
 
@@ -71,8 +70,8 @@ def _add_serve(commands: Commands) -> None:
         "model_dir",
         nargs="?",
         type=Path,
-        default=DEFAULT_MODEL_DIR,
-        help=f"folder with the model or with a serving.properties that names one (default {DEFAULT_MODEL_DIR})",
+        default=MODEL_DIR,
+        help=f"folder with the model or with a serving.properties that names one (default {MODEL_DIR})",
     )
     everywhere = "0.0.0.0"  # noqa: S104  (what SageMaker's container contract asks for)
     serve.add_argument(
@@ -97,14 +96,14 @@ def _add_check(commands: Commands) -> None:
         "check",
         help="tell what serving a model would do, in a second, without weights, device or compiler",
         description="Print every option with its value and where it comes from, the plan (backend, graphs to compile, "
-        "memory per core), and all that is wrong, each with what to do. Reads config.json only. Exit status: 0 if the "
-        "model would be loaded like this, 1 if not, 2 for a wrong command line.",
+        "memory per core), and all that is wrong, each with what to do. Reads config.json only. Exit status: 0 if "
+        "nothing stands in the way of the plan, 1 if something does, 2 for a wrong command line.",
     )
     check.add_argument(
         "target",
         nargs="?",
-        default=str(DEFAULT_MODEL_DIR),
-        help="model folder, .properties file, Hugging Face id or s3:// URI (default %(default)s)",
+        help="model folder, .properties file, Hugging Face id or s3:// URI "
+        f"(default {MODEL_DIR}, or, without it, the model that HF_MODEL_ID or OPTION_MODEL_ID names)",
     )
     check.add_argument(
         "--instance",
@@ -120,7 +119,13 @@ def _add_check(commands: Commands) -> None:
 
 def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
     command.add_argument(
-        "-o", "--option", action="append", default=[], metavar="NAME=VALUE", help="set option.NAME"
+        "-o",
+        "--option",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="NAME=VALUE",
+        help="set option.NAME",
     )
     levels = ["debug", "info", "warning", "error"]
     command.add_argument("--log-level", choices=levels, default=log_level)
@@ -135,7 +140,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from djl_python_neuronx.service import Service
 
     model_dir: Path = arguments.model_dir
-    overrides = _overrides(arguments.option)
+    overrides = dict(arguments.option)
 
     def load() -> Service:
         return Service.load(None, model_dir, overrides=overrides)
@@ -153,7 +158,7 @@ def _check(arguments: argparse.Namespace) -> int:
     report = check(
         arguments.target,
         environ=environment(),
-        overrides=_overrides(arguments.option),
+        overrides=dict(arguments.option),
         machine=arguments.instance,
     )
     if arguments.json:
@@ -172,15 +177,12 @@ def _instance(name: str) -> DeviceInfo:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _overrides(pairs: Sequence[str]) -> dict[str, str]:
-    overrides: dict[str, str] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator or not name:
-            msg = f"-o {pair!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
-            raise ConfigError(msg)
-        overrides[name.strip().removeprefix("option.")] = value
-    return overrides
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        msg = f"{text!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
+        raise argparse.ArgumentTypeError(msg)
+    return name.strip().removeprefix("option."), value
 
 
 def _seconds(text: str) -> float:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from djl_python_neuronx.config.plan import COMPILE_BASIS, ServingPlan
+from djl_python_neuronx.config.values import jsonable, shown
 
 if TYPE_CHECKING:
     from djl_python_neuronx.check import Report
@@ -65,11 +61,13 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "target": report.target,
         "ok": report.ok,
+        "loadable": report.loadable,
         "errors": list(report.errors),
         "warnings": list(report.warnings),
         "notes": list(report.notes),
+        "findings": jsonable(report.findings),
         "options": {
-            name: {"value": _plain(value), "origin": origin} for name, value, origin in explained
+            name: {"value": jsonable(value), "origin": origin} for name, value, origin in explained
         },
         "ignored": dict(resolved.ignored) if resolved else {},
         "model": None
@@ -77,7 +75,7 @@ def as_json(report: Report) -> dict[str, Any]:
         else {
             "name": model.name,
             "config": model.where,
-            "facts": {} if facts is None else _plain(facts),
+            "facts": {} if facts is None else jsonable(facts),
         },
         "plan": None if plan is None else _plan_json(plan),
     }
@@ -96,7 +94,7 @@ def blocks(
         yield Table("Options", ("option", "value", "from"), rows)
         if report.resolved.ignored:
             ignored = tuple(sorted(report.resolved.ignored.items()))
-            yield Table("Ignored", ("name", "why"), ignored)
+            yield Table("Not for this handler", ("name", "why"), ignored)
     yield Lines("Plan", tuple(_plan_lines(report, ascii_only=ascii_only)))
     if report.plan is not None and report.plan.arguments is not None:
         yield Table(
@@ -111,18 +109,6 @@ def blocks(
     yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
 
 
-def shown(value: object) -> str:
-    """A value as it would be written in `serving.properties`."""
-    plain = _plain(value)
-    if plain is None:
-        return ""
-    if isinstance(plain, list) and all(isinstance(part, int) for part in plain):
-        return ",".join(map(str, plain))
-    if isinstance(plain, float) and plain.is_integer():
-        return str(int(plain))
-    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-
-
 def gib(size_bytes: int) -> str:
     """Bytes as GiB with two digits."""
     return f"{size_bytes / _GIB:.2f}"
@@ -130,10 +116,12 @@ def gib(size_bytes: int) -> str:
 
 def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False) -> str:
     """Memory of one core as a line of `width` marks; what does not fit lies beyond a `|`."""
-    whole = max(memory.needed, memory.capacity, 1)
+    # A configuration that makes no sense can make a part negative, and its mark endless.
+    sizes = [max(getattr(memory, attribute), 0) for attribute, *_ in PARTS]
+    whole = max(sum(sizes), memory.capacity, 1)
     edges, marks, total = [0], [], 0
-    for attribute, _, mark, plain, _ in PARTS:
-        total += getattr(memory, attribute)
+    for size, (_, _, mark, plain, _) in zip(sizes, PARTS, strict=True):
+        total += size
         edges.append(round(width * total / whole))
         marks.append((plain if ascii_only else mark) * (edges[-1] - edges[-2]))
     line = "".join(marks).ljust(width, "." if ascii_only else "·")
@@ -154,7 +142,8 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     yield f"backend   {plan.loader}, from the format {plan.format}"
     yield f"machine   {_machine(plan, report)}"
     if plan.graphs:
-        yield f"compiles  {len(plan.graphs)} graphs, tokens x rows: {_graphs(plan)}"
+        graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
+        yield f"compiles  {graphs}, tokens x rows: {_graphs(plan)}"
         yield f"          roughly {_duration(plan.estimated_compile_s)}: {COMPILE_BASIS}"
     else:
         yield "compiles  nothing"
@@ -226,9 +215,12 @@ def _verdict(report: Report) -> str:
         for told, word in ((report.errors, "error"), (report.warnings, "warning"))
         if told
     ]
-    return ("ready" if report.ok else "cannot be served like this") + (
-        f": {', '.join(counts)}" if counts else ""
-    )
+    verdict = "ready"
+    if not report.ok:
+        verdict = "cannot be served like this"
+    elif report.lacking:
+        verdict = f"the plan holds; {', and '.join(report.lacking)}"
+    return verdict + (f": {', '.join(counts)}" if counts else "")
 
 
 def _argument_rows(plan: ServingPlan) -> Iterator[tuple[str, str, str]]:
@@ -241,7 +233,7 @@ def _argument_rows(plan: ServingPlan) -> Iterator[tuple[str, str, str]]:
         ("environment", arguments.environment),
     )
     for where, values in groups:
-        yield from ((where, name, json.dumps(_plain(value))) for name, value in values.items())
+        yield from ((where, name, json.dumps(jsonable(value))) for name, value in values.items())
     for flag in arguments.compiler_flags:
         yield "compiler", flag, ""
 
@@ -251,7 +243,7 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
     return {
         "loader": plan.loader,
         "format": plan.format,
-        "graphs": _plain(plan.graphs),
+        "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": None
         if memory is None
@@ -261,28 +253,6 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
             "capacity_bytes": memory.capacity,
             "fits": memory.fits,
         },
-        "device": _plain(plan.device),
-        "arguments": _plain(plan.arguments),
+        "device": jsonable(plan.device),
+        "arguments": jsonable(plan.arguments),
     }
-
-
-def _plain(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
-    """The value in the terms of JSON."""
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case None | bool() | int() | float() | str():
-            return value
-        case BaseModel():
-            return value.model_dump(mode="json", exclude_none=True)
-        case PurePath():
-            return str(value)
-        case Mapping():
-            return {str(key): _plain(inner) for key, inner in value.items()}
-        case Sequence() | set() | frozenset():
-            return [_plain(inner) for inner in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)
-        }
-    return str(value)

@@ -25,8 +25,9 @@ from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.plan import make_plan
-from djl_python_neuronx.config.resolve import Resolved, complete, resolve
+from djl_python_neuronx.config.resolve import Resolved, assess, examine
 from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.config.values import shown
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
@@ -117,39 +118,21 @@ class Service:
         """
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
-        resolved = resolve(properties, model_dir, environ, overrides)
+        settings, problems = examine(properties, model_dir, environ, overrides)
+        _log_settings(settings)
         machine = device.detect(environ=environ)
         if machine.assumed:
             logger.warning("device_assumed reason=%r", machine.assumed)
-        origin = (
-            "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
-        )
-        artifact = formats.detect(_local_folder(resolved), origin=origin)
-        name = choose_loader(
-            resolved.options,
-            machine,
-            libraries(),
-            backends.names(),
-            artifact.backend,
-            artifact.model_type,
-        )
-        obstacle = backends.supports(name, artifact)
-        if obstacle is not None:
-            msg = f"the {name} backend cannot serve the model in {artifact.path}: {obstacle}"
-            raise BackendError(msg)
-        resolved = complete(resolved, artifact.config, machine, name, artifact.dtype)
-        for option, value, origin in resolved.explain():
-            level = logging.INFO if option in resolved.origins else logging.DEBUG
-            logger.log(level, "option name=%s value=%s origin=%r", option, value, origin)
-        for key, doubt in resolved.suspicious.items():
-            logger.warning("option_suspicious name=%s reason=%r", key, doubt)
-        for option, reason in resolved.ignored.items():
-            logger.info("option_ignored name=%s reason=%r", option, reason)
-        for finding in resolved.findings:
-            level = logging.WARNING if finding.level == "warning" else logging.INFO
-            logger.log(
-                level, "option_finding level=%s %s", finding.level, resolved.describe(finding)
-            )
+        try:
+            artifact, name = _chosen(settings, machine)
+        except ServingError as error:
+            if not problems:
+                raise
+            raise ConfigError.collect([*problems, ConfigError(str(error))]) from error
+        resolved, unsuitable = assess(settings, artifact.config, machine, name, artifact.dtype)
+        _log_settings(resolved, told=settings)
+        if problems or unsuitable:
+            raise ConfigError.collect([*problems, *unsuitable])
         _log_plan(resolved, artifact, machine, name)
         options = resolved.options
         tokenizer = load_tokenizer(
@@ -211,6 +194,45 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _chosen(resolved: Resolved, machine: DeviceInfo) -> tuple[Artifact, str]:
+    """The model's files and the name of the backend that is to load them."""
+    origin = "the model_dir argument" if resolved.options.model_id is None else "option.model_id"
+    artifact = formats.detect(_local_folder(resolved), origin=origin)
+    name = choose_loader(
+        resolved.options,
+        machine,
+        libraries(),
+        backends.names(),
+        artifact.backend,
+        artifact.model_type,
+    )
+    obstacle = backends.supports(name, artifact)
+    if obstacle is not None:
+        msg = f"the {name} backend cannot serve the model in {artifact.path}: {obstacle}"
+        raise BackendError(msg)
+    return artifact, name
+
+
+def _log_settings(resolved: Resolved, told: Resolved | None = None) -> None:
+    """Options that are not at their default and what is to be said of them, without what was `told` before.
+
+    In two steps, so that the log of a start that fails in between says where its settings came from.
+    """
+    before = set() if told is None else {(name, where) for name, _, where in told.explain()}
+    for option, value, origin in resolved.explain():
+        if (option, origin) not in before:
+            level = logging.DEBUG if origin == "default" else logging.INFO
+            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+    if told is None:
+        for key, doubt in resolved.suspicious.items():
+            logger.warning("option_suspicious name=%s reason=%r", key, doubt)
+        for option, reason in resolved.ignored.items():
+            logger.info("option_ignored name=%s reason=%r", option, reason)
+    for finding in resolved.findings[len(told.findings) if told else 0 :]:
+        level = logging.WARNING if finding.level == "warning" else logging.INFO
+        logger.log(level, "option_finding level=%s %s", finding.level, resolved.describe(finding))
 
 
 def _log_plan(resolved: Resolved, artifact: Artifact, machine: DeviceInfo, loader: str) -> None:

@@ -1,5 +1,8 @@
 """The command line itself: what is a wrong one, and what the process ends with."""
 
+import logging
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +32,12 @@ def test_a_wrong_command_line_is_status_2(capsys, arguments, words):
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
-@pytest.mark.parametrize("pair", ["n_positions", "=4", ""])
-def test_an_option_without_name_or_value_is_told(capsys, command, pair):
-    assert cli.main([command, TINY, "-o", pair]) == 1
+@pytest.mark.parametrize("pair", ["n_positions", "=4", "", " =4"])
+def test_an_option_without_name_or_value_is_told(monkeypatch, capsys, command, pair):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # the command line comes before what it needs
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, TINY, "-o", pair])
+    assert left.value.code == 2
     assert "NAME=VALUE" in capsys.readouterr().err
 
 
@@ -51,13 +57,54 @@ def test_a_model_that_is_not_there_is_status_1(capsys):
     ],
 )
 def test_options_of_the_command_line(pairs, expected):
-    assert cli._overrides(pairs) == expected
+    arguments = [part for pair in pairs for part in ("-o", pair)]
+    for command in ("serve", "check"):
+        parsed = cli._parser().parse_args([command, TINY, *arguments])
+        assert dict(parsed.option) == expected
 
 
 def test_a_port_of_sagemaker_is_checked(monkeypatch):
     monkeypatch.setenv("SAGEMAKER_BIND_TO_PORT", "http")
     with pytest.raises(ConfigError, match="SAGEMAKER_BIND_TO_PORT"):
         cli._port_from_environment()
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    """What is logged from INFO on; a command that ran before may have led the package's log elsewhere."""
+    monkeypatch.setattr(logging.getLogger("djl_python_neuronx"), "propagate", True)
+    with caplog.at_level("INFO", "djl_python_neuronx"):
+        yield caplog
+
+
+def test_a_start_that_fails_tells_all_that_is_wrong(tmp_path, log):
+    pytest.importorskip("prometheus_client", reason="needs the `server` extra")
+    from djl_python_neuronx.service import Service
+
+    lines = "option.n_positions=many\noption.dtype=bf16\noption.model_id=gone\n"
+    (tmp_path / "serving.properties").write_text(lines)
+    with pytest.raises(ConfigError) as caught:
+        Service.load(None, tmp_path, environ={})
+    one, two = map(str, caught.value.problems)
+    assert "many" in one
+    assert "gone" in two
+    # What it was started with is in the log all the same.
+    assert re.search(r"option name=dtype value=bfloat16 origin=.*line 2", log.text)
+
+
+def test_settings_and_what_does_not_suit_the_machine_are_told_together(log):
+    pytest.importorskip("torch", reason="needs the `cpu` extra")
+    from djl_python_neuronx.service import Service
+
+    overrides = {"model_loader": "cpu", "dtype": "int3", "cpu_threads": "1000000", "nope": "1"}
+    with pytest.raises(ConfigError) as caught:
+        Service.load(None, Path(TINY), environ={}, overrides=overrides)
+    told = "\n".join(map(str, caught.value.problems))
+    for words in ("int3", "cpu_threads=1000000", "'nope'"):
+        assert words in told
+    assert len(caught.value.problems) == 3
+    assert log.text.count("option name=cpu_threads ") == 1
+    assert log.text.count("option name=n_positions ") == 1
 
 
 def test_the_version_is_told(capsys):

@@ -43,12 +43,19 @@ class Capability:
     """int8 weights."""
     speculation: bool = True
     """A draft model proposes tokens that this one verifies."""
+    divides: tuple[str, ...] = ()
+    """Sizes, as fields of `ModelFacts`, that the tensor parallel degree has to divide."""
+    experts_apart: bool = False
+    """Whole experts go to groups of cores, or groups of whole experts to a core: the numbers have to divide."""
+    window_cache: bool = False
+    """The KV cache has as many rows as the sliding window."""
     text_only: bool = True
     """False: the library's class takes images beside text; its text side alone is served."""
     verified: bool = True
     """Seen to give the right tokens. False: only read in the library's source."""
     unread: frozenset[str] = frozenset()
-    """Options that other architectures of the library honour and this one's code never looks at."""
+    """Options that other architectures of the library honour and this one's code cannot use: it never looks at them,
+    or fails. They are not handed over."""
     refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Option to why the library stops at it."""
     defects: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -74,6 +81,7 @@ _LLAMA_ONLY = frozenset(
         "fused_rmsnorm_qkv",
         "is_block_kv_layout",
         "mlp_out_weight_transpose",
+        "multi_node",
         "sequence_parallel",
         "sequence_parallel_norm_threshold",
         "shard_over_sequence",
@@ -116,7 +124,7 @@ _GPT_NEOX = Capability(
     on_device_sampling=False,
     int8=False,
     speculation=False,
-    unread=_LLAMA_ONLY | _DECODER,
+    unread=_LLAMA_ONLY | _DECODER | {"unroll"},
     refused=_NO_WEIGHTS,
 )
 
@@ -129,15 +137,6 @@ TNX: Mapping[str, Capability] = MappingProxyType(
             refused=_NO_CACHE,
         ),
         "gpt2": _GPT2,
-        # Its checkpoint layout is told apart inside gpt2's class.
-        "gpt_bigcode": Capability(
-            continuous_batching=False,
-            token_buckets=False,
-            speculation=False,
-            verified=False,
-            unread=_WITHOUT_GROUPS,
-            refused=_NO_CACHE,
-        ),
         "gpt_neox": _GPT_NEOX,
         "gptj": Capability(
             continuous_batching=False,
@@ -149,7 +148,7 @@ TNX: Mapping[str, Capability] = MappingProxyType(
             on_device_sampling=False,
             int8=False,
             speculation=False,
-            unread=_GPT_NEOX.unread,
+            unread=_LLAMA_ONLY | _DECODER,
             refused=_NO_WEIGHTS,
             defects={
                 GPTJ_DECODE: "transformers-neuronx lets each token of a GPT-J see no other than the first"
@@ -168,6 +167,7 @@ TNX: Mapping[str, Capability] = MappingProxyType(
             attention_bsh=False,
             int8=False,
             speculation=False,
+            experts_apart=True,
             unread=_LLAMA_ONLY | {"weight_tiling"},
             refused=_NO_MOE_WEIGHTS,
             defects={
@@ -196,6 +196,8 @@ _NOT_WITH_IMAGES = dict.fromkeys(
 )
 # Only the others divide cores among KV heads for flash decoding (num_cores_per_group).
 _NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
+# Its layers of experts are built of parallel linear layers and an embedding that pad nothing.
+_OF_EXPERTS = ("hidden_size", "intermediate_size", "vocab_size")
 
 
 def _with_images(
@@ -216,20 +218,22 @@ def _with_images(
 
 NXDI: Mapping[str, Capability] = MappingProxyType(
     {
-        "dbrx": Capability(verified=False, unread=_NO_FLASH_DECODING),
-        "gemma3": Capability(verified=False, unread=_NO_FLASH_DECODING),
+        "dbrx": Capability(verified=False, divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING),
+        "gemma3": Capability(verified=False, divides=("hidden_size",), unread=_NO_FLASH_DECODING),
         "gpt_oss": Capability(verified=False),
         "llama": Capability(),
         "llama4": _with_images(),
-        "mistral": Capability(unread=_NO_FLASH_DECODING),
-        "mixtral": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        "mistral": Capability(window_cache=True, unread=_NO_FLASH_DECODING),
+        "mixtral": Capability(divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
         # Its cross attention asserts that the degree divides query and KV heads.
         "mllama": _with_images(pads_heads=False),
         "pixtral": _with_images(),
         "qwen2": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
         "qwen2_vl": _with_images(unread=_NO_FLASH_DECODING),
         "qwen3": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
-        "qwen3_moe": Capability(verified=False, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
+        "qwen3_moe": Capability(
+            verified=False, divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW
+        ),
         "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
     }
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from djl_python_neuronx.config import memory
+from djl_python_neuronx.config import division, memory
 from djl_python_neuronx.config.capabilities import CAPABILITIES
-from djl_python_neuronx.config.instances import DeviceInfo, legal_degrees
+from djl_python_neuronx.config.instances import DeviceInfo, legal_degrees, on_single_cores
+from djl_python_neuronx.config.mapping import honoured
 from djl_python_neuronx.config.memory import CoreMemory, Load
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
@@ -21,17 +22,30 @@ Filled = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
 
 
-def fill(options: ServingOptions, facts: ModelFacts, device: DeviceInfo, loader: str) -> Filled:
+def fill(
+    options: ServingOptions,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    loader: str,
+    *,
+    draft: ModelFacts | None = None,
+) -> Filled:
     """A value for every option that is still None, `auto` or `max` and follows from facts.
 
     In this order, each within what the ones before leave: dtype, tensor_parallel_degree, n_positions,
     max_rolling_batch_size, context_length_estimate. Where nothing fits they are the smallest; `suitability` says so.
+    `draft`: the facts of the draft model, if they are known.
     """
     filled: Filled = {}
+    device = on_single_cores(device, options.logical_nc_config)
+    if draft is not None and draft.max_positions:
+        # Both models read the same sequence.
+        limit = min(draft.max_positions, facts.max_positions or draft.max_positions)
+        facts = replace(facts, max_positions=limit)
     dtype, why = _dtype(options, facts, loader)
     if dtype != options.dtype:
         filled["dtype"] = dtype, why
-    room = _Room.of(options, facts, device, loader, dtype)
+    room = _Room.of(options, facts, device, loader, dtype, draft)
     degree = options.tensor_parallel_degree
     if not isinstance(degree, int):
         degree, why = _degree(degree == "max", room, _wanted_positions(options, facts, loader)[0])
@@ -67,9 +81,12 @@ class _Room:
         device: DeviceInfo,
         loader: str,
         dtype: str,
+        draft: ModelFacts | None,
     ) -> _Room:
         known = {"dtype": dtype, "n_positions": 1, "max_rolling_batch_size": 1}
-        return cls(facts, device, loader, Load.of(options.model_copy(update=known), loader))
+        capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+        options = honoured(options.model_copy(update=known), capability)
+        return cls(facts, device, loader, Load.of(options, loader, draft))
 
     @property
     def judged(self) -> bool:
@@ -125,14 +142,14 @@ def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
     """The largest documented degree that the library takes; unasked, only if no smaller one needs less memory."""
     if room.loader == "cpu":
         return 1, "a CPU"
-    cores = room.device.visible_cores // room.load.stages
+    cores = room.device.visible_cores // (room.load.stages * room.load.expert_groups)
     legal = legal_degrees(room.device.family, cores)
-    degrees = [degree for degree in legal if memory.takes(room.facts, degree, room.loader)]
+    degrees = [degree for degree in legal if division.takes(room.facts, degree, room.loader)]
     if not degrees:
         return 1, "no more cores are known of"
     why = f"the largest that {room.device.family or 'any family'} documents within {cores} cores"
-    if degrees[-1] != legal[-1]:
-        why += f" and that divides the model's {room.facts.num_heads} heads, as the library asks"
+    if what := division.undivided(room.facts, legal[-1], room.loader):
+        why += f" and that the library takes: {legal[-1]} does not divide {what}"
     chosen = degrees[-1]
     if not most and room.judged:
         slots = MAX_ROLLING_BATCH_SIZE
@@ -141,6 +158,17 @@ def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
         )
         if chosen != degrees[-1]:
             why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
+    if chosen < cores:
+        why += f"; {cores - chosen} of {cores} cores are left over"
+        unofficial = [
+            degree
+            for degree in legal_degrees(room.device.family, cores, used=True)
+            if degree > chosen
+            and degree not in legal
+            and division.takes(room.facts, degree, room.loader)
+        ]
+        if unofficial:
+            why += f", of which guides use more: {unofficial[-1]} is taken with a note"
     return chosen, why
 
 
@@ -168,6 +196,11 @@ def _positions(options: ServingOptions, room: _Room, degree: int) -> tuple[int, 
     positions = wanted
     while positions > least and not room.fits(degree, positions, slots):
         positions = max(positions // 2, least)
+    if not room.fits(degree, positions, slots):
+        return (
+            positions,
+            f"the least, for which there is not enough memory either (wanted: {wanted})",
+        )
     if positions < wanted:
         why = f"halved from {wanted} until {_count(slots, 'slot')} had room in memory"
     return positions, why
@@ -176,9 +209,16 @@ def _positions(options: ServingOptions, room: _Room, degree: int) -> tuple[int, 
 def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) -> tuple[int, str]:
     if options.speculative_draft_model is not None and room.loader == "tnx":
         return 1, "transformers-neuronx speculates for one sequence at a time"
+    if options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1:
+        return options.batch_size, "batch_size, which DJL Serving collects without a rolling batch"
     slots = MAX_ROLLING_BATCH_SIZE
     while slots > 1 and not room.fits(degree, positions, slots):
         slots //= 2
+    if not room.fits(degree, positions, slots):
+        return (
+            slots,
+            f"the least, and there is no memory for the {positions} tokens of even one slot",
+        )
     if slots < MAX_ROLLING_BATCH_SIZE:
         return slots, f"the most, doubling from 1, whose caches of {positions} tokens have room"
     if not room.judged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from djl_python_neuronx.config import capabilities
 from djl_python_neuronx.config.capabilities import Capability
@@ -66,6 +67,106 @@ _MATTERS: Mapping[
 """Defect to the options that it concerns, to whether it matters with them, and to the way around it."""
 
 
+def _odd_heads(facts: ModelFacts) -> bool:
+    hidden, heads, size = facts.hidden_size, facts.num_heads, facts.head_dim
+    return bool(hidden and heads and size) and size != (hidden or 0) // (heads or 1)
+
+
+class Trait(NamedTuple):
+    """Something of a model's configuration that a library cannot do."""
+
+    has: Callable[[ModelFacts], bool]
+    problem: str
+    fix: str
+    silent: bool = True
+    """The library goes on and its answers are wrong; else it stops."""
+
+
+_NXDI = "set model_loader=nxdi"
+_CPU = "set model_loader=cpu"
+_ODD_HEADS = Trait(
+    _odd_heads,
+    "transformers-neuronx takes heads of hidden_size / num_attention_heads, which config.json's head_dim is not",
+    _NXDI,
+    silent=False,
+)
+_OTHER_ACTIVATION = Trait(
+    lambda facts: facts.activation not in {None, "silu", "swish"},
+    "transformers-neuronx computes silu, whatever hidden_act in config.json says",
+    _NXDI,
+)
+_SCALED_POSITIONS = Trait(
+    lambda facts: facts.rope_type is not None,
+    "transformers-neuronx does not look at rope_scaling in config.json",
+    _CPU,
+)
+_OF_MISTRAL = (_ODD_HEADS, _OTHER_ACTIVATION, _SCALED_POSITIONS)
+TRAITS: Mapping[str, Mapping[str, tuple[Trait, ...]]] = MappingProxyType(
+    {
+        "tnx": MappingProxyType(
+            {
+                "gpt_neox": (
+                    Trait(
+                        lambda facts: not facts.parallel_residual,
+                        "transformers-neuronx has no use_parallel_residual=false, which config.json asks for",
+                        _CPU,
+                        silent=False,
+                    ),
+                ),
+                "llama": (
+                    Trait(
+                        lambda facts: facts.attention_bias,
+                        "transformers-neuronx drops the biases that attention_bias=true in config.json stands for",
+                        _NXDI,
+                    ),
+                    Trait(
+                        lambda facts: facts.mlp_bias,
+                        "transformers-neuronx drops the biases that mlp_bias=true in config.json stands for",
+                        _NXDI,
+                    ),
+                    _OTHER_ACTIVATION,
+                    _ODD_HEADS,
+                    Trait(
+                        lambda facts: facts.rope_type not in {None, "llama3"},
+                        "transformers-neuronx scales positions like llama3 or not at all, and config.json asks for "
+                        "another rope_scaling",
+                        _CPU,
+                        silent=False,
+                    ),
+                ),
+                "mistral": _OF_MISTRAL,
+                "mixtral": _OF_MISTRAL,
+                "opt": (
+                    Trait(
+                        lambda facts: not facts.norm_first,
+                        "transformers-neuronx has no do_layer_norm_before=false, which config.json asks for",
+                        _CPU,
+                        silent=False,
+                    ),
+                ),
+            }
+        )
+    }
+)
+"""Loader to `model_type` to what of a configuration it cannot do.
+
+Source: transformers-neuronx 0.13, `<architecture>/config.py`, `model.py` and `hlo.py`; run on a CPU.
+"""
+
+
+def of_model(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Finding]:
+    """What of the model's own configuration the library cannot do."""
+    for trait in TRAITS.get(loader, {}).get(facts.model_type or "", ()):
+        if not trait.has(facts):
+            continue
+        if not trait.silent:
+            yield Finding(("model_loader",), f"{trait.problem}: it would stop; {trait.fix}")
+        else:
+            yield _told(
+                ("model_loader",), f"{trait.problem}: answers are wrong", trait.fix, options
+            )
+
+
 def findings(
     options: ServingOptions, facts: ModelFacts, capability: Capability
 ) -> Iterator[Finding]:
@@ -75,9 +176,10 @@ def findings(
         if not matters(options, facts):
             continue
         window = f" (of {facts.sliding_window} tokens)" if facts.sliding_window else ""
-        what = f"{reason}{window}: answers are wrong"
-        if options.allow_known_defects:
-            yield Finding(names, f"{what}, which allow_known_defects=true accepts", "warning")
-        else:
-            problem = f"{what}; {fix}, or serve it as it is with allow_known_defects=true"
-            yield Finding(names, problem)
+        yield _told(names, f"{reason}{window}: answers are wrong", fix, options)
+
+
+def _told(names: tuple[str, ...], what: str, fix: str, options: ServingOptions) -> Finding:
+    if options.allow_known_defects:
+        return Finding(names, f"{what}, which allow_known_defects=true accepts", "warning")
+    return Finding(names, f"{what}; {fix}, or serve it as it is with allow_known_defects=true")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.rules import Finding
 from djl_python_neuronx.config.sources import Setting
 
@@ -22,10 +22,16 @@ _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 _REWRITTEN = frozenset({"rolling_batch", "async_mode"})
 """Options that DJL Serving overrules: `batch_size` above 1 turns rolling batches off, for one."""
 _WHOLE_SECONDS = ("predict_timeout", "model_loading_timeout")
-_BATCHING = (
-    "the device then works for one sequence while all others wait. Set option.async_mode=true or "
-    "option.rolling_batch=tnx to serve them together; option.rolling_batch=disable accepts it"
+_RELEVANT = frozenset(
+    {
+        *("engine", "entryPoint", "model_loading_timeout"),
+        *("rolling_batch", "max_rolling_batch_size"),
+    }
 )
+"""Names that say that a file is meant for DJL Serving, beside every `OPTION_*` variable."""
+_ROWS = {"vllm": 256}
+"""Rolling batch to the rows that DJL Serving sends of it if max_rolling_batch_size is not written; else 32."""
+_USUAL_ROWS = 32
 
 
 def wrote(file: Sequence[Setting], environ: Mapping[str, str]) -> bool:
@@ -58,11 +64,12 @@ def inside(
         yield Finding(
             ("rolling_batch", "async_mode"),
             "DJL Serving sends one request at a time (recent versions turn rolling_batch=auto, or none, into disable): "
-            f"{_BATCHING}",
+            f"{_batching(written)}",
             "warning",
         )
     firsts = {setting.name: setting for setting in reversed(written)}
     yield from _numbers(firsts)
+    yield from _rows(firsts, options)
     for name in sorted(firsts.keys() & _REWRITTEN):
         passed, wanted = _text(properties.get(name)), _text(firsts[name].value)
         if passed and wanted not in {"auto", passed}:
@@ -80,22 +87,89 @@ def ahead(
 ) -> Iterator[Finding]:
     """What DJL Serving would do with what is `written`, outside of it; nothing if it was not written for DJL."""
     firsts = {setting.name: setting for setting in reversed(written)}
-    if not {"engine", "entryPoint"} & firsts.keys():
+    if not _for_djl(written):
         return
+    if collects(written, options):
+        setting = firsts["rolling_batch"]
+        problem = (
+            f"DJL Serving passes 'disable' in place of {setting.value!r} ({setting.origin}), since it collects batches "
+            f"of {options.batch_size}; remove batch_size, or rolling_batch"
+        )
+        yield Finding(("rolling_batch", "batch_size"), problem, "warning")
     if options.rolling_batch == "auto" and _one_at_a_time(written, options):
         yield Finding(
             ("rolling_batch", "async_mode"),
             "under DJL Serving, whose recent versions turn rolling_batch=auto, or none, into disable, "
-            f"{_BATCHING}",
+            f"{_batching(written)}",
             "warning",
         )
     yield from _numbers(firsts)
+    yield from _rows(firsts, options)
     engine = firsts.get("engine")
     if engine is not None and engine.value != "Python":
         said = f"it is {engine.value} ({engine.origin})"
         problem = f"{said}, which does not run this handler in one process for all cores; set engine=Python"
         yield Finding(("engine",), problem, "warning")
-    yield from _entry_point(firsts.get("entryPoint"), model_dir, environ)
+    yield from _entry_point(written, model_dir, environ)
+
+
+def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
+    """True if DJL Serving turns off the rolling batch that is asked for, for batches that it collects itself.
+
+    It looks at the key without prefix only: `option.batch_size` and `max_dynamic_batch_size` contradict a rolling
+    batch instead.
+    """
+    said = next((entry for entry in written if entry.name == "batch_size"), None)
+    others = [entry.origin for entry in written if entry.name == "max_dynamic_batch_size"]
+    return (
+        said is not None
+        and said.source == sources.FILE_NAME
+        and not said.by_user
+        and said.origin not in others
+        and options.batch_size > 1
+        and options.rolling_batch in {"tnx", "vllm"}
+    )
+
+
+def _for_djl(written: Sequence[Setting]) -> bool:
+    """True if a file or the variables were written for DJL Serving, as far as one can tell."""
+    return any(
+        setting.name in _RELEVANT
+        if setting.source == sources.FILE_NAME
+        else setting.source == sources.ENVIRONMENT and setting.by_user
+        for setting in written
+    )
+
+
+def _spelled(name: str, written: Sequence[Setting]) -> str:
+    """An option as it is to be written where the user wrote it, or else the rest."""
+    said = [setting.source for setting in written if setting.name == name]
+    places = said or [setting.source for setting in written if setting.by_user]
+    in_file = sources.FILE_NAME in places or sources.ENVIRONMENT not in places
+    return f"option.{name}" if in_file else f"OPTION_{name.upper()}"
+
+
+def _batching(written: Sequence[Setting]) -> str:
+    mode, batch = (_spelled(name, written) for name in ("async_mode", "rolling_batch"))
+    return (
+        f"the device then works for one sequence while all others wait. Set {mode}=true or {batch}=tnx to serve them "
+        f"together; {batch}=disable accepts it"
+    )
+
+
+def _rows(firsts: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
+    """The slots under a name of which DJL Serving knows nothing."""
+    name, rows = "max_rolling_batch_size", _ROWS.get(options.rolling_batch, _USUAL_ROWS)
+    slots = options.max_rolling_batch_size
+    alias = next((other for other in option(name).aliases if other in firsts), None)
+    if alias is None or name in firsts or options.rolling_batch not in {"tnx", "vllm"}:
+        return
+    if slots is not None and slots != rows:
+        problem = (
+            f"DJL Serving does not know {alias} ({firsts[alias].origin}) and sends up to {rows} rows; write "
+            f"{name}={slots} instead"
+        )
+        yield Finding((name,), problem, "warning")
 
 
 def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
@@ -107,8 +181,9 @@ def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
 
 
 def _entry_point(
-    setting: Setting | None, model_dir: Path | None, environ: Mapping[str, str]
+    written: Sequence[Setting], model_dir: Path | None, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
+    setting = next((entry for entry in written if entry.name == "entryPoint"), None)
     value = environ.get("DJL_ENTRY_POINT", "") if setting is None else _text(setting.value)
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:
@@ -117,7 +192,8 @@ def _entry_point(
     else:
         wrong, said = not _has_model_py(model_dir), "not set"
     if wrong:
-        problem = f"it is {said}, so DJL Serving would not load this handler; set option.entryPoint={ENTRY_POINT}"
+        fix = f"set {_spelled('entryPoint', written)}={ENTRY_POINT}"
+        problem = f"it is {said}, so DJL Serving would not load this handler; {fix}"
         yield Finding(("entryPoint",), problem, "warning")
 
 
@@ -127,7 +203,8 @@ def _one_at_a_time(written: Sequence[Setting], options: ServingOptions) -> bool:
         setting.name == "rolling_batch" and _text(setting.value).lower() == "disable"
         for setting in written
     )
-    return not (asked or options.async_mode or options.batch_size > 1)
+    one_slot = options.max_rolling_batch_size == 1
+    return not (asked or options.async_mode or options.batch_size > 1 or one_slot)
 
 
 def _has_model_py(model_dir: Path | None) -> bool:

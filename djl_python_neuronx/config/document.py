@@ -54,8 +54,8 @@ Names of the old engine for a value of an option.
 _VARIABLES_HEAD = """\
 ## Other variables
 
-What SageMaker sets and what users of the hub's own containers know. The first two overrule the file, the others stand
-in for what is not set.
+What SageMaker sets and what users of the hub's own containers know. The `SAGEMAKER_*` ones overrule the
+file, the others stand in for what is not set.
 """
 
 _IGNORED_HEAD = """\

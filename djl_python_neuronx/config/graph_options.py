@@ -111,7 +111,7 @@ class CompilerOptions(NxdiOptions):
     """Graphs that are compiled at once. Each compiler takes some GB of host memory: lower it if the machine runs out.
     The library's default is one for each graph."""
     unroll: Annotated[Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True)] = None
-    """Layers in one compiled graph. Not set: all, which runs fastest and compiles longest."""
+    """Layers in one compiled graph. Not set: all, which runs fastest and compiles longest. GPT-NeoX takes all."""
     multi_node: Annotated[
         bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True)
     ] = False
@@ -254,7 +254,7 @@ class GraphOptions(PrecisionOptions):
     ] = None
     """One matrix product in place of three for queries, keys and values."""
     fuse_mlp: Annotated[bool | None, Option(to={"tnx": "fuse_mlp"}, tunes=True)] = None
-    """One matrix product in place of two at the entrance of the MLP."""
+    """One matrix product in place of two at the entrance of the MLP. Needs `mlp_out_weight_transpose`."""
     fused_rmsnorm_qkv: Annotated[
         bool | None,
         Option(
@@ -276,7 +276,8 @@ class GraphOptions(PrecisionOptions):
     """Kernel for the norm before the MLP and the MLP. TNX needs `attention_layout=BSH` and
     `group_query_attention=replicated-heads` for it."""
     qkv_tiling: Annotated[bool | None, Option(to={"tnx": "qkv_tiling"}, tunes=True)] = None
-    """Cut the projections of attention into tiles of 128. Needs `fuse_qkv`."""
+    """Cut the projections of attention into tiles of 128, which both their sides have to be multiples of. Needs
+    `fuse_qkv`."""
     weight_tiling: Annotated[bool | None, Option(to={"tnx": "weight_tiling"}, tunes=True)] = None
     """Cut the weights of the MLP into tiles of 128."""
     mlp_in_weight_tiling_permute_order: Annotated[
@@ -382,7 +383,8 @@ class GraphOptions(PrecisionOptions):
             },
         ),
     ] = None
-    """Keep the KV cache in blocks instead of one row for each slot (paged attention)."""
+    """Keep the KV cache in blocks instead of one row for each slot (paged attention). NxDI has it for prefix caching
+    alone, which implies it."""
     pa_block_size: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"}),

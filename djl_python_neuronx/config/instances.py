@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from djl_python_neuronx.errors import ConfigError
@@ -154,9 +154,37 @@ def named(instance_type: str) -> DeviceInfo:
     )
 
 
-def legal_degrees(family: str | None, cores: int) -> tuple[int, ...]:
-    """Documented tensor parallel degrees within `cores`, ascending; all families' where the family is not known."""
+def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
+    """The machine with each physical core a logical one, if `cores_in_one` (logical_nc_config) is 1 and it has pairs.
+
+    Only Trn2 has pairs. A machine that was seen with `NEURON_LOGICAL_NC_CONFIG=1` is divided already.
+    """
+    family = FAMILIES.get(device.family or "")
+    if cores_in_one != 1 or family is None or family.name != "trn2":
+        return device
+    if device.neuron_cores != device.neuron_devices * family.cores_per_device:
+        return device
+    # A limit that was set counts logical cores as they are going to be.
+    limited = device.visible_cores != device.neuron_cores
+    return replace(
+        device,
+        neuron_cores=2 * device.neuron_cores,
+        core_memory_bytes=device.core_memory_bytes // 2,
+        visible_cores=device.visible_cores if limited else 2 * device.neuron_cores,
+    )
+
+
+def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tuple[int, ...]:
+    """Documented tensor parallel degrees within `cores`, ascending; all families' where the family is not known.
+
+    `used`: those that guides use beside them, too.
+    """
     known_family = FAMILIES.get(family or "")
     chosen = [known_family] if known_family else FAMILIES.values()
-    degrees = {degree for entry in chosen for degree in entry.degrees if degree <= cores}
+    degrees = {
+        degree
+        for entry in chosen
+        for degree in (*entry.degrees, *(entry.used_degrees if used else ()))
+        if degree <= cores
+    }
     return tuple(sorted(degrees))

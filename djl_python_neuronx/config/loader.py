@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from types import MappingProxyType
@@ -12,7 +12,10 @@ from typing import Literal
 
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.findings import asked
+from djl_python_neuronx.config.mapping import speculating, unmapped
+from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.rules import LIBRARY_RULES, OPEN
 from djl_python_neuronx.errors import BackendUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,8 @@ NEURON_LOADERS: Mapping[str, str] = MappingProxyType(
 )
 """Neuron loader to the package it needs, the preferred one first."""
 
-LEFT_OPEN = frozenset({"auto", "optimum", "vllm"})
-"""Values of model_loader that name no loader of this package: the last two are the old engine's."""
+LEFT_OPEN = OPEN
+"""Values of model_loader that name no loader of this package."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ def choose_loader(
 ) -> str:
     """The backend to load with: a name in `backends`, which are those of this version.
 
-    `auto` takes what the artifact was compiled for; else nxdi or tnx where the library and a Neuron device are
-    there and the library knows the model's type; else, without any Neuron device, cpu with one warning. Never cpu by
-    itself on a Neuron instance.
+    `auto` takes what the artifact was compiled for; else, of the libraries that are there beside a Neuron device, the
+    one that `preferred` names; else, without any Neuron device, cpu with one warning. Never cpu by itself on a Neuron
+    instance.
 
     Raises:
         BackendUnavailableError: nothing can serve here; the message says what is missing.
@@ -79,7 +82,7 @@ def choose_loader(
     left_open = options.model_loader in LEFT_OPEN
     wanted = artifact_backend if left_open else options.model_loader
     if wanted is None and device.has_neuron:
-        return _neuron_loader(device, installed, backends, model_type)
+        return _neuron_loader(options, device, installed, backends, model_type)
     loader = wanted or "cpu"
     if obstacle := _obstacle(loader, installed, backends):
         asked = "the model's format" if left_open else "option.model_loader"
@@ -90,7 +93,40 @@ def choose_loader(
     return loader
 
 
+def preferred(
+    options: ServingOptions,
+    model_type: str | None,
+    candidates: Iterable[str] = tuple(NEURON_LOADERS),
+) -> str | None:
+    """The Neuron loader that `auto` means: the first that knows the model's type and refuses none of the options.
+
+    An option that only one library has tells which one a file was written for. Where every library refuses something
+    it is the first that knows the type, whose refusals are then told; None: no library knows it.
+    """
+    able = [name for name in candidates if _foreign(name, model_type) is None]
+    willing = [name for name in able if not _refuses(name, options, model_type)]
+    return next(iter(willing or able), None)
+
+
+def _refuses(loader: str, options: ServingOptions, model_type: str | None) -> bool:
+    """Whether a library stops at these options, as far as it is known before they are filled in."""
+    if any(not option(name).tunes for name in unmapped(options, loader)):
+        return True
+    capability = CAPABILITIES[loader].get(model_type or "")
+    if capability is not None:
+        unread = (name for name in capability.unread if not option(name).tunes)
+        if any(asked(options, name) for name in (*unread, *capability.refused)):
+            return True
+        if speculating(options) and not capability.speculation:
+            return True
+    return any(
+        rule.level == "error" and not rule.filled_in and rule.broken(options)
+        for rule in LIBRARY_RULES[loader]
+    )
+
+
 def _neuron_loader(
+    options: ServingOptions,
     device: DeviceInfo,
     installed: Mapping[str, Library],
     backends: Collection[str],
@@ -100,9 +136,9 @@ def _neuron_loader(
         name: _obstacle(name, installed, backends) or _foreign(name, model_type)
         for name in NEURON_LOADERS
     }
-    for name, obstacle in obstacles.items():
-        if obstacle is None:
-            return name
+    usable = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if chosen := preferred(options, model_type, usable):
+        return chosen
     listed = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
     message = (
         f"this machine has a Neuron device ({device.seen}) and no loader that can use it. {listed}. "

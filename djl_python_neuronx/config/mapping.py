@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
+from djl_python_neuronx.config.capabilities import Capability
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import did_you_mean
@@ -122,14 +123,20 @@ class LibraryArguments:
 
 
 def library_arguments(
-    options: ServingOptions, loader: str, *, continuous: bool | None = None
+    options: ServingOptions,
+    loader: str,
+    *,
+    continuous: bool | None = None,
+    capability: Capability | None = None,
 ) -> LibraryArguments:
     """The arguments that `options` (filled in) mean for a library; none for the cpu loader.
 
     `continuous` tells whether the model is batched continuously; None: as `continuous_batching` decides.
+    `capability` is what the library can do with the architecture: what it cannot use is not among the arguments.
     """
     if continuous is None:
         continuous = continuous_batching(options)
+    options = honoured(options, capability)
     writers: Mapping[str, Callable[[ServingOptions, bool], LibraryArguments]] = {
         "tnx": _tnx,
         "nxdi": _nxdi,
@@ -140,6 +147,22 @@ def library_arguments(
     arguments = writer(options, continuous)
     arguments.neuron_config.update(options.override_neuron_config or {})
     return arguments
+
+
+def honoured(options: ServingOptions, capability: Capability | None) -> ServingOptions:
+    """The options without those that the architecture's code cannot use; all of them where it is not known.
+
+    A library that is handed one all the same fails while it builds its graphs, hours later, or computes nonsense.
+    """
+    if capability is None:
+        return options
+    left = (*capability.unread, *capability.refused)
+    changes: dict[str, object] = {name: ServingOptions.model_fields[name].default for name in left}
+    if not capability.context_buckets:
+        changes["context_length_estimate"] = None
+    if not capability.token_buckets:
+        changes["n_positions"] = options.max_model_len
+    return options.model_copy(update=changes)
 
 
 def continuous_batching(options: ServingOptions) -> bool:
@@ -292,7 +315,7 @@ def _nxdi(options: ServingOptions, continuous: bool) -> LibraryArguments:
         # TNX counts drafts; NxDI counts tokens of a step, of which the last is the large model's own.
         config["speculation_length"] = options.speculative_length + 1
     if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
-        arguments.environment["XLA_HANDLE_SPECIAL_SCALAR"] = "1"
+        arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
     return arguments
@@ -332,7 +355,8 @@ def _nxdi_quantization(options: ServingOptions) -> dict[str, object]:
         written["quantization_dtype"] = _NXDI_8_BITS[options.weight_dtype]
         written["quantization_type"] = options.quantization_type or "per_channel_symmetric"
     if options.kv_cache_quantize == "fp8":
-        written["kv_quant_config"] = {"quant_dtype": "float8_e4m3fn", "direct_cast": True}
+        # The type is the library's default, and a torch object: text would not do.
+        written["kv_quant_config"] = {"direct_cast": True}
     return written
 
 

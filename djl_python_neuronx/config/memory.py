@@ -6,10 +6,11 @@ biases, which every core holds whole, scales of quantised weights, and feed-forw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.division import keeps, padded_heads, round_up, takes
 from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, legal_degrees, named
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
@@ -36,6 +37,8 @@ class CoreMemory:
     headroom: int
     capacity: int
     """What a core has; 0: not known."""
+    possible: bool = True
+    """False: there are fewer cores than the degree asks for, so nothing fits."""
 
     @property
     def needed(self) -> int:
@@ -44,20 +47,15 @@ class CoreMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether a core holds what is needed; true where `capacity` is not known."""
-        return self.capacity == 0 or self.needed <= self.capacity
+        """Whether the cores are there and hold what is needed; a `capacity` that is not known holds everything."""
+        return self.possible and (self.capacity == 0 or self.needed <= self.capacity)
 
     @property
     def roomy(self) -> bool:
         """Whether it fits with `SPARE` to spare."""
-        return self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
-
-
-class Heads(NamedTuple):
-    """Attention heads of all cores together."""
-
-    query: int
-    kv: int
+        return self.fits and (
+            self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
+        )
 
 
 class Fit(NamedTuple):
@@ -90,6 +88,16 @@ class Load:
     shard_over_sequence: bool = False
     stages: int = 1
     """Pipeline stages, each with cores and layers of its own."""
+    expert_groups: int = 1
+    """Groups of cores, each with experts of its own and a copy of all else."""
+    attention_groups: int = 1
+    """Groups of cores, each with sequences of its own in a decode step."""
+    in_blocks: bool = False
+    """The KV cache is kept in blocks, and one more than are asked for."""
+    num_blocks: int | None = None
+    """None: one for each slot."""
+    block_size: int | None = None
+    """Tokens; None: `max_model_len`."""
     draft: ModelFacts | None = None
     """The draft model, in `dtype`; one whose size is not known counts nothing."""
     draft_degree: int | None = None
@@ -118,15 +126,30 @@ class Load:
             group_query_attention=options.group_query_attention,
             shard_over_sequence=bool(options.shard_over_sequence),
             stages=options.pipeline_parallel_degree or 1,
+            expert_groups=options.ep_degree or 1,
+            attention_groups=options.attention_dp_degree or 1,
+            in_blocks=bool(
+                options.is_block_kv_layout
+                or options.enable_prefix_caching
+                or options.enable_chunked_prefill
+            ),
+            num_blocks=options.pa_num_blocks,
+            block_size=options.pa_block_size,
             draft=draft,
             draft_degree=options.draft_model_tp_size,
         )
 
 
 def needed(
-    facts: ModelFacts, load: Load, *, degree: int, core_memory_bytes: int, loader: str
+    facts: ModelFacts,
+    load: Load,
+    *,
+    degree: int,
+    core_memory_bytes: int,
+    loader: str,
+    cores: int = 0,
 ) -> CoreMemory:
-    """Memory on each of `degree` cores.
+    """Memory on each of `degree` cores; `cores` are those that there are, 0 if that is not known.
 
     Raises:
         ValueError: the architecture's parameters are not known (`facts.num_parameters` is None).
@@ -140,7 +163,9 @@ def needed(
         unquantised = Load(load.max_model_len, load.num_slots, load.dtype)
         extra = _parts(load.draft, unquantised, draft_degree, loader)
         weights, kv_cache, padding = weights + extra[0], kv_cache + extra[1], padding + extra[2]
-    return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, core_memory_bytes)
+    world = degree * load.stages * load.expert_groups
+    possible = cores == 0 or max(world, load.draft_degree or 0) <= cores
+    return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, core_memory_bytes, possible)
 
 
 def per_core(
@@ -183,14 +208,16 @@ def smallest_fit(
     """
     if facts.num_parameters is None or loader == "cpu":
         return None
-    here = legal_degrees(device.family, device.visible_cores) if device.core_memory_bytes else ()
+    worlds = load.stages * load.expert_groups
+    here = _degrees(device, worlds) if device.core_memory_bytes else ()
     more = tuple(degree for degree in here if degree > below)
     places: list[tuple[str | None, int, tuple[int, ...]]] = [(None, device.core_memory_bytes, more)]
     machines = [named(name) for name in INSTANCES]
     machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))
-    for machine in machines:
-        degrees = legal_degrees(machine.family, machine.neuron_cores)
-        places.append((machine.instance_type, machine.core_memory_bytes, degrees))
+    places += [
+        (machine.instance_type, machine.core_memory_bytes, _degrees(machine, worlds))
+        for machine in machines
+    ]
     for name, capacity, degrees in places:
         for degree in degrees:
             if takes(facts, degree, loader) and (
@@ -200,50 +227,9 @@ def smallest_fit(
     return None
 
 
-def takes(facts: ModelFacts, degree: int, loader: str) -> bool:
-    """Whether the library can split this model's heads over `degree` cores, padding them if it does that."""
-    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
-    if capability is None or capability.pads_heads or not facts.num_heads:
-        return True
-    return facts.num_heads % degree == 0
-
-
-def padded_heads(
-    heads: int, kv_heads: int, degree: int, loader: str, group_query_attention: str | None = None
-) -> Heads:
-    """Heads as the library lays them out over `degree` cores: rounded up to it, KV heads copied where they are few.
-
-    Source: transformers-neuronx 0.13, utils.py get_qkv_padding and decoder.py check_gqa_fallback;
-    neuronx-distributed-inference 0.9, modules/attention/gqa.py.
-    """
-    query = _round_up(heads, degree)
-    if heads == kv_heads:
-        return Heads(query, query)
-    if loader == "nxdi":
-        if kv_heads % degree == 0:
-            return Heads(query, kv_heads)
-        return Heads(query, degree if degree % kv_heads == 0 else query)
-    if group_query_attention in {"shard-over-batch", "all-gather-heads"}:
-        return Heads(query, kv_heads)
-    if group_query_attention != "replicated-heads" and kv_heads % degree == 0:
-        return Heads(query, kv_heads)
-    return Heads(query, _copied(heads, kv_heads, query, degree))
-
-
-def _copied(heads: int, kv_heads: int, query: int, degree: int) -> int:
-    """KV heads of transformers-neuronx' replicated-heads: one for each core, or one for each query head."""
-    added = query - heads
-    copies = heads // kv_heads
-    if (
-        kv_heads < degree
-        and degree % kv_heads == 0
-        and (added == 0 or (added > 0 and added % kv_heads == 0))
-    ):
-        copies = degree // kv_heads
-    elif query * kv_heads == heads * degree:
-        copies = 1
-    copied = max(kv_heads * copies, degree)
-    return query if copied == heads else copied
+def _degrees(device: DeviceInfo, worlds: int) -> tuple[int, ...]:
+    """What `placement` accepts as a degree where `worlds` times as many cores are taken."""
+    return legal_degrees(device.family, device.visible_cores // worlds, used=True)
 
 
 def weight_bytes(facts: ModelFacts, load: Load) -> int:
@@ -256,8 +242,11 @@ def weight_bytes(facts: ModelFacts, load: Load) -> int:
 
 def cache_bytes(facts: ModelFacts, load: Load) -> int:
     """The KV cache of all slots, nothing padded or copied; 0: not known."""
-    values = (facts.cache_values_per_token or 0) * load.max_model_len * load.num_slots
-    return values * _WIDTHS[load.kv_dtype or load.dtype]
+    tokens = load.max_model_len * load.num_slots
+    if load.in_blocks:
+        blocks = load.num_blocks or load.num_slots
+        tokens = (blocks + 1) * (load.block_size or load.max_model_len)
+    return (facts.cache_values_per_token or 0) * tokens * _WIDTHS[load.kv_dtype or load.dtype]
 
 
 def _tensors(facts: ModelFacts) -> tuple[int, int, int]:
@@ -269,22 +258,24 @@ def _tensors(facts: ModelFacts) -> tuple[int, int, int]:
 
 def _parts(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int, int]:
     """Bytes on each core: weights, cache, padding."""
-    cache = cache_bytes(facts, load)
     if loader == "cpu":
-        return weight_bytes(facts, load), cache, 0
+        return weight_bytes(facts, load), cache_bytes(facts, load), 0
+    cache = cache_bytes(facts, _windowed(facts, load, loader))
     layers, head, embedding = _tensors(facts)
     if loader == "tnx" and not load.on_device_embedding:
         embedding = 0
     width = _WIDTHS[load.dtype]
     weight_width = _WIDTHS[load.weight_dtype or load.dtype]
     # Both libraries hold a second copy of a tied table for the output projection.
+    apart = min(_expert_weights(facts), layers) if load.expert_groups > 1 else 0
+    layers = layers - apart + _share(apart, load.expert_groups)
     weights = _share(layers * weight_width, load.stages) + (head + embedding) * width
     added, cached_heads = _laid_out(facts, load, degree, loader)
     kv_heads = facts.num_kv_heads or 1
     added_cache = cache * (cached_heads - kv_heads) // kv_heads
     vocab = facts.vocab_size or 0
     padding = _share(added * weight_width + added_cache, load.stages)
-    padding += (_round_up(vocab, degree) - vocab) * (facts.hidden_size or 0) * width
+    padding += (round_up(vocab, degree) - vocab) * (facts.hidden_size or 0) * width
     cores = degree * load.stages
     return _share(weights, degree), _share(cache, cores), _share(padding, degree)
 
@@ -292,20 +283,42 @@ def _parts(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int
 def _laid_out(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int]:
     """Numbers that padded and copied heads add to the weights, and KV heads that the cache then has."""
     heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
-    if not heads or not kv_heads or not size or not takes(facts, degree, loader):
+    if not heads or not kv_heads or not size or kv_heads > heads:
         return 0, kv_heads or 1
-    padded = padded_heads(heads, kv_heads, degree, loader, load.group_query_attention)
+    if not takes(facts, degree, loader):
+        return 0, kv_heads or 1
+    way = load.group_query_attention
+    if way and loader == "tnx" and not keeps(way, facts, load.num_slots, degree):
+        way = None
+    padded = padded_heads(heads, kv_heads, degree, loader, way)
     per_layer = 2 * (facts.hidden_size or 0) * size
     weights = (facts.num_layers or 0) * per_layer * (padded.query - heads + padded.kv - kv_heads)
-    split_otherwise = load.shard_over_sequence or (
-        load.group_query_attention == "shard-over-batch" and load.num_slots % degree == 0
-    )
-    cached = kv_heads if split_otherwise else _round_up(padded.kv, degree)
-    return weights, cached
+    if load.shard_over_sequence or way == "shard-over-batch":
+        return weights, kv_heads
+    if loader == "nxdi" and load.attention_groups > 1:
+        group = max(degree // load.attention_groups, 1)
+        return weights, round_up(padded_heads(heads, kv_heads, group, loader).kv, group)
+    return weights, round_up(padded.kv, degree)
 
 
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def _windowed(facts: ModelFacts, load: Load, loader: str) -> Load:
+    """The same with a cache of as many rows as the model's window has, where the library makes that.
+
+    Source: neuronx-distributed-inference 0.9, modules/kvcache/kv_cache_manager.py: in neither blocks nor groups.
+    """
+    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    plain = not load.in_blocks and load.attention_groups == 1
+    if capability is None or not capability.window_cache or not facts.sliding_window or not plain:
+        return load
+    return replace(load, max_model_len=facts.sliding_window)
+
+
+def _expert_weights(facts: ModelFacts) -> int:
+    """Numbers in the matrices of all experts, of which there are three each."""
+    if facts.num_experts == 1:
+        return 0
+    expert = 3 * (facts.hidden_size or 0) * (facts.intermediate_size or 0)
+    return (facts.num_layers or 0) * facts.num_experts * expert
 
 
 def _share(value: int, degree: int) -> int:

@@ -46,6 +46,18 @@ class ModelFacts:
     """Those of them in the tables of tokens and learned positions; 0 where `num_parameters` is None."""
     cache_values_per_token: int | None = None
     """Numbers that the KV cache holds for one token of one sequence, all layers together."""
+    attention_bias: bool = False
+    """Whether the configuration switches biases of the attention's projections on."""
+    mlp_bias: bool = False
+    """The same for the feed-forward network."""
+    activation: str | None = None
+    """Of the feed-forward network: ``silu``."""
+    rope_type: str | None = None
+    """How rotary positions are scaled: ``llama3``; None: they are not."""
+    parallel_residual: bool = True
+    """False: GPT-NeoX's layers add attention and feed-forward network one after the other."""
+    norm_first: bool = True
+    """False: OPT's layers normalise what they give instead of what they get (opt-350m)."""
 
     @classmethod
     def from_config(
@@ -80,6 +92,12 @@ class ModelFacts:
             num_parameters=tensors.total if tensors else None,
             embedding_parameters=tensors.embedding if tensors else 0,
             cache_values_per_token=_cache_values(sizes),
+            attention_bias=config.get("attention_bias") is True,
+            mlp_bias=config.get("mlp_bias") is True,
+            activation=_text(config.get("hidden_act", config.get("activation_function"))),
+            rope_type=_rope_type(config),
+            parallel_residual=config.get("use_parallel_residual") is not False,
+            norm_first=config.get("do_layer_norm_before") is not False,
         )
 
 
@@ -94,6 +112,15 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     return (
         None if config.get("use_sliding_window") is False else first_size(config, "sliding_window")
     )
+
+
+def _rope_type(config: Mapping[str, Any]) -> str | None:
+    # transformers 5 writes rope_parameters.
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return None
+    kind = _text(scaling.get("rope_type", scaling.get("type")))
+    return None if kind == "default" else kind
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:

@@ -77,7 +77,8 @@ class NxdiOptions(OptionGroup):
         Annotated[int, Field(ge=1, le=2)] | None,
         _nxdi("logical_nc_config", "1 or 2", tunes=False, env=("NEURON_LOGICAL_NC_CONFIG",)),
     ] = None
-    """Physical cores that act as one. The default is the platform's: 2 on Trn2, else 1. The runtime has to be told the
+    """Physical cores that act as one. The default is the platform's: 2 on Trn2, else 1; 1 on Trn2 makes twice as many
+    cores with half of the memory. The runtime has to be told the
     same by `NEURON_LOGICAL_NC_CONFIG`, which in the library wins over this option."""
     vocab_parallel: Annotated[bool | None, _nxdi("vocab_parallel")] = None
     """Divide the embedding table among the cores by rows of the vocabulary instead of columns."""
@@ -122,9 +123,8 @@ class NxdiOptions(OptionGroup):
     ] = None
     """Axes of a weight that blockwise quantisation cuts into blocks."""
     quantization_scale_dtype: Annotated[
-        str | None,
-        Field(min_length=1),
-        Lower,
+        Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
+        | None,
         _nxdi("quantization_scale_dtype", "a type such as f32", tunes=False),
     ] = None
     """Type of the scales of blockwise quantisation. The library's default is `f32`."""
@@ -142,7 +142,7 @@ class NxdiOptions(OptionGroup):
         _nxdi("activation_quantization_type", tunes=False),
     ] = None
     """Quantise activations too, with scales made at run time (`dynamic`) or stored (`static`). Not together with the
-    MLP kernels, `static` not with `fuse_qkv`."""
+    MLP kernels, and `fuse_qkv` only as if it were not set (`dynamic`) or not at all (`static`)."""
     quantize_clamp_bound: Annotated[
         Number | None, _nxdi("quantize_clamp_bound", "a number", tunes=False)
     ] = None

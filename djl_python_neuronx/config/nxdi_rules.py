@@ -163,6 +163,12 @@ _PRECISION = (
         lambda options: options.activation_quantization_type == "static" and options.fuse_qkv,
         "static activation scales exclude the fused projection; leave one of them out",
     ),
+    Rule(
+        ("fuse_qkv", "activation_quantization_type"),
+        lambda options: options.fuse_qkv and options.activation_quantization_type == "dynamic",
+        "NxD Inference forgets the fused projection where activations are quantised; leave fuse_qkv out",
+        "warning",
+    ),
     lacking(
         "rmsnorm_quantize_kernel_enabled",
         "quantized_mlp_kernel_enabled",
@@ -237,6 +243,17 @@ _BATCHES = (
         lambda options: options.padding_side == "left" and not _one_by_one(options),
         "continuous batching pads on the right; leave padding_side out",
         filled_in=True,
+    ),
+    # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
+    Rule(
+        ("is_block_kv_layout", "enable_prefix_caching"),
+        lambda options: (
+            options.is_block_kv_layout
+            and not options.enable_prefix_caching
+            and not options.enable_chunked_prefill
+        ),
+        "blocks are for prefix caching or chunked prefill; set enable_prefix_caching=true, or leave is_block_kv_layout "
+        "out",
     ),
     # Source: modules/autobucketing.py.
     Rule(

@@ -27,7 +27,7 @@ _FOUR_TIMES_WIDE = frozenset(("bloom", "gpt2", "gpt_bigcode", "gptj"))
 def first_size(config: Mapping[str, Any], *keys: str) -> int | None:
     """The first of `keys` that holds a positive whole number."""
     values = (config.get(key) for key in keys)
-    return next((value for value in values if type(value) is int and value > 0), None)
+    return next((value for value in values if type(value) is int and 0 < value < 2**63), None)
 
 
 @dataclass(frozen=True)

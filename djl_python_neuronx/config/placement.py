@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from djl_python_neuronx.config import memory
+from djl_python_neuronx.config import division, memory
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.instances import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
@@ -13,6 +15,8 @@ from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 
 _LIBRARIES = {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
+_STEP = 128
+"""Tokens: lengths are advised in multiples of this."""
 _GQA = "group_query_attention"
 _FLASH = "shard_over_sequence"
 
@@ -28,19 +32,35 @@ def findings(
     degree = options.tensor_parallel_degree
     if not isinstance(degree, int):
         return
+    lost = fits(options, facts, device, loader, draft) is False
     yield from _degree("tensor_parallel_degree", degree, device)
     if speculating(options) and options.draft_model_tp_size is not None:
         yield from _degree("draft_model_tp_size", options.draft_model_tp_size, device)
-    yield from _world(options, degree, device)
-    if facts.num_heads and facts.num_kv_heads:
-        if memory.takes(facts, degree, loader):
+    yield from _world(options, facts, degree, device, loader, draft)
+    if not division.takes(facts, degree, loader):
+        yield _undivided(facts, degree, device, loader)
+    elif facts.num_heads and facts.num_kv_heads:
+        if not lost:
             yield from _padding(options, facts, degree, device, loader)
-            yield from _groups(options, facts, degree, loader)
-            yield from _flash_decoding(options, facts, degree, loader)
-        else:
-            yield _undivided(facts, degree, device, loader)
+        yield from _groups(options, facts, degree, loader)
+        yield from _flash_decoding(options, facts, degree, loader)
     yield from _widths(options, facts, degree, loader)
     yield from _memory(options, facts, degree, device, loader, draft)
+
+
+def fits(
+    options: ServingOptions,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None = None,
+) -> bool | None:
+    """Whether the cores are there and hold it; None: nothing tells. `options` are filled in."""
+    degree = options.tensor_parallel_degree
+    if not isinstance(degree, int):
+        return None
+    needed = _needed(options, facts, degree, device, loader, draft)
+    return None if needed is None else needed.fits
 
 
 def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
@@ -62,7 +82,14 @@ def _families(device: DeviceInfo) -> list[Family]:
     return [*FAMILIES.values()] if family is None else [family]
 
 
-def _world(options: ServingOptions, degree: int, device: DeviceInfo) -> Iterator[Finding]:
+def _world(
+    options: ServingOptions,
+    facts: ModelFacts,
+    degree: int,
+    device: DeviceInfo,
+    loader: str,
+    draft: ModelFacts | None,
+) -> Iterator[Finding]:
     cores = device.visible_cores
     sizes = {
         "tensor_parallel_degree": degree,
@@ -73,13 +100,17 @@ def _world(options: ServingOptions, degree: int, device: DeviceInfo) -> Iterator
     world = 1
     for size in factors.values():
         world *= size
-    draft = options.draft_model_tp_size if speculating(options) else None
+    drafting = options.draft_model_tp_size if speculating(options) else None
     machine = f" on {device.instance_type}" if device.instance_type else ""
     if cores and world > cores:
         names = tuple(factors)
         problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"
-        yield Finding(names, problem)
-    if cores and draft is not None and draft > cores:
+        if _needed(options, facts, degree, device, loader, draft) is not None:
+            load = memory.Load.of(options, loader, draft)
+            fit = memory.smallest_fit(facts, load, device, loader)
+            problem += f" (smallest that fits: {fit})" if fit else "; nothing known holds it"
+        yield Finding(names or ("tensor_parallel_degree",), problem)
+    if cores and drafting is not None and drafting > cores:
         problem = f"{cores} NeuronCores can be used{machine}; lower it, or take more cores"
         yield Finding(("draft_model_tp_size",), problem)
 
@@ -92,12 +123,13 @@ def _undivided(facts: ModelFacts, degree: int, device: DeviceInfo, loader: str) 
             legal
             for family in families
             for legal in family.degrees
-            if legal <= cores and memory.takes(facts, legal, loader)
+            if legal <= cores and division.takes(facts, legal, loader)
         }
     )
+    what = division.undivided(facts, degree, loader)
     problem = (
-        f"{_LIBRARIES[loader]} does not pad the {facts.num_heads} heads of a {facts.model_type} model, so the degree "
-        f"has to divide them; set {_listed(dividing, 'or')}"
+        f"{_LIBRARIES[loader]} does not pad a {facts.model_type} model, so the degree has to divide {what}; "
+        f"set {_listed(dividing, 'or')}"
     )
     return Finding(("tensor_parallel_degree",), problem)
 
@@ -106,7 +138,10 @@ def _padding(
     options: ServingOptions, facts: ModelFacts, degree: int, device: DeviceInfo, loader: str
 ) -> Iterator[Finding]:
     heads, kv_heads = facts.num_heads or 1, facts.num_kv_heads or 1
-    laid = memory.padded_heads(heads, kv_heads, degree, loader, options.group_query_attention)
+    way = options.group_query_attention
+    if way and not division.keeps(way, facts, options.max_rolling_batch_size or 1, degree):
+        way = None
+    laid = division.padded_heads(heads, kv_heads, degree, loader, way)
     changes = []
     if laid.query != heads:
         changes.append(f"{heads} heads are padded to {laid.query}")
@@ -123,7 +158,7 @@ def _padding(
     better = [
         smaller
         for smaller in legal_degrees(device.family, degree - 1)
-        if memory.takes(facts, smaller, loader)
+        if division.takes(facts, smaller, loader)
         and (less := _needed(options, facts, smaller, device, loader)) is not None
         and less.needed <= needed.needed
     ]
@@ -140,25 +175,20 @@ def _groups(
     Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
     """
     way = options.group_query_attention
-    heads, kv_heads, size = facts.num_heads or 1, facts.num_kv_heads or 1, facts.head_dim or 1
+    heads, kv_heads = facts.num_heads or 1, facts.num_kv_heads or 1
     if loader != "tnx" or way is None or way == "replicated-heads":
         return
-    slots, added = options.max_rolling_batch_size or 1, -heads % degree
+    slots = options.max_rolling_batch_size or 1
     if heads == kv_heads:
         problem = f"each of the {heads} heads has keys and values of its own: nothing is shared; leave it out"
         yield Finding((_GQA,), problem, "warning")
         return
-    broken = {
-        "shard-over-heads": kv_heads % degree != 0,
-        "shard-over-batch": slots % degree != 0,
-        "all-gather-heads": (kv_heads * size) % degree != 0 or added % kv_heads != 0,
-    }
     wanted = {
         "shard-over-heads": f"a degree that divides the {kv_heads} KV heads",
         "shard-over-batch": f"a degree that divides the {slots} slots",
         "all-gather-heads": f"a degree that divides KV heads and query heads ({kv_heads} and {heads})",
     }
-    if broken[way]:
+    if not division.keeps(way, facts, slots, degree):
         problem = (
             f"it needs {wanted[way]}; transformers-neuronx copies the KV heads instead. Set replicated-heads, or "
             "another degree"
@@ -198,6 +228,8 @@ def _widths(
             f"tiles are 128 wide, and the model's hidden size is {facts.hidden_size}; leave it out"
         )
         yield Finding(("weight_tiling",), problem)
+    yield from _tiled_qkv(options, facts, degree)
+    yield from _too_few_blocks(options)
     if options.fuse_mlp and (facts.intermediate_size or 0) % degree:
         problem = f"the degree has to divide the MLP's width {facts.intermediate_size}; set such a one, or leave it out"
         yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
@@ -207,6 +239,33 @@ def _widths(
     if options.sequence_parallel and uneven:
         problem = f"the degree has to divide prompt lengths above {threshold}, and not {_listed(uneven)}; round them up"
         yield Finding(("sequence_parallel", "context_length_estimate"), problem)
+
+
+def _tiled_qkv(options: ServingOptions, facts: ModelFacts, degree: int) -> Iterator[Finding]:
+    if not (options.qkv_tiling and options.fuse_qkv and facts.num_heads and facts.num_kv_heads):
+        return
+    laid = division.padded_heads(
+        facts.num_heads, facts.num_kv_heads, degree, "tnx", options.group_query_attention
+    )
+    hidden = facts.hidden_size or 0
+    width = (laid.query + 2 * laid.kv) * (facts.head_dim or 0) // degree
+    if hidden % 128 or width % 128:
+        problem = (
+            f"tiles are 128 wide, and the projection on each core is {hidden} x {width}; leave qkv_tiling out, or take "
+            "another degree"
+        )
+        yield Finding(("qkv_tiling", "tensor_parallel_degree"), problem)
+
+
+def _too_few_blocks(options: ServingOptions) -> Iterator[Finding]:
+    blocks, size = options.pa_num_blocks, options.pa_block_size
+    length, slots = options.max_model_len or 0, options.max_rolling_batch_size or 1
+    if options.enable_chunked_prefill and blocks and size and length * slots // size > blocks:
+        problem = (
+            f"all slots at their full length take {length * slots // size} blocks of {size} tokens, and "
+            "transformers-neuronx asks for as many; raise it, or lower max_rolling_batch_size or n_positions"
+        )
+        yield Finding(("pa_num_blocks",), problem)
 
 
 def _needed(
@@ -225,7 +284,12 @@ def _needed(
         return None
     load = memory.Load.of(options, loader, draft)
     return memory.needed(
-        facts, load, degree=degree, core_memory_bytes=device.core_memory_bytes, loader=loader
+        facts,
+        load,
+        degree=degree,
+        core_memory_bytes=device.core_memory_bytes,
+        loader=loader,
+        cores=device.visible_cores,
     )
 
 
@@ -242,24 +306,51 @@ def _memory(
     if needed is None:
         problem = f"the sizes of a {facts.model_type} model are not known here, so nothing tells whether it fits"
         yield Finding(("tensor_parallel_degree",), problem, "note")
-    elif not needed.fits:
+    elif needed.possible and not needed.fits:
         load = memory.Load.of(options, loader, draft)
         fit = memory.smallest_fit(facts, load, device, loader, below=degree)
-        problem = (
-            f"does not fit: needs {needed.needed / GIB:.1f} GiB per core, has {needed.capacity / GIB:.1f} GiB; "
-            f"smallest that fits: {fit or 'none'}. Take that, or {_listed(_savings(options, facts, loader), 'or')}"
-        )
-        yield Finding(names, problem)
+        ways = [f"set {saving}" for saving in _savings(facts, load, degree, device, loader)]
+        if fit:
+            told = f"smallest that fits: {fit}. {_listed(['Take that', *ways], 'or')}"
+        else:
+            ways = ways or ["take a smaller model"]
+            told = f"nothing known holds it; {_listed(ways, 'or')}"
+        problem = f"does not fit: needs {needed.needed / GIB:.1f} GiB per core, has {needed.capacity / GIB:.1f} GiB; "
+        yield Finding(names, problem + told)
 
 
-def _savings(options: ServingOptions, facts: ModelFacts, loader: str) -> list[str]:
+def _savings(
+    facts: ModelFacts, load: memory.Load, degree: int, device: DeviceInfo, loader: str
+) -> Iterator[str]:
+    """What, changed alone, makes it fit on these cores with some to spare: the greatest value of each that does."""
+
+    def roomy(changed: memory.Load) -> bool:
+        return memory.needed(
+            facts,
+            changed,
+            degree=degree,
+            core_memory_bytes=device.core_memory_bytes,
+            loader=loader,
+        ).roomy
+
+    slots = _most(load.num_slots - 1, lambda number: roomy(replace(load, num_slots=number)))
+    if slots:
+        yield f"max_rolling_batch_size={slots}"
+    steps = _most(
+        (load.max_model_len - 1) // _STEP,
+        lambda number: roomy(replace(load, max_model_len=number * _STEP)),
+    )
+    if steps:
+        yield f"n_positions={steps * _STEP}"
     capability = CAPABILITIES[loader].get(facts.model_type or "")
-    ways = ["lower n_positions"]
-    if (options.max_rolling_batch_size or 1) > 1:
-        ways.append("lower max_rolling_batch_size")
-    if options.quantize is None and (capability is None or capability.int8):
-        ways.append("set quantize=static_int8")
-    return ways
+    quantised = capability is None or capability.int8
+    if load.weight_dtype is None and quantised and roomy(replace(load, weight_dtype="int8")):
+        yield "quantize=static_int8"
+
+
+def _most(limit: int, does: Callable[[int], bool]) -> int:
+    """The greatest number up to `limit` that does, where all smaller ones do too; 0: none."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not does(number))
 
 
 def _listed(values: list[int] | list[str], last: str = "and") -> str:

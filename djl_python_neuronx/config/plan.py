@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from djl_python_neuronx.config import mapping, memory
+from djl_python_neuronx.config import instances, mapping, memory
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.memory import Load
@@ -71,9 +71,13 @@ def make_plan(
 ) -> ServingPlan:
     """The plan for options that `assess` has filled in. `draft`: the facts of the draft model, if they are known."""
     options = resolved.options
+    device = instances.on_single_cores(device, options.logical_nc_config)
     planned = tuple(graphs(options, facts, loader))
     arguments = mapping.library_arguments(
-        options, loader, continuous=_continuous(options, facts, loader)
+        options,
+        loader,
+        continuous=_continuous(options, facts, loader),
+        capability=CAPABILITIES.get(loader, {}).get(facts.model_type or ""),
     )
     return ServingPlan(
         loader=loader,
@@ -96,25 +100,32 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     """The programs that a load compiles; none on a CPU, and none before n_positions is known.
 
     Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
-    decode graph per token bucket; with continuous batching a prefill runs one row.
+    decode graph per token bucket; with continuous batching a prefill runs one row. Where transformers-neuronx takes no
+    list of token buckets it doubles from 128 by itself. NxD Inference (modules/autobucketing.py) makes a prefill for
+    each length of a cached prefix, none included, and a decode graph for each number of sequences.
     """
     if loader == "cpu" or options.max_model_len is None:
         return
     capability = CAPABILITIES[loader].get(facts.model_type or "")
     slots = options.max_rolling_batch_size or 1
     rows = 1 if _continuous(options, facts, loader) else slots
-    lengths = options.token_buckets or make_buckets(options.max_model_len)
-    if capability is not None and not capability.token_buckets:
-        lengths = lengths[-1:]
+    options = mapping.honoured(options, capability)
+    length = options.max_model_len or 0
+    lengths = options.token_buckets or make_buckets(length)
     prompts = options.context_length_estimate or ()
-    if capability is not None and not capability.context_buckets:
-        prompts = ()
+    batches = [slots]
+    if loader == "nxdi":
+        batches = sorted({*(options.token_generation_batches or ()), slots})
+        if options.enable_prefix_caching:
+            prompts = tuple(
+                prompt for prompt in prompts for _ in (0, *(options.prefix_buckets or ()))
+            )
     speculative = mapping.speculating(options)
     # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
     separate = speculative and loader == "tnx"
     decode: Kind = "speculation" if speculative and not separate else "decode"
     yield from (Graph("prefill", bucket, rows) for bucket in prompts)
-    yield from (Graph(decode, bucket, slots) for bucket in lengths)
+    yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
     if separate:
         yield from (Graph("speculation", bucket, slots) for bucket in lengths)
         yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
@@ -139,12 +150,14 @@ def _memory(
     if facts.num_parameters is None:
         return None
     on_cpu = loader == "cpu"
+    options = mapping.honoured(options, CAPABILITIES.get(loader, {}).get(facts.model_type or ""))
     return memory.needed(
         facts,
         Load.of(options, loader, draft),
         degree=degree if isinstance(degree, int) and not on_cpu else 1,
         core_memory_bytes=_host_memory(device) if on_cpu else device.core_memory_bytes,
         loader=loader,
+        cores=0 if on_cpu else device.visible_cores,
     )
 
 

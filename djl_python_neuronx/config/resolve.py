@@ -18,6 +18,7 @@ from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.rules import Finding, conflicts
 from djl_python_neuronx.config.sources import Setting
+from djl_python_neuronx.config.values import shown, truth
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -48,18 +49,26 @@ class Resolved:
     """Key of the file that nobody is known to read to what may be wrong with it; worth a warning."""
     findings: tuple[Finding, ...] = ()
     """Warnings and notes; errors are raised, or returned beside."""
+    conflicts: tuple[Finding, ...] = ()
+    """The findings that those errors were made of."""
+    refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Option name to what was written and is not allowed; the option stands at its default."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
         return [
-            (name, getattr(self.options, name), self.origins.get(name, _DEFAULT))
+            (
+                name,
+                getattr(self.options, name),
+                "; ".join(filter(None, (self.origins.get(name, _DEFAULT), self.refused.get(name)))),
+            )
             for name in _DOCUMENTED
         ]
 
     def describe(self, finding: Finding) -> str:
         """The finding as a sentence, each option with its value and origin."""
         listed = " and ".join(
-            f"{name}={strictness.shown(getattr(self.options, name))} ({self.origins.get(name, _DEFAULT)})"
+            f"{name}={strictness.cut(shown(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
             if name in ServingOptions.model_fields
             else name
             for name in finding.names
@@ -74,13 +83,21 @@ class _Reading:
     ignored: dict[str, str]
     problems: list[ConfigError]
     suspicious: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Option to its value that is not allowed."""
     chosen: dict[str, tuple[Setting, object]] = field(default_factory=dict)
     """Option to the setting that counts, and to the value that it stands for."""
     notes: list[Finding] = field(default_factory=list)
+    all_cores: bool = False
+    """The user wrote `max` for the tensor parallel degree."""
+    _negatives: dict[str, Setting] = field(default_factory=dict)
+    """Option to the first of its old names that was set to false."""
     _firsts: dict[tuple[str, str], tuple[Setting, object]] = field(default_factory=dict)
 
     def read(self, setting: Setting) -> None:
         name, value = NAMES.get(setting.name), setting.value
+        known = (name,) if name else (strictness.cut(setting.name),)
+        self.notes += (Finding(known, text, level) for level, text in setting.remarks)
         if name is None and setting.name in TRANSLATED:
             try:
                 meant = strictness.translated(setting, self.ignored)
@@ -88,16 +105,23 @@ class _Reading:
                 self.problems.append(error)
                 return
             if meant is None:
+                if truth(setting.value) is False:
+                    self._negatives.setdefault(TRANSLATED[setting.name].option, setting)
                 return
             name, value = meant
         if name is None:
             self.problems += strictness.unknown(setting, self.ignored, self.suspicious)
-        elif reason := strictness.passed_over(name, setting):
+        elif reason := strictness.passed_over(name, setting, all_cores=self.all_cores):
             self.ignored[setting.name] = reason
         else:
             self._choose(name, setting, value)
 
     def _choose(self, name: str, setting: Setting, value: object) -> None:
+        if name in self._negatives and name not in self.chosen:
+            note = strictness.told_off(name, self._negatives[name], (setting, value))
+            if note is not None:
+                self.notes.append(note)
+                return
         first = self._firsts.setdefault((setting.source, name), (setting, value))
         self.problems += strictness.misplaced(name, setting)
         self.problems += strictness.contradiction(name, first, (setting, value))
@@ -144,24 +168,34 @@ def examine(
     reading = _Reading(ignored={}, problems=[])
     written = _written(properties, model_dir, environ, overrides, file, reading)
     passed = sources.from_djl(properties or {}, written)
+    reading.all_cores = any(
+        NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
+        for setting in written
+    )
     for setting in [*_folder(model_dir), *_stripped(passed), *written]:
         reading.read(setting)
-    if "model_loading_timeout" in reading.chosen:
-        reading.ignored["model_loading_timeout"] = "DJL Serving reads it itself"
     options = _validate(reading, model_dir or (file.parent if file else Path()))
+    origins = {name: entry.origin for name, (entry, _) in reading.chosen.items()}
     if properties is None:
-        about_djl = djl_serving.ahead(written, options, model_dir, environ)
+        about_djl = [*djl_serving.ahead(written, options, model_dir, environ)]
+        if djl_serving.collects(written, options):
+            options = options.model_copy(update={"rolling_batch": "disable"})
+            origins["rolling_batch"] = sources.DJL
     else:
-        about_djl = djl_serving.inside(properties, written, options)
+        about_djl = [*djl_serving.inside(properties, written, options)]
+    told = set(reading.suspicious)
+    if any("entryPoint" in finding.names for finding in about_djl):
+        told.add("entryPoint")
     resolved = Resolved(
         options,
-        MappingProxyType({name: entry.origin for name, (entry, _) in reading.chosen.items()}),
         MappingProxyType(
-            {k: reason for k, reason in reading.ignored.items() if k not in reading.suspicious}
+            {name: origin for name, origin in origins.items() if name not in reading.refused}
         ),
+        MappingProxyType({k: reason for k, reason in reading.ignored.items() if k not in told}),
         MappingProxyType(reading.suspicious),
+        refused=MappingProxyType(reading.refused),
     )
-    found = [*about_djl, *conflicts(options), *reading.notes]
+    found = [*about_djl, *conflicts(options), *strictness.idle(options), *reading.notes]
     resolved, conflicting = _judged(resolved, found)
     return resolved, reading.problems + conflicting
 
@@ -204,7 +238,7 @@ def assess(
     draft model, if they are known.
     """
     facts = ModelFacts.from_config(model_config, checkpoint_dtype)
-    filled = defaults.fill(resolved.options, facts, device, loader)
+    filled = defaults.fill(resolved.options, facts, device, loader, draft=draft)
     options = resolved.options.model_copy(
         update={name: value for name, (value, _) in filled.items()}
     )
@@ -237,7 +271,13 @@ def _judged(
         if finding.level == "error"
     ]
     milder = tuple(finding for finding in findings if finding.level != "error")
-    return replace(resolved, findings=resolved.findings + milder), errors
+    severe = tuple(finding for finding in findings if finding.level == "error")
+    resolved = replace(
+        resolved,
+        findings=resolved.findings + milder,
+        conflicts=resolved.conflicts + severe,
+    )
+    return resolved, errors
 
 
 def _written(
@@ -263,12 +303,13 @@ def _written(
         )
     reading.ignored.update(silent)
     variables = sources.from_environ(environ)
+    named = [*stronger, *hub, *(setting for setting in variables if setting.by_user)]
+    if properties is None:
+        environ = sources.with_env_option(environ, named)
     return [
         *_stripped(
             [
-                *stronger,
-                *hub,
-                *(setting for setting in variables if setting.by_user),
+                *named,
                 *arguments,
                 *(setting for setting in variables if not setting.by_user),
                 *sources.from_fallbacks(environ),
@@ -320,8 +361,9 @@ def _validate(reading: _Reading, folder: Path) -> ServingOptions:
         options = ServingOptions.model_validate(
             {name: value for name, value in values.items() if name not in invalid}
         )
-    reading.problems += [
-        strictness.invalid(reading.chosen[name][0], allowed_values(name) + why)
-        for name, why in wrong.items()
-    ]
+    for name, why in wrong.items():
+        setting = reading.chosen[name][0]
+        reading.problems.append(strictness.invalid(setting, allowed_values(name) + why))
+        value = strictness.shown(setting.value)
+        reading.refused[name] = f"{value!r} ({setting.origin}) is not allowed"
     return options

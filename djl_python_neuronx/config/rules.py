@@ -10,7 +10,7 @@ from djl_python_neuronx.config.nxdi_rules import NXDI_RULES
 from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
 from djl_python_neuronx.config.tnx_rules import TNX_RULES
 
-__all__ = ["Finding", "Level", "Rule", "conflicts", "library_conflicts"]
+__all__ = ["OPEN", "Finding", "Level", "Rule", "conflicts", "library_conflicts"]
 
 LIBRARY_RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {"tnx": TNX_RULES, "nxdi": NXDI_RULES}
@@ -18,14 +18,15 @@ LIBRARY_RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 """Loader to the rules that hold for its library alone."""
 
 _BY_ROWS = frozenset({"tnx", "vllm"})
-_OPEN = frozenset({"auto", "optimum", "vllm"})
+OPEN = frozenset({"auto", "optimum", "vllm"})
 """Values of model_loader that leave the loader to be chosen."""
 
 
 def conflicts(options: ServingOptions) -> Iterator[Finding]:
     """Every rule across options that is broken and that can be judged before model and machine are known.
 
-    Rules of one library count if `model_loader` names it or if an option is set that only that library knows.
+    Rules of one library count if `model_loader` names it or if an option is set that only that library knows and that
+    another one would not just leave out.
     """
     told = (
         rule
@@ -48,9 +49,12 @@ def library_conflicts(options: ServingOptions, loader: str) -> Iterator[Finding]
 def _early(rule: Rule, loader: str, options: ServingOptions) -> bool:
     if rule.filled_in:
         return False
-    if options.model_loader not in _OPEN:
+    if options.model_loader not in OPEN:
         return options.model_loader == loader
-    return any(set(option(name).to) == {loader} and asked(options, name) for name in rule.names)
+    return any(
+        set(option(name).to) == {loader} and not option(name).tunes and asked(options, name)
+        for name in rule.names
+    )
 
 
 def _paged(options: ServingOptions) -> bool:

@@ -11,17 +11,20 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import javaproperties
 
+from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import ConfigError
 
 FILE_NAME = "serving.properties"
+MODEL_DIR = Path("/opt/ml/model")
+"""Where the model lies unless another folder is named: SageMaker's."""
 DJL = "DJL"
 """Source, and origin, of what DJL Serving passes; a value that the user wrote has the user's origin."""
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
@@ -55,8 +58,8 @@ TGI: Mapping[str, str] = MappingProxyType(
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
 DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
 
-# Source: djl-serving d21927c, ModelInfo.java: other names are lower-cased, and only if they are upper-case throughout.
-_ENV_SPECIAL = {"ENTRYPOINT": "entryPoint", "ENGINE": "engine"}
+# Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
+_ENV_SPECIAL = {"entrypoint": "entryPoint"}
 _UPPER = re.compile(r"[A-Z_\d]+")
 MAX_FILE_BYTES = 1 << 20
 _MAX_PATH = 4096  # Linux's own limit
@@ -76,6 +79,8 @@ class Setting:
     """File, environment …: the settings of one source contradict each other, those of two override each other."""
     by_user: bool
     """The user addressed it to us (`option.*`, `OPTION_*`, command line), so an unknown name is an error."""
+    remarks: tuple[tuple[Level, str], ...] = ()
+    """What is odd about the way it is written."""
 
 
 def environment() -> dict[str, str]:
@@ -105,30 +110,59 @@ def from_properties(path: Path) -> list[Setting]:
     that Windows editors put in front of UTF-8 is skipped.
 
     Raises:
-        ConfigError: the file cannot be read or holds a broken escape.
+        ConfigError: the file cannot be read, is larger than 1 MiB or holds a broken escape.
     """
+    content = _read(path)
     try:
-        content = path.read_bytes()
         entries = list(javaproperties.parse(io.BytesIO(content.removeprefix(codecs.BOM_UTF8))))
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
-        raise ConfigError(message) from error
     except ValueError as error:
         fix = r"Write \\ for a backslash, \uXXXX for a character"
         message = f"{str(path)!r} is not a properties file: {error}. {fix}"
         raise ConfigError(message) from error
+    marked = content.startswith(codecs.BOM_UTF8)
     found: dict[str, Setting] = {}
     line = 1
     for entry in entries:
         if isinstance(entry, javaproperties.KeyValue):
             by_user = entry.key.startswith(_PREFIX)
             name, origin = entry.key.removeprefix(_PREFIX), f"{path} line {line}"
-            found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user)
+            remarks = (*_unseen(origin, marked=marked and line == 1), *_again(found.get(entry.key)))
+            found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user, remarks)
         line += len(_LINE_END.findall(entry.source))
     if "max_dynamic_batch_size" in found:
         # Source: djl-serving d21927c, ModelInfo.java configPerModelSettings: it is passed on under this name.
         found.setdefault("batch_size", replace(found["max_dynamic_batch_size"], name="batch_size"))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
+        raise ConfigError(message) from error
+    except ValueError as error:
+        message = f"{str(path)!r} is no path: {error}"
+        raise ConfigError(message) from error
+    if len(content) > MAX_FILE_BYTES:
+        message = f"{path} has more than {MAX_FILE_BYTES} bytes; expected a properties file"
+        raise ConfigError(message)
+    return content
+
+
+def _unseen(origin: str, *, marked: bool) -> Iterator[tuple[Level, str]]:
+    if marked:
+        yield (
+            "warning",
+            f"{origin} begins with a byte order mark, which DJL Serving takes for a part of the key: it does not see "
+            "this setting. Save the file without the mark",
+        )
+
+
+def _again(earlier: Setting | None) -> Iterator[tuple[Level, str]]:
+    if earlier is not None:
+        yield "note", f"{earlier.origin} sets it too, and the last one counts"
 
 
 def from_environ(environ: Mapping[str, str]) -> list[Setting]:
@@ -140,11 +174,27 @@ def from_environ(environ: Mapping[str, str]) -> list[Setting]:
             name = variable.removeprefix(prefix)
             if name in {variable, ""}:
                 continue
-            if _UPPER.fullmatch(name):
-                name = _ENV_SPECIAL.get(name, name.lower())
-            by_user = found is options
-            found.append(Setting(name, value, f"environment {variable}", ENVIRONMENT, by_user))
+            name = name.lower() if _UPPER.fullmatch(name) else name
+            name = _ENV_SPECIAL.get(name, name)
+            remarks: tuple[tuple[Level, str], ...] = ()
+            earlier = next((entry for entry in found if entry.name == name), None)
+            if earlier is not None and value.strip() not in {"", earlier.value}:
+                remarks = (
+                    ("note", f"environment {variable} is the same; {earlier.origin} counts"),
+                )
+            origin = f"environment {variable}"
+            found.append(Setting(name, value, origin, ENVIRONMENT, found is options, remarks))
     return options + arguments
+
+
+def with_env_option(environ: Mapping[str, str], written: Sequence[Setting]) -> dict[str, str]:
+    """The variables as the handler has them under DJL Serving: those of `option.env` laid over the others.
+
+    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign.
+    """
+    value = next((str(entry.value) for entry in written if entry.name == "env"), "")
+    pairs = (part.partition("=") for part in value.split(","))
+    return {**environ, **{name.strip(): told.strip() for name, sign, told in pairs if sign}}
 
 
 def from_sagemaker(environ: Mapping[str, str]) -> list[Setting]:

@@ -16,6 +16,7 @@ from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED,
 from djl_python_neuronx.config.options import NAMES, ServingOptions, option
 from djl_python_neuronx.config.rules import Finding
 from djl_python_neuronx.config.sources import Setting
+from djl_python_neuronx.config.values import truth
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -25,14 +26,13 @@ from djl_python_neuronx.errors import (
 )
 
 _MAX_SHOWN = 200
-_RECOMMENDED = frozenset(
-    {
-        *("tensor_parallel_degree", "pipeline_parallel_degree"),
-        *("max_rolling_batch_size", "n_positions"),
-    }
-)
-"""Options that DJL Serving fills in where the user says nothing, or `max`. Source: djl-serving d21927c,
-LmiConfigRecommender.java and PyModel.java; up to 1132e3ab^ NeuronSmartDefaultUtils.java too."""
+_RECOMMENDED = {"pipeline_parallel_degree": {"1"}, "max_rolling_batch_size": {"32", "256"}}
+"""Options that DJL Serving fills in where the user says nothing, to the values. Source: djl-serving d21927c,
+LmiConfigRecommender.java."""
+_NOT_YET = {
+    "save_mp_checkpoint_path": "only compiling beforehand would write there, which this version cannot; left out"
+}
+"""Options that nothing here reads yet, to what is to be said of them."""
 
 
 def shown(value: object) -> object:
@@ -41,7 +41,12 @@ def shown(value: object) -> object:
         text = value if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
         return f"<{type(value).__name__}>"
-    return value if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    return value if len(text) <= _MAX_SHOWN else cut(text)
+
+
+def cut(text: str) -> str:
+    """The text, or its beginning where it is too long for a message."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def invalid(setting: Setting, expected: str) -> InvalidOptionError:
@@ -53,7 +58,7 @@ def unknown(
     setting: Setting, ignored: dict[str, str], suspicious: dict[str, str]
 ) -> Iterator[ConfigError]:
     """What to say of a name that is no option."""
-    name, origin = setting.name, setting.origin
+    name, origin = cut(setting.name), setting.origin
     if name in UNSUPPORTED:
         yield from _unsupported(setting, ignored, suspicious)
     elif name in IGNORED:
@@ -95,15 +100,19 @@ def translated(setting: Setting, ignored: dict[str, str]) -> tuple[str, str] | N
     return translation.option, value
 
 
-def passed_over(name: str, setting: Setting) -> str | None:
-    """Why the value of an option does not count, though nobody is to blame; None if it counts."""
+def passed_over(name: str, setting: Setting, *, all_cores: bool) -> str | None:
+    """Why the value of an option does not count, though nobody is to blame; None if it counts.
+
+    `all_cores`: the user wrote `max` for the degree, of which DJL Serving makes the number that it counts.
+    """
     if callable(setting.value):
         return "functions of a model.py are not called; the built-in formats are served"
     if setting.origin != sources.DJL:
         return None
     if parsed(name, setting.value) is INVALID:
         return _means_nothing(setting)
-    if name in _RECOMMENDED:
+    counted = name == "tensor_parallel_degree" and all_cores
+    if counted or str(setting.value).strip() in _RECOMMENDED.get(name, ()):
         return f"DJL Serving's own {setting.value} gives way to what follows from the model and the cores"
     return None
 
@@ -151,6 +160,27 @@ def overruled(
     if parsed(name, one_value) != parsed(name, two_value):
         problem = f"{two.name}={shown(two.value)} ({two.origin}) does not count beside it"
         yield Finding((name,), problem, "note")
+
+
+def told_off(name: str, negative: Setting, other: tuple[Setting, object]) -> Finding | None:
+    """The note that an old name's `true` does not count beside the `false` of a stronger place; None if it does.
+
+    The option's own words are another matter: the old engine let them decide.
+    """
+    setting, value = other
+    if setting.source == negative.source or not (setting.name in TRANSLATED or truth(value)):
+        return None
+    one, two = (
+        f"{entry.name}={shown(entry.value)} ({entry.origin})" for entry in (negative, setting)
+    )
+    return Finding((name,), f"{two} does not count beside {one}", "note")
+
+
+def idle(options: ServingOptions) -> Iterator[Finding]:
+    """What is accepted and does nothing yet."""
+    for name, problem in _NOT_YET.items():
+        if getattr(options, name) is not None:
+            yield Finding((name,), problem, "note")
 
 
 def reasons(error: ValidationError) -> dict[str, str]:

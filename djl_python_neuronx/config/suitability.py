@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
-from djl_python_neuronx.config import defects, placement
+from djl_python_neuronx.config import defects, memory, placement
 from djl_python_neuronx.config.capabilities import CAPABILITIES, Capability
 from djl_python_neuronx.config.findings import Finding, asked
-from djl_python_neuronx.config.instances import DeviceInfo
-from djl_python_neuronx.config.mapping import continuous_batching, speculating, unmapped
+from djl_python_neuronx.config.instances import GIB, DeviceInfo, on_single_cores
+from djl_python_neuronx.config.mapping import (
+    continuous_batching,
+    honoured,
+    speculating,
+    unmapped,
+)
+from djl_python_neuronx.config.memory import Load
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.rules import library_conflicts
+from djl_python_neuronx.config.rules import OPEN, library_conflicts
 
 DJL_ROWS = 32
 """Rows that DJL Serving's rolling batch sends unless max_rolling_batch_size is written. Source: RollingBatch.java."""
@@ -22,6 +28,8 @@ _LIBRARIES: Mapping[str, str] = MappingProxyType(
 )
 _ON_CPU = frozenset({"context_length_estimate", "dtype", "max_rolling_batch_size", "n_positions"})
 """Options of the libraries that mean the same on a CPU."""
+_MOST_THREADS_PER_CPU = 4
+"""Some thousand threads exhaust the process's limit, and torch then crashes."""
 _SLOTS = "max_rolling_batch_size"
 _DRAFT = "speculative_draft_model"
 
@@ -43,15 +51,22 @@ def findings(
     """
     yield from _lengths(options, facts, filled)
     yield from _useless(options, loader)
-    yield from _djl(options, filled)
     if loader == "cpu":
+        yield from _djl(options, filled)
         yield from _cpu(options)
+        yield from _host(options, facts, device, draft)
         return
-    yield from _patience(options, estimated_load_s)
-    yield from _workers(options, device)
-    yield from library_conflicts(options, loader)
-    yield from _no_equivalent(options, loader)
+    device = on_single_cores(device, options.logical_nc_config)
     capability = CAPABILITIES[loader].get(facts.model_type or "")
+    used = honoured(options, capability)
+    if placement.fits(used, facts, device, loader, draft) is not False:
+        # What is only good to know of a plan is not worth a word where there is no plan.
+        yield from _djl(options, filled)
+        yield from _patience(options, estimated_load_s)
+    yield from _workers(options, device)
+    yield from library_conflicts(used, loader)
+    yield from _no_equivalent(options, loader)
+    yield from _foreign_graphs(options, loader)
     if capability is None:
         yield _unknown(facts, loader)
         return
@@ -61,8 +76,9 @@ def findings(
     yield from _speculation(options, facts, draft, loader, capability)
     yield from _window(options, facts, loader)
     yield from defects.findings(options, facts, capability)
+    yield from defects.of_model(options, facts, loader)
     yield from _sampling(options)
-    yield from placement.findings(options, facts, device, loader, draft)
+    yield from placement.findings(used, facts, device, loader, draft)
 
 
 def _lengths(
@@ -112,6 +128,26 @@ def _cpu(options: ServingOptions) -> Iterator[Finding]:
         yield Finding(left, problem, "note")
 
 
+def _host(
+    options: ServingOptions, facts: ModelFacts, device: DeviceInfo, draft: ModelFacts | None
+) -> Iterator[Finding]:
+    """What the cpu loader's machine cannot hold or do. A Neuron machine tells its devices' memory, not its own."""
+    threads = options.cpu_threads or 0
+    if threads > _MOST_THREADS_PER_CPU * device.cpus > 0:
+        problem = f"there are {device.cpus} CPUs, and more threads only wait for each other; set at most that"
+        yield Finding(("cpu_threads",), problem)
+    if facts.num_parameters is None or device.has_neuron or not device.memory_bytes:
+        return
+    load = Load.of(options, "cpu", draft)
+    size = memory.needed(facts, load, degree=1, core_memory_bytes=device.memory_bytes, loader="cpu")
+    if not size.fits:
+        problem = (
+            f"does not fit: needs {size.needed / GIB:.2f} GiB, and this machine has {size.capacity / GIB:.2f} GiB; set "
+            "less, or take a machine with more memory"
+        )
+        yield Finding(("n_positions", _SLOTS), problem)
+
+
 def _patience(options: ServingOptions, estimated_load_s: float | None) -> Iterator[Finding]:
     if (
         estimated_load_s is None
@@ -133,6 +169,15 @@ def _workers(options: ServingOptions, device: DeviceInfo) -> Iterator[Finding]:
             f"there are {device.cpus} CPUs, and each compiler keeps one busy; set at most that"
         )
         yield Finding(("compilation_worker_count",), problem, "warning")
+
+
+def _foreign_graphs(options: ServingOptions, loader: str) -> Iterator[Finding]:
+    if loader == "nxdi" and options.compiled_graph_path and options.model_loader in OPEN:
+        problem = (
+            "this model is loaded by NxD Inference, and graphs that transformers-neuronx compiled do not fit it: they "
+            "would all be compiled anew. If they are its graphs, set model_loader=tnx; else set model_loader=nxdi"
+        )
+        yield Finding(("compiled_graph_path", "model_loader"), problem, "warning")
 
 
 def _no_equivalent(options: ServingOptions, loader: str) -> Iterator[Finding]:
@@ -174,15 +219,26 @@ def _architecture(
         if name in capability.unread and asked(options, name)
     ]
     if left := tuple(name for name in unread if option(name).tunes):
-        problem = f"{whose} does not look at it; left out, which changes speed and memory only"
+        problem = f"{whose} cannot use it; left out, which changes speed and memory only"
         yield Finding(left, problem, "note")
     for name in unread:
         if not option(name).tunes:
-            yield Finding((name,), f"{whose} does not look at it; remove it")
+            yield Finding((name,), f"{whose} cannot use it; remove it")
     for name, reason in capability.refused.items():
         # attention_layout has a harmless value too: the library's own.
         if asked(options, name) and getattr(options, name) != "HSB":
-            yield Finding((name,), f"{reason}; remove it, or serve the model with another loader")
+            yield Finding((name,), f"{reason}; {_way_out(name, facts, loader)}")
+
+
+def _way_out(name: str, facts: ModelFacts, loader: str) -> str:
+    """What to do about an option that a library refuses for an architecture."""
+    for other, its in CAPABILITIES.items():
+        entry = its.get(facts.model_type or "")
+        able = entry is not None and name not in {*entry.unread, *entry.refused}
+        if other != loader and able and other in option(name).to:
+            return f"remove it, or set model_loader={other}"
+    more = ", and take more cores if the model does not fit then" if name == "quantize" else ""
+    return f"remove it{more}"
 
 
 def _batching(
@@ -199,7 +255,9 @@ def _batching(
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{library} has none for {whose}; leave it out"
         yield Finding(("rolling_batch_strategy",), problem)
-    elif continuous_batching(options):
+    elif continuous_batching(options) and (
+        options.rolling_batch != "disable" or options.async_mode
+    ):
         problem = (
             f"{library} has no continuous batching for {whose}: static batches are served, and when a sequence joins, "
             "all of them are encoded anew"

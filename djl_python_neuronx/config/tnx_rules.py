@@ -25,6 +25,14 @@ def _whole_heads(options: ServingOptions) -> bool:
     return options.attention_layout == "BSH" and options.group_query_attention == "replicated-heads"
 
 
+def _half_fused(options: ServingOptions) -> bool:
+    fused, transposed = options.fuse_mlp, options.mlp_out_weight_transpose
+    if options.multi_node:  # which implies both where they are not set
+        fused = fused is not False
+        transposed = transposed is not False
+    return bool(fused) and not transposed
+
+
 def _several_buckets(options: ServingOptions) -> bool:
     limit = options.max_model_len
     prompts, lengths = options.context_length_estimate, options.token_buckets
@@ -86,6 +94,14 @@ TNX_RULES: tuple[Rule, ...] = (
     ),
     *map(_order, _ORDERS),
     *(lacking(name, "weight_tiling", _NO_TILES) for name in _ORDERS),
+    # Source: llama/model.py, where the weights of the other layout are forgotten: a TypeError.
+    Rule(
+        ("fuse_mlp", "mlp_out_weight_transpose"),
+        _half_fused,
+        "the exit of a fused MLP is built transposed or not at all; set mlp_out_weight_transpose=true, or leave "
+        "fuse_mlp out",
+        filled_in=True,
+    ),
     # Source: llama/model.py.
     Rule(
         ("mlp_out_weight_transpose", "weight_tiling", "fuse_mlp"),

@@ -7,9 +7,11 @@ pydantic then validates; text that it cannot make sense of it hands on, and pyda
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
@@ -26,7 +28,7 @@ TREE = "a JSON list of lists of numbers, or a file that holds one"
 WORDS = 'names such as "lm_head,embed_tokens"'
 
 MAX_TEXT = 65_536
-"""Characters of a JSON value; real ones have some hundreds."""
+"""Characters of a list or a JSON value; real ones have some hundreds."""
 MAX_LITERAL = 8_192
 """Characters of a Python literal. Python's parser recurses once per operator: this many do not exhaust its stack."""
 MAX_DEPTH = 32
@@ -116,6 +118,38 @@ def parse_object(text: str) -> object:
         raise ValueError(message) from error
 
 
+def shown(value: object) -> str:
+    """A value as it would be written in `serving.properties`."""
+    plain = jsonable(value)
+    if plain is None:
+        return ""
+    if isinstance(plain, list) and all(isinstance(part, int) for part in plain):
+        return ",".join(map(str, plain))
+    if isinstance(plain, float) and plain.is_integer():
+        return str(int(plain))
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
+    """The value in the terms of JSON; what JSON cannot hold as text."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case None | bool() | int() | float() | str():
+            return value
+        case BaseModel():
+            return value.model_dump(mode="json", exclude_none=True)
+        case Mapping():
+            return {str(key): jsonable(inner) for key, inner in value.items()}
+        case Sequence() | set() | frozenset():
+            return [jsonable(inner) for inner in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            entry.name: jsonable(getattr(value, entry.name)) for entry in dataclasses.fields(value)
+        }
+    return str(value)
+
+
 def truth(value: object) -> bool | None:
     """True or False for a boolean in any of its spellings, None for anything else."""
     word = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
@@ -160,7 +194,7 @@ def _long_dtype(value: object) -> object:
 
 def _split(value: object) -> object:
     """The parts of a list written as "a,b", "[a, b]" or "(a, b)", without blanks and quotes."""
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= MAX_TEXT:
         # Blanks go here: pydantic 2.6 does not take " 512" for a number.
         listed = value.strip()
         for left, right in ("[]", "()"):

@@ -1,8 +1,13 @@
 """Configurations from the hub and from S3, against doubles of both on this machine."""
 
 import json
+import os
+import subprocess
 import sys
+import threading
 import time
+import traceback
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -85,13 +90,112 @@ def test_what_the_hub_refuses(environ, model, revision, error, words):
         assert word in str(caught.value)
 
 
-def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the hub client's retries
+def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch, caplog):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)  # between the hub client's retries
     with remote_doubles.hub({"owner/model": BYTES}) as (url, _):
         fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url})
     assert fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url}) == CONFIG
     with pytest.raises(ArtifactAccessError, match="cannot be reached"):
         fetch_config("owner/other", None, {**environ, "HF_ENDPOINT": url})
+    assert sum(slept) < 2
+    assert "etry" not in caplog.text
+
+
+SECRET = "hf_5ecret"
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(503, "cannot be reached (it answers 503)"), (418, "HTTP status 418")]
+)
+def test_a_hub_that_is_out_of_order(environ, monkeypatch, status, words):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    environ = {**environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        with pytest.raises(ArtifactAccessError) as caught:
+            fetch_config("owner/model", None, environ)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert words in str(caught.value)
+    assert sum(slept) < 2
+
+
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
+def test_a_token_with_a_line_end_is_a_token(environ, variable):
+    double = remote_doubles.hub({"owner/gated": BYTES}, gated={"owner/gated"}, tokens={SECRET})
+    with double as (url, _):
+        environ = {**environ, "HF_ENDPOINT": url + "\n", variable: f" {SECRET}\n"}
+        assert fetch_config("owner/gated", None, environ) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "token", [f"{SECRET}\nX-Other: 1", f"{SECRET}\r\n{SECRET}", f"\0{SECRET}", f"é{SECRET}"]
+)
+def test_a_token_that_no_header_takes_is_not_told(environ, token):
+    with (
+        remote_doubles.hub({"owner/model": BYTES}) as (url, _),
+        pytest.raises(ArtifactAccessError, match="HF_TOKEN") as caught,
+    ):
+        fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url, "HF_TOKEN": token})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+HOSTILE = [
+    {"HF_HOME": "~nobody-of-that-name/x"},
+    {"HF_ENDPOINT": "http://[x"},
+    {"HF_ENDPOINT": "a\0b"},
+    {"HF_ENDPOINT": "file:///etc"},
+    {"HF_HUB_CACHE": "a\0b"},
+]
+
+
+@pytest.mark.parametrize("variables", HOSTILE, ids=str)
+def test_a_variable_that_makes_no_sense_is_an_error_of_ours(environ, variables):
+    with remote_doubles.hub({"owner/model": BYTES}) as (url, _):
+        environ = {"HF_ENDPOINT": url, **environ, **variables}
+        with pytest.raises(ArtifactAccessError, match=r"HF_ENDPOINT"):
+            fetch_config("owner/model", None, environ)
+
+
+def test_an_endpoint_that_the_hubs_library_refuses_to_be_imported_with():
+    program = (
+        "import os\n"
+        "from djl_python_neuronx.artifacts.fetch import fetch_config\n"
+        "from djl_python_neuronx.errors import ArtifactAccessError\n"
+        "try: fetch_config('owner/model', None, dict(os.environ))\n"
+        "except ArtifactAccessError as error: print(error)\n"
+    )
+    environ = {"HF_ENDPOINT": "http://[x", "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert "HF_ENDPOINT" in ran.stdout
+    assert not ran.stderr
+
+
+@pytest.mark.parametrize("model", ["owner/gated", "owner/absent"])
+def test_the_password_of_an_endpoint_is_not_told(environ, model):
+    with remote_doubles.hub({"owner/gated": BYTES}, gated={"owner/gated"}) as (url, _):
+        endpoint = url.replace("://", f"://user:{SECRET}@")
+        with pytest.raises(ArtifactError) as caught:
+            fetch_config(model, None, {**environ, "HF_ENDPOINT": endpoint})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    assert url in str(caught.value)
 
 
 def test_offline_asks_nobody(environ):
@@ -149,6 +253,40 @@ def test_s3_out_of_reach():
         pass
     with pytest.raises(ArtifactAccessError, match="AWS_ENDPOINT_URL"):
         fetch_config("s3://bucket/model", None, {**KEYS, "AWS_ENDPOINT_URL": url})
+
+
+def test_keys_with_a_line_end_are_keys():
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    keys = {name: f" {value}\n" for name, value in KEYS.items()}
+    with remote_doubles.s3({"bucket/m/config.json": BYTES}) as (url, log):
+        environ = {**keys, "AWS_ENDPOINT_URL": f"{url}\n"}
+        assert fetch_config("s3://bucket/m", None, environ) == CONFIG
+    assert "Credential=id/" in log[0][2]["Authorization"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_ACCESS_KEY_ID": f"id\n{SECRET}"},
+        {"AWS_SESSION_TOKEN": f"t\n{SECRET}"},
+        {"AWS_SECRET_ACCESS_KEY": ""},
+        {"AWS_ACCESS_KEY_ID": ""},
+        {"AWS_PROFILE": SECRET},
+        {"AWS_REGION": f"x y {SECRET}"},
+        {"AWS_ENDPOINT_URL": f"http://user:{SECRET}@[x"},
+    ],
+    ids=str,
+)
+def test_keys_that_make_no_sense_are_not_told(variables):
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    with (
+        remote_doubles.s3({"bucket/m/config.json": BYTES}) as (url, _),
+        pytest.raises(ArtifactAccessError, match="AWS") as caught,
+    ):
+        fetch_config("s3://bucket/m", None, {**KEYS, "AWS_ENDPOINT_URL": url, **variables})
+    text = "".join(traceback.format_exception(caught.value))
+    for word in (SECRET, "Credential", "Signature"):
+        assert word not in text
 
 
 def test_s3_without_its_package(monkeypatch):

@@ -6,10 +6,10 @@ from djl_python_neuronx.config import capabilities
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.options import ServingOptions, option
 
-# Source: transformers-neuronx 0.13, the packages with a model.py, and the old engine's list (djl-serving 1132e3ab^,
-# docs); neuronx-distributed-inference 0.9.0, utils/constants.py MODEL_TYPES.
+# Source: transformers-neuronx 0.13, the packages with a model.py (the old engine listed gpt_bigcode, which is none);
+# neuronx-distributed-inference 0.9.0, utils/constants.py MODEL_TYPES.
 MODEL_TYPES = {
-    "tnx": "bloom gpt2 gpt_bigcode gpt_neox gptj llama mistral mixtral opt",
+    "tnx": "bloom gpt2 gpt_neox gptj llama mistral mixtral opt",
     "nxdi": "dbrx gemma3 gpt_oss llama llama4 mistral mixtral mllama pixtral qwen2 qwen2_vl qwen3 qwen3_moe qwen3_vl",
 }
 ROWS = [
@@ -66,3 +66,16 @@ def test_every_defect_is_somewhere():
         name for its in CAPABILITIES.values() for entry in its.values() for name in entry.defects
     }
     assert found == DEFECTS
+
+
+def test_who_was_seen_to_give_the_right_tokens():
+    unseen = {
+        (loader, name)
+        for loader, its in CAPABILITIES.items()
+        for name, entry in its.items()
+        if not entry.verified
+    }
+    images = {"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"}
+    assert unseen == {
+        ("nxdi", name) for name in {*images, "dbrx", "gemma3", "gpt_oss", "qwen3_moe"}
+    }

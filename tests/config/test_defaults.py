@@ -419,3 +419,77 @@ def test_filling_what_is_filled_changes_nothing():
     for name in NAMES:
         options = filled(name, "inf2.48xlarge", "nxdi")
         assert fill(options, facts_of(name), named("inf2.48xlarge"), "nxdi") == {}
+
+
+class TestWhatTheReasonsSay:
+    """A reason never claims what is not so."""
+
+    TOO_LARGE = replace(facts_of("llama-3-8b"), num_parameters=10**13)
+
+    def reasons(self, facts, machine, loader="tnx", **values):
+        draft = values.pop("draft", None)
+        found = fill(options_with(**values), facts, named(machine), loader, draft=draft)
+        return {name: (value, why) for name, (value, why) in found.items()}
+
+    def test_where_nothing_fits(self):
+        found = self.reasons(self.TOO_LARGE, "inf2.xlarge")
+        assert found["n_positions"][0] == 128
+        assert found["max_rolling_batch_size"][0] == 1
+        assert "not enough memory" in found["n_positions"][1]
+        assert "no memory" in found["max_rolling_batch_size"][1]
+        for name in ("n_positions", "max_rolling_batch_size"):
+            assert "had room" not in found[name][1]
+            assert "have room" not in found[name][1]
+
+    def test_cores_that_are_left_over(self):
+        small = facts_of("llama-2-7b")
+        degree, why = self.reasons(small, "inf2.24xlarge", tensor_parallel_degree="max")[
+            "tensor_parallel_degree"
+        ]
+        assert degree == 8
+        assert "4 of 12 cores are left over, of which guides use more: 12" in why
+        everything = self.reasons(small, "inf2.xlarge", tensor_parallel_degree="max")
+        assert "left over" not in everything["tensor_parallel_degree"][1]
+
+    def test_what_the_library_cannot_divide(self):
+        for name, loader, what in (
+            ("mixtral-8x7b", "nxdi", "24 does not divide the hidden size of 4096"),
+            ("mixtral-8x7b", "tnx", "24 does not divide the width of all 8 experts"),
+            ("gpt-neox-20b", "tnx", "24 does not divide the 64 heads"),
+        ):
+            found = self.reasons(
+                facts_of(name), "inf2.48xlarge", loader, tensor_parallel_degree="max"
+            )
+            degree, why = found["tensor_parallel_degree"]
+            assert degree == 8
+            assert what in why
+            assert "12 is taken" not in why or facts_of(name).num_heads % 12 == 0
+
+    def test_the_draft_models_limit_counts_too(self):
+        facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
+        assert draft.max_positions == 2048
+        values = {"speculative_draft_model": "d"}
+        found = self.reasons(facts, "inf2.48xlarge", draft=draft, **values)
+        assert found["n_positions"][0] == 2048
+        assert self.reasons(facts, "inf2.48xlarge", **values)["n_positions"][0] == 4096
+
+    @pytest.mark.parametrize(
+        ("values", "slots"),
+        [
+            ({"batch_size": 4, "rolling_batch": "disable"}, 4),
+            ({"batch_size": 4, "rolling_batch": "disable", "async_mode": True}, 32),
+            ({"batch_size": 1, "rolling_batch": "disable"}, 32),
+        ],
+    )
+    def test_slots_for_the_batch_that_djl_collects(self, values, slots):
+        found = self.reasons(facts_of("gpt2"), "inf2.xlarge", **values)
+        value, why = found["max_rolling_batch_size"]
+        assert value == slots
+        assert ("batch_size" in why) == (slots == 4)
+
+    def test_single_cores_are_filled_as_such(self):
+        facts = facts_of("llama-3-8b")
+        alone = self.reasons(facts, "trn2.3xlarge", "nxdi", logical_nc_config=1)
+        pairs = self.reasons(facts, "trn2.3xlarge", "nxdi")
+        assert alone["tensor_parallel_degree"][0] == 8
+        assert pairs["tensor_parallel_degree"][0] == 4

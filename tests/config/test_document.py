@@ -15,6 +15,7 @@ from djl_python_neuronx.config.options import (
     allowed_values,
     option,
 )
+from djl_python_neuronx.config.sources import SAGEMAKER
 
 PAGE, EXAMPLE = document.options_page(), document.example_file()
 SECTION = {
@@ -104,3 +105,10 @@ def test_the_example_file_has_every_option_with_a_value_that_is_its_default():
 
 def test_lines_fit_a_screen():
     assert max(map(len, EXAMPLE.splitlines())) <= 120
+
+
+def test_the_variables_that_overrule_the_file_are_named():
+    variables = PAGE.partition("## Other variables")[2].partition("\n## ")[0]
+    overruling = set(re.findall(r"`([A-Z]+)_\*` ones overrule", variables))
+    listed = set(re.findall(r"^\| `(\w+)`", variables, re.MULTILINE))
+    assert {name for name in listed if name.partition("_")[0] in overruling} == set(SAGEMAKER)

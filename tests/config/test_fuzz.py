@@ -221,7 +221,27 @@ def test_options_that_are_fine_alone_are_judged_for_any_model_and_machine(
 JSON = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([0, -1, 1, 2, 3, 7, 4096, 2**31, 10**40, 0.5, float("nan"), "", "x", "llama"]),
+    st.sampled_from(
+        [
+            0,
+            -1,
+            1,
+            2,
+            3,
+            7,
+            4096,
+            2**31,
+            2**63 - 1,
+            10**40,
+            10**400,
+            10**5000,
+            0.5,
+            float("nan"),
+            "",
+            "x",
+            "llama",
+        ]
+    ),
     st.sampled_from([[], ["x"], [None], {}, {"hidden_size": "x"}, [[1]], {"factor": 2}]),
 )
 KEYS = sorted({key for config in MODELS for key in config} | {"text_config", "vision_config"})

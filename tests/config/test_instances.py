@@ -1,5 +1,7 @@
 """The machines by name, and the degrees that run on them."""
 
+from dataclasses import replace
+
 import pytest
 
 from djl_python_neuronx.config.instances import (
@@ -10,6 +12,7 @@ from djl_python_neuronx.config.instances import (
     known,
     legal_degrees,
     named,
+    on_single_cores,
 )
 from djl_python_neuronx.errors import ConfigError
 
@@ -90,3 +93,35 @@ def test_all_cores_are_visible_unless_told_otherwise():
     assert DeviceInfo(None, 1, 2, 0, 1, "").visible_cores == 2
     assert DeviceInfo(None, 1, 2, 0, 1, "", visible_cores=1).visible_cores == 1
     assert DeviceInfo(None, 1, 2, 0, 1, "", visible_cores=0).visible_cores == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "cores", "degrees"),
+    [("inf2", 24, (1, 2, 4, 8, 12, 24)), ("inf2", 11, (1, 2, 4, 8)), ("trn1", 12, (1, 2, 8))],
+)
+def test_degrees_that_guides_use_beside_them(family, cores, degrees):
+    assert legal_degrees(family, cores, used=True) == degrees
+
+
+class TestSingleCores:
+    PAIRS = named("trn2.48xlarge")
+
+    def test_twice_as_many_and_half_as_large(self):
+        found = on_single_cores(self.PAIRS, 1)
+        assert (found.neuron_cores, found.visible_cores) == (128, 128)
+        assert found.core_memory_bytes * found.neuron_cores == self.PAIRS.memory_bytes
+
+    def test_a_limit_stays_as_it_was_told(self):
+        limited = replace(self.PAIRS, visible_cores=8)
+        assert on_single_cores(limited, 1).visible_cores == 8
+
+    @pytest.mark.parametrize("asked", [None, 2])
+    def test_pairs_are_the_default(self, asked):
+        assert on_single_cores(self.PAIRS, asked) is self.PAIRS
+
+    @pytest.mark.parametrize(
+        "machine",
+        [named("trn1.32xlarge"), on_single_cores(PAIRS, 1), DeviceInfo(None, 1, 4, 0, 8, "")],
+    )
+    def test_nothing_is_divided_twice_or_elsewhere(self, machine):
+        assert on_single_cores(machine, 1) is machine

@@ -7,7 +7,13 @@ import sys
 import pytest
 
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.loader import NEURON_LOADERS, Library, choose_loader, libraries
+from djl_python_neuronx.config.loader import (
+    NEURON_LOADERS,
+    Library,
+    choose_loader,
+    libraries,
+    preferred,
+)
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError
 
@@ -131,3 +137,39 @@ def test_a_checkout_on_the_path_is_installed_and_not_imported(site, tmp_path):
     (module / "__init__.py").write_text("raise RuntimeError('imported')")
     assert libraries()["transformers-neuronx"] == Library("transformers-neuronx", None, "installed")
     assert "transformers_neuronx" not in sys.modules
+
+
+class TestPreferred:
+    """Which library `auto` means: one function for the server and for check."""
+
+    @pytest.mark.parametrize(
+        ("model_type", "options", "expected"),
+        [
+            ("llama", {}, "nxdi"),
+            (None, {}, "nxdi"),
+            ("t5", {}, None),
+            ("gpt2", {"is_medusa": True}, "tnx"),  # the only one, so its refusal is told
+            # options that only transformers-neuronx has, and that change more than speed
+            ("llama", {"enable_mixed_precision_accumulation": True}, "tnx"),
+            ("llama", {"load_split_model": True}, "tnx"),
+            ("llama", {"enable_chunked_prefill": True, "cache_layout": "BSH"}, "tnx"),
+            # ... speed alone
+            ("llama", {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi"),
+            # a draft without sampling on the device is judged by logits, with it on the device
+            ("llama", {"speculative_draft_model": "d"}, "tnx"),
+            ("llama", {"speculative_draft_model": "d", "on_device_generation": True}, "nxdi"),
+            ("mistral", {"speculative_draft_model": "d"}, "nxdi"),
+            ("mixtral", {"quantize": "static_int8", "bf16_rms_norm": True}, "nxdi"),
+        ],
+    )
+    def test_the_first_that_refuses_nothing(self, model_type, options, expected):
+        options = ServingOptions(**options)
+        assert preferred(options, model_type) == expected
+        if expected:
+            both = installed(nxdi="installed", tnx="installed")
+            assert choose_loader(options, INF2, both, ALL, None, model_type) == expected
+
+    def test_among_what_is_there(self):
+        options = ServingOptions(load_split_model=True)
+        assert preferred(options, "llama", ["nxdi"]) == "nxdi"
+        assert choose(INF2, installed(nxdi="installed"), load_split_model=True) == "nxdi"

@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.mapping import (
     DERIVED,
     RESERVED,
@@ -270,8 +271,11 @@ class TestNxdi:
         config = arguments.neuron_config
         assert config["quantization_dtype"] == "f8e4m3"
         assert config["quantization_type"] == "per_tensor_symmetric"
-        assert config["kv_quant_config"] == {"quant_dtype": "float8_e4m3fn", "direct_cast": True}
-        assert arguments.environment == {"XLA_HANDLE_SPECIAL_SCALAR": "1"}
+        assert config["kv_quant_config"] == {"direct_cast": True}
+        assert arguments.environment == {
+            "XLA_HANDLE_SPECIAL_SCALAR": "1",
+            "UNSAFE_FP8FNCAST": "1",
+        }
         assert unmapped(options, "nxdi") == ()
 
     @pytest.mark.parametrize(("length", "expected"), [("5", 6), ("1", 2), ("0", None)])
@@ -331,3 +335,51 @@ class TestOverrides:
     def test_each_name_has_its_own_finding(self):
         problems = self.problems(batch_size=1, nonsense=1, tp_degree=2)
         assert len(problems) == 3
+
+
+EVERYTHING = {
+    "fuse_mlp": True,
+    "mlp_out_weight_transpose": True,
+    "attn_output_transposed": True,
+    "sequence_parallel": True,
+    "shard_over_sequence": True,
+    "weight_tiling": True,
+    "multi_node": True,
+    "unroll": 4,
+    "n_positions": "[2048]",
+}
+
+
+class TestWhatAnArchitectureCannotUse:
+    """It is not handed over: the library would fail while it builds its graphs."""
+
+    def arguments(self, model_type):
+        able = CAPABILITIES["tnx"][model_type]
+        return library_arguments(given(**EVERYTHING), "tnx", capability=able)
+
+    def test_where_it_can_use_all_of_it(self):
+        found = self.arguments("llama")
+        assert found == library_arguments(given(**EVERYTHING), "tnx")
+        assert found.constructor["n_positions"] == [2048]
+
+    @pytest.mark.parametrize("model_type", sorted(CAPABILITIES["tnx"]))
+    def test_nothing_that_is_unread_or_refused_is_left(self, model_type):
+        able = CAPABILITIES["tnx"][model_type]
+        stopped = {*able.unread, *able.refused} & EVERYTHING.keys()
+        found = self.arguments(model_type)
+        keywords = {option(name).to["tnx"] for name in stopped}
+        assert not keywords & {*found.constructor, *found.neuron_config}
+
+    def test_neither_are_the_defaults_that_another_option_implies(self):
+        found = self.arguments("mistral").neuron_config
+        assert found == {"weight_tiling": True, "continuous_batching": found["continuous_batching"]}
+
+    @pytest.mark.parametrize("model_type", ["gpt_neox", "gptj"])
+    def test_lengths_that_its_constructor_does_not_know(self, model_type):
+        constructor = self.arguments(model_type).constructor
+        assert constructor["n_positions"] == 2048
+        assert "context_length_estimate" not in constructor
+
+    def test_without_prompt_graphs_the_prompts_are_still_of_use_elsewhere(self):
+        assert self.arguments("gpt2").constructor["context_length_estimate"] == [128, 2048]
+        assert self.arguments("gpt2").constructor["n_positions"] == 2048

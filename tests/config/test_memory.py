@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python_neuronx.config.division import Heads, keeps, padded_heads, takes
 from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.config.memory import (
     HEADROOM_BYTES,
     CoreMemory,
     Fit,
-    Heads,
     Load,
     needed,
-    padded_heads,
     per_core,
     smallest_fit,
-    takes,
     total,
 )
 from djl_python_neuronx.config.model import ModelFacts
@@ -272,8 +270,8 @@ class TestSmallestFit:
     def test_then_the_smallest_machine_of_the_family(self):
         facts = facts_of("llama-3-70b")
         found = smallest_fit(facts, self.LOAD, named("inf2.xlarge"), "tnx")
-        assert found == Fit(24, "inf2.48xlarge")
-        assert str(found) == "tensor_parallel_degree=24 on inf2.48xlarge"
+        assert found == Fit(12, "inf2.24xlarge")
+        assert str(found) == "tensor_parallel_degree=12 on inf2.24xlarge"
         assert str(Fit(8, None)) == "tensor_parallel_degree=8"
 
     def test_then_another_family(self):
@@ -312,7 +310,10 @@ class TestSmallestFit:
 def test_all_cores_together_hold_at_least_everything(name, loader, degree, length, slots):
     facts, load = facts_of(name), Load(length, slots, "bfloat16", on_device_embedding=True)
     found = needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
-    assert degree * (found.weights + found.kv_cache) >= total(facts, load)
+    held = load
+    if loader == "nxdi" and facts.model_type == "mistral" and facts.sliding_window:
+        held = replace(load, max_model_len=facts.sliding_window)
+    assert degree * (found.weights + found.kv_cache) >= total(facts, held)
     assert found.padding >= 0
     longer = replace(load, max_model_len=length + 1)
     more = needed(facts, longer, degree=degree, core_memory_bytes=0, loader=loader)
@@ -357,3 +358,113 @@ class TestOfOptions:
     def test_options_that_are_not_filled_in_are_refused(self, missing):
         with pytest.raises(ValueError, match="filled-in"):
             Load.of(self.FILLED.model_copy(update=missing), "tnx")
+
+
+def test_cores_that_are_not_there_fit_nothing():
+    facts, load = facts_of("gpt2"), Load(1024, 1, "bfloat16")
+
+    def found(load, cores):
+        return needed(facts, load, degree=4, core_memory_bytes=16 * GIB, loader="nxdi", cores=cores)
+
+    assert found(load, 4).fits
+    assert found(load, 0).fits  # not known
+    assert not found(load, 2).fits
+    assert not found(load, 2).roomy
+    assert not found(replace(load, stages=2), 4).fits
+    assert not found(replace(load, expert_groups=2), 4).fits
+    assert found(replace(load, draft_degree=4), 4).fits
+    assert not found(replace(load, draft_degree=8), 4).fits
+
+
+class TestCache:
+    """Tokens that the cache holds, per core and by hand; Llama 3 8B keeps 65536 values of 2 bytes for each."""
+
+    TOKEN = 65536 * 2
+
+    def cache(self, load, *, facts=None, degree=8, loader="nxdi"):
+        facts = facts or facts_of("llama-3-8b")
+        found = needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+        return found.kv_cache
+
+    @pytest.mark.parametrize(
+        ("changes", "tokens"),
+        [
+            ({}, 4 * 1024),
+            ({"in_blocks": True}, 5 * 1024),
+            ({"in_blocks": True, "num_blocks": 99, "block_size": 32}, 100 * 32),
+            ({"num_blocks": 99, "block_size": 32}, 4 * 1024),
+        ],
+    )
+    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+    def test_blocks(self, changes, tokens, loader):
+        load = Load(1024, 4, "bfloat16", **changes)
+        assert self.cache(load, loader=loader) == tokens * self.TOKEN // 8
+
+    def test_a_window_is_all_that_some_keep(self):
+        windowed = replace(facts_of("mistral-7b-v0.1"), sliding_window=512)
+        load = Load(4096, 4, "bfloat16")
+        assert self.cache(load, facts=windowed) == 4 * 512 * self.TOKEN // 8
+        assert self.cache(load, facts=windowed, loader="tnx") == 4 * 4096 * self.TOKEN // 8
+        assert self.cache(load, facts=replace(windowed, model_type="llama")) == (
+            4 * 4096 * self.TOKEN // 8
+        )
+        blocks = replace(load, in_blocks=True)
+        assert self.cache(blocks, facts=windowed) == 5 * 4096 * self.TOKEN // 8
+
+    def test_groups_of_sequences_copy_fewer_heads(self):
+        facts, load = facts_of("llama-3-8b"), Load(4096, 8, "bfloat16")
+
+        def whole(load):
+            found = needed(facts, load, degree=32, core_memory_bytes=0, loader="nxdi")
+            return found.kv_cache + found.padding
+
+        # 32 cores need four copies of 8 heads; four groups of 8 cores have two sequences and 8 heads each.
+        saved = whole(load) - whole(replace(load, attention_groups=4))
+        assert saved == 3 * 8 * 4096 * self.TOKEN // 32
+
+    def test_groups_of_experts_share_the_experts_alone(self):
+        facts, load = facts_of("mixtral-8x7b"), Load(1, 1, "bfloat16")
+        one = needed(facts, load, degree=8, core_memory_bytes=0, loader="nxdi").weights
+        load = replace(load, expert_groups=2)
+        two = needed(facts, load, degree=8, core_memory_bytes=0, loader="nxdi").weights
+        experts = 32 * 8 * 3 * 4096 * 14336 * 2
+        assert one - two == experts // 2 // 8
+
+
+@pytest.mark.parametrize(
+    ("way", "num_slots", "degree", "kept"),
+    [
+        ("shard-over-heads", 1, 8, True),
+        ("shard-over-heads", 1, 16, False),
+        ("shard-over-batch", 16, 16, True),
+        ("shard-over-batch", 9, 16, False),
+        ("all-gather-heads", 1, 16, True),
+        ("all-gather-heads", 1, 24, False),  # 24 does not divide 1024 values
+        ("replicated-heads", 1, 24, True),
+    ],
+)
+def test_a_way_that_is_given_up_for_the_default(way, num_slots, degree, kept):
+    facts, load = facts_of("llama-3-8b"), Load(1024, num_slots, "bfloat16")
+    assert keeps(way, facts, num_slots, degree) == kept
+    asked = replace(load, group_query_attention=way)
+    same = needed(facts, asked, degree=degree, core_memory_bytes=0, loader="tnx") == needed(
+        facts, load, degree=degree, core_memory_bytes=0, loader="tnx"
+    )
+    assert same or kept
+
+
+def test_the_family_goes_before_the_size():
+    """An inf2.48xlarge is larger than a trn1.2xlarge and than a trn2.3xlarge, and still comes first on Inf2."""
+    load = Load(4096, 1, "bfloat16", weight_dtype="int8")
+    found = smallest_fit(facts_of("llama-3-70b"), load, named("inf2.xlarge"), "tnx")
+    assert found.instance_type == "inf2.24xlarge"
+    elsewhere = smallest_fit(facts_of("llama-3-70b"), load, named("trn2.3xlarge"), "tnx", below=4)
+    assert elsewhere.instance_type.startswith("trn2")
+
+
+@pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+@pytest.mark.parametrize("kv_heads", [64, 2**40])
+def test_more_kv_heads_than_heads_are_nonsense_and_pad_nothing(loader, kv_heads):
+    facts = replace(facts_of("llama-3-8b"), num_kv_heads=kv_heads)
+    found = needed(facts, Load(128, 1, "bfloat16"), degree=8, core_memory_bytes=0, loader=loader)
+    assert found.padding == 0

@@ -65,9 +65,29 @@ CASES = [
         {"rolling_batch_strategy": "naive_rolling_batch"},
         prefill(128, 512, rows=4) + decode(128, 256, 512),
     ),
-    # one decode length only; gpt-neox has no prompt graphs
-    ("gpt2", "tnx", {}, prefill(128, 512, rows=4) + decode(512)),
-    ("gpt-neox-20b", "tnx", {}, decode(512)),
+    # no list of decode lengths: the library doubles from 128; gpt-neox has no prompt graphs
+    ("gpt2", "tnx", {}, prefill(128, 512, rows=4) + decode(128, 256, 512)),
+    ("gpt2", "tnx", {"n_positions": (512,)}, prefill(128, 512, rows=4) + decode(128, 256, 512)),
+    ("gpt-neox-20b", "tnx", {}, decode(128, 256, 512)),
+    ("gpt-j-6b", "tnx", {"n_positions": 300}, decode(128, 256, 300)),
+    # NxDI: a decode graph for each number of sequences, a prompt graph for each length of a prefix, none included
+    (
+        "llama-3-8b",
+        "nxdi",
+        {"token_generation_batches": (1, 2)},
+        [
+            *prefill(128, 512),
+            *decode(128, 256, 512, rows=1),
+            *decode(128, 256, 512, rows=2),
+            *decode(128, 256, 512),
+        ],
+    ),
+    (
+        "llama-3-8b",
+        "nxdi",
+        {"enable_prefix_caching": True, "prefix_buckets": (512, 1024)},
+        prefill(128, 128, 128, 512, 512, 512) + decode(128, 256, 512),
+    ),
     # a draft model has graphs of its own in TNX, and is fused into the decode graphs in NxDI
     (
         "llama-3-8b",

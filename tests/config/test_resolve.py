@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import javaproperties
 import pytest
+from pydantic import ValidationError
 
 from djl_python_neuronx import check
 from djl_python_neuronx.config import instances
@@ -17,6 +18,7 @@ from djl_python_neuronx.config.options import (
     option,
 )
 from djl_python_neuronx.config.resolve import assess, complete, examine, resolve
+from djl_python_neuronx.config.values import MAX_DEPTH, parse_object, plain
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -467,10 +469,27 @@ class TestStrictness:
         (problem,) = problems_of(None, folder("option.model_dir=/other"), {})
         assert "option.model_id" in str(problem)
 
-    def test_what_djl_reads_for_itself_is_listed(self, folder):
+    def test_an_option_is_not_listed_as_doing_nothing(self, folder):
         resolved = resolve(None, folder("option.model_loading_timeout=3600"), {})
-        assert "DJL" in resolved.ignored["model_loading_timeout"]
-        assert "model_loading_timeout" not in resolve(None, folder(), {}).ignored
+        assert "model_loading_timeout" not in resolved.ignored
+        # What is warned of does not do nothing either.
+        resolved = resolve(None, folder("option.entryPoint=djl_python.huggingface"), {})
+        assert "entryPoint" not in resolved.ignored
+
+    def test_long_names_are_cut_in_messages(self, folder):
+        model_dir = folder(f"option.{'x' * 9000}=1", f"{'y' * 9000}=1")
+        resolved, (problem,) = examine(None, model_dir, {})
+        assert len(str(problem)) < 1000
+        ((name, doubt),) = resolved.suspicious.items()
+        assert max(len(name), len(doubt)) < 1000
+
+    def test_a_long_list_is_refused_without_looking_at_its_parts(self, folder):
+        for name in ("n_positions", "context_length_estimate", "modules_to_not_convert"):
+            with pytest.raises(ValidationError) as caught:
+                ServingOptions.model_validate({name: "x," * 500_000})
+            assert caught.value.error_count() < 5
+        (problem,) = problems_of(None, folder(), {}, {"n_positions": "1," * 500_000})
+        assert len(str(problem)) < 1000
 
     def test_functions_of_a_model_py_are_listed_and_the_file_speaks(self, folder):
         model_dir = folder("option.output_formatter=sse")
@@ -580,6 +599,26 @@ class TestValues:
         assert problem.origin.endswith("line 1")
         assert problem.allowed == allowed_values(name)
 
+    @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+    def test_json_has_no_such_numbers(self, word):
+        with pytest.raises(ValueError, match="malformed"):
+            parse_object(f'{{"a": {word}}}')
+
+    @pytest.mark.parametrize("brackets", ["[]", "()"])
+    def test_nesting_has_a_limit(self, brackets):
+        left, right = brackets
+        comma = "," if brackets == "()" else ""
+
+        def nested(depth):
+            return left * depth + "1" + f"{comma}{right}" * depth
+
+        value = parse_object(nested(MAX_DEPTH))
+        assert plain(value)
+        with pytest.raises(ValueError, match="nested brackets"):
+            parse_object(nested(MAX_DEPTH + 1))
+        with pytest.raises(ValueError, match="as in JSON"):
+            plain([value])
+
     def test_an_alias_is_the_option(self, folder):
         resolved = resolve(None, folder("option.max_model_len=64"), {})
         assert resolved.options.n_positions == 64
@@ -683,6 +722,39 @@ class TestTranslations:
         assert isinstance(problem, IncompatibleOptionsError)
         for words in ("load_in_8bit='true'", "quantize='static_fp8'", "line 1", "line 2"):
             assert words in str(problem)
+
+    @pytest.mark.parametrize("name", ["load_in_8bit", "neuron_quant"])
+    @pytest.mark.parametrize(
+        ("lines", "environ"),
+        [
+            (["load_in_8bit=true"], {}),
+            (["neuron_quant=true"], {}),
+            ([], {"OPTION_LOAD_IN_8BIT": "1"}),
+            ([], {"NEURON_QUANT": "true"}),
+        ],
+    )
+    def test_an_old_false_overrules_what_is_weaker(self, folder, name, lines, environ):
+        model_dir = folder(*(f"option.{line}" for line in lines))
+        resolved = resolve(None, model_dir, environ, {name: "false"})
+        assert resolved.options.quantize is None
+        (note,) = [text for text in told(resolved, "note") if "does not count" in text]
+        assert f"{name}=false (command line)" in note
+
+    def test_an_old_false_overrules_nothing_that_is_stronger(self, folder):
+        model_dir = folder("option.load_in_8bit=false")
+        for overrides, expected in (
+            ({"neuron_quant": "true"}, "static_int8"),
+            ({"quantize": "static_fp8"}, "static_fp8"),
+        ):
+            assert resolve(None, model_dir, {}, overrides).options.quantize == expected
+        environ = {"OPTION_LOAD_IN_8BIT": "true"}
+        for properties in (None, as_djl_passes(model_dir, environ)):
+            assert resolve(properties, model_dir, environ).options.quantize is None
+
+    def test_an_old_false_leaves_the_word_to_the_option(self, folder):
+        model_dir = folder("option.quantize=static_int8")
+        resolved = resolve(None, model_dir, {}, {"load_in_8bit": "false"})
+        assert resolved.options.quantize == "static_int8"
 
     def test_an_old_false_beside_the_option_is_no_contradiction(self, folder):
         # The old engine let quantize decide.
@@ -824,7 +896,8 @@ class TestWhatDjlDoes:
         assert len(warnings) == bool(words)
         assert all(word in warnings[0].replace("line 2", "line 1") for word in words)
         if "entryPoint" in words:
-            assert "set option.entryPoint=djl_python_neuronx.handler" in warnings[0]
+            name = "OPTION_ENTRYPOINT" if "OPTION_ENTRYPOINT" in environ else "option.entryPoint"
+            assert f"set {name}=djl_python_neuronx.handler" in warnings[0]
         # Inside DJL this handler has been called: nothing is to be said of it.
         assert told(resolve(as_djl_passes(model_dir, environ), model_dir, environ), "warning") == []
 
@@ -843,20 +916,99 @@ class TestWhatDjlDoes:
         assert told(resolve(None, model_dir, {}), "warning") == []
 
     @pytest.mark.parametrize(
-        ("name", "value"),
+        ("lines", "name", "value"),
         [
-            ("max_rolling_batch_size", "32"),
-            ("n_positions", "4096"),
-            ("tensor_parallel_degree", "12"),
-            ("pipeline_parallel_degree", "1"),
+            ((), "max_rolling_batch_size", "32"),
+            (("option.rolling_batch=vllm",), "max_rolling_batch_size", "256"),
+            (("option.tensor_parallel_degree=max",), "tensor_parallel_degree", "12"),
+            ((), "pipeline_parallel_degree", "1"),
         ],
     )
-    def test_its_own_sizes_give_way_to_those_of_the_model(self, folder, name, value):
-        properties = {**as_djl_passes(folder()), name: value}
+    def test_its_own_sizes_give_way_to_those_of_the_model(self, folder, lines, name, value):
+        properties = {**as_djl_passes(folder(*lines)), name: value}
         resolved = resolve(properties, None, {})
-        assert name not in resolved.origins
+        assert resolved.origins.get(name) != "DJL"
         assert value in resolved.ignored[name]
         assert f"{name}=" not in "".join(told(resolved, "note"))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("max_rolling_batch_size", "4"),
+            ("n_positions", "512"),
+            ("tensor_parallel_degree", "8"),
+            ("pipeline_parallel_degree", "2"),
+        ],
+    )
+    def test_what_it_cannot_have_recommended_was_asked_for(self, folder, name, value):
+        # A workflow, or the management API that registers a model with options.
+        properties = {**as_djl_passes(folder()), name: value}
+        resolved = resolve(properties, None, {})
+        assert getattr(resolved.options, name) == int(value)
+        assert resolved.origins[name] == "DJL"
+
+    def test_a_batch_of_its_own_turns_a_rolling_batch_off(self, folder):
+        lines = ("option.entryPoint=djl_python_neuronx.handler", "option.rolling_batch=tnx")
+        model_dir = folder(*lines, "batch_size=4")
+        for properties in (None, as_djl_passes(model_dir)):
+            resolved = resolve(properties, model_dir, {})
+            assert (resolved.options.rolling_batch, resolved.options.batch_size) == ("disable", 4)
+            assert resolved.origins["rolling_batch"] == "DJL"
+            (warning,) = told(resolved, "warning")
+            assert "'disable' in place of 'tnx'" in warning
+        # Under these names DJL Serving does not see it in time, and the rolling batch stays.
+        for batch in ("option.batch_size=4", "max_dynamic_batch_size=4"):
+            model_dir = folder(*lines, batch)
+            for properties in (None, as_djl_passes(model_dir)):
+                (problem,) = problems_of(properties, model_dir, {})
+                assert isinstance(problem, IncompatibleOptionsError)
+
+    @pytest.mark.parametrize(
+        ("line", "mode", "rows"),
+        [
+            ("max_num_seqs=8", "tnx", 32),
+            ("max_num_seqs=64", "vllm", 256),
+            ("max_num_seqs=32", "tnx", None),
+            ("max_rolling_batch_size=8", "tnx", None),
+            ("max_num_seqs=8", "disable", None),
+        ],
+    )
+    def test_a_name_for_the_slots_that_djl_does_not_know(self, folder, line, mode, rows):
+        entry_point = "option.entryPoint=djl_python_neuronx.handler"
+        model_dir = folder(entry_point, f"option.rolling_batch={mode}", f"option.{line}")
+        for properties in (None, as_djl_passes(model_dir)):
+            warnings = told(resolve(properties, model_dir, {}), "warning")
+            assert len(warnings) == (rows is not None)
+            if rows:
+                assert f"up to {rows} rows" in warnings[0]
+                assert f"write max_rolling_batch_size={line.partition('=')[2]}" in warnings[0]
+
+    @pytest.mark.parametrize(
+        ("lines", "environ", "words"),
+        [
+            (("option.rolling_batch=auto",), {}, ("option.entryPoint=", "option.async_mode=true")),
+            (("option.model_loading_timeout=900",), {}, ("option.entryPoint=", "option.rolling")),
+            ((), {"OPTION_N_POSITIONS": "64"}, ("OPTION_ENTRYPOINT=", "OPTION_ASYNC_MODE=true")),
+            (
+                (),
+                {"OPTION_ROLLING_BATCH": "auto"},
+                ("OPTION_ENTRYPOINT", "OPTION_ROLLING_BATCH=tnx"),
+            ),
+            (("option.max_rolling_batch_size=1",), {}, ("option.entryPoint=",)),
+        ],
+    )
+    def test_a_setting_for_djl_is_enough_for_its_warnings(self, folder, lines, environ, words):
+        resolved = resolve(None, folder(*lines), environ)
+        warnings = told(resolved, "warning")
+        assert len(warnings) == len(words) if len(words) == 1 else 2
+        assert all(word in " ".join(warnings) for word in words)
+        assert ("together" in " ".join(warnings)) == (len(words) > 1)
+
+    @pytest.mark.parametrize(
+        "overrides", [{"max_rolling_batch_size": "2"}, {"rolling_batch": "auto"}]
+    )
+    def test_the_command_line_is_not_djls(self, folder, overrides):
+        assert told(resolve(None, folder(), {}, overrides), "warning") == []
 
     def test_a_model_that_it_downloaded_has_the_place_where_it_was_named(self, folder):
         model_dir = folder("option.model_id=s3://bucket/model")
@@ -891,6 +1043,59 @@ class TestOverruled:
             assert all(note.startswith("n_positions=64 (") for note in notes)
 
 
+class TestOddities:
+    """What is odd about the way something is written is said with the place."""
+
+    def test_a_key_that_is_there_twice(self, folder):
+        resolved = resolve(None, folder("option.n_positions=64", "option.n_positions=128"), {})
+        assert resolved.options.n_positions == 128
+        (note,) = told(resolved, "note")
+        assert "line 1 sets it too" in note
+
+    def test_a_variable_in_two_spellings(self, tmp_path):
+        environ = {"OPTION_N_POSITIONS": "64", "OPTION_n_positions": "128", "OPTION_DTYPE": "bf16"}
+        resolved = resolve(None, tmp_path, environ)
+        assert resolved.options.n_positions == 64
+        (note,) = told(resolved, "note")
+        assert "environment OPTION_n_positions" in note
+        assert told(resolve(None, tmp_path, {**environ, "OPTION_n_positions": "64 "}), "note") == []
+
+    def test_the_mark_of_windows_editors_hides_a_key_from_djl(self, tmp_path):
+        for start, warned in (("", True), ("#\n", False), ("\n", False)):
+            content = f"{start}option.n_positions=64\noption.dtype=bf16".encode()
+            (tmp_path / "serving.properties").write_bytes(b"\xef\xbb\xbf" + content)
+            warnings = told(resolve(None, tmp_path, {}), "warning")
+            assert [text.startswith("n_positions=64") for text in warnings] == [True] * warned
+            assert all("line 1" in text for text in warnings)
+
+    def test_what_nothing_reads_yet(self, folder):
+        resolved = resolve(None, folder("option.save_mp_checkpoint_path=/out"), {})
+        (note,) = told(resolved, "note")
+        assert note.startswith("save_mp_checkpoint_path=/out")
+        assert "left out" in note
+
+
+class TestEnvOption:
+    LINE = "option.env= NEURON_QUANT=true,HF_TOKEN=hf_5ecret=x,PREDICT_TIMEOUT = 30 ,nonsense"
+
+    def test_it_stands_in_outside_djl_as_it_does_inside(self, folder):
+        model_dir = folder(self.LINE)
+        environ = {"PREDICT_TIMEOUT": "60"}
+        outside = resolve(None, model_dir, environ)
+        # Inside, the process has the variables already.
+        has = {"NEURON_QUANT": "true", "HF_TOKEN": "hf_5ecret=x", "PREDICT_TIMEOUT": "30"}
+        inside = resolve(as_djl_passes(model_dir, environ), model_dir, has)
+        for resolved in (outside, inside):
+            assert resolved.options.quantize == "static_int8"
+            assert resolved.options.predict_timeout == 30.0
+            assert "5ecret" not in f"{resolved.origins}{resolved.ignored}{resolved.findings}"
+        assert outside.origins["quantize"] == "environment NEURON_QUANT"
+
+    def test_the_file_comes_before_it(self, folder):
+        model_dir = folder(self.LINE, "option.predict_timeout=90")
+        assert resolve(None, model_dir, {}).options.predict_timeout == 90.0
+
+
 class TestExamine:
     BROKEN = ("option.n_positions=many", "option.nope=1", "option.max_waiting=7")
 
@@ -901,6 +1106,24 @@ class TestExamine:
         with pytest.raises(ConfigError) as caught:
             resolve(None, folder(*self.BROKEN), {})
         assert list(map(str, caught.value.problems)) == list(map(str, problems))
+
+    def test_what_is_refused_is_told_beside_the_value_that_stands(self, folder):
+        resolved, _ = examine(None, folder(*self.BROKEN), {})
+        told_of = {name: (value, origin) for name, value, origin in resolved.explain()}
+        value, origin = told_of["n_positions"]
+        assert value is None
+        for words in ("default; 'many' (", "line 1) is not allowed"):
+            assert words in origin
+        done, _ = assess(resolved, TINY, instances.named(INF2), "tnx")
+        (origin,) = [place for name, _, place in done.explain() if name == "n_positions"]
+        assert "'many' (" in origin
+        assert done.options.n_positions
+
+    def test_findings_show_values_as_files_have_them(self, folder):
+        _, (problem,) = examine(
+            None, folder("option.async_mode=true", "option.rolling_batch=tnx"), {}
+        )
+        assert "async_mode=true (" in str(problem)
 
     def test_a_broken_file_is_one_problem_of_many(self, folder):
         model_dir = folder("option.model_id=\\u12")

@@ -187,6 +187,14 @@ BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
 ONE_LENGTH = {**BSH, "context_length_estimate": (512,)}
 TNX = [
     ("qkv_tiling", "error", {"qkv_tiling": True}, {"fuse_qkv": True}),
+    ("fuse_mlp", "error", {"fuse_mlp": True}, {"mlp_out_weight_transpose": True}),
+    ("fuse_mlp", "error", {"fuse_mlp": True}, {"multi_node": True}),
+    (
+        "fuse_mlp",
+        "error",
+        {"multi_node": True, "mlp_out_weight_transpose": False},
+        {"mlp_out_weight_transpose": None},
+    ),
     ("fused_rmsnorm_qkv", "warning", {**NORM, "fuse_qkv": None}, {"fuse_qkv": True}),
     (
         "fused_rmsnorm_qkv",
@@ -297,6 +305,18 @@ TNX = [
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
 PREFIXES = {"enable_prefix_caching": True, "context_length_estimate": (128, 512)}
 NXDI = [
+    (
+        "fuse_qkv",
+        "warning",
+        {"fuse_qkv": True, "activation_quantization_type": "dynamic"},
+        {"fuse_qkv": None},
+    ),
+    (
+        "is_block_kv_layout",
+        "error",
+        {"is_block_kv_layout": True},
+        {"enable_prefix_caching": True},
+    ),
     ("cp_degree", "error", {**CORES, "cp_degree": 3}, {"cp_degree": 4}),
     (
         "attention_dp_degree",
@@ -610,18 +630,34 @@ def test_defaults_break_no_rule():
 
 
 def test_every_broken_rule_is_told_at_once():
-    values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "qkv_tiling": True}
+    values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "is_eagle3": True}
     assert [name for name, _ in told("", values)] == [
-        *("batch_size", "async_mode", "batch_size", "qkv_tiling")
+        *("batch_size", "async_mode", "batch_size", "is_eagle3")
     ]
+
+
+def test_a_cache_in_blocks_may_have_several_lengths():
+    several = {**BSH, "context_length_estimate": (128, 512)}
+    broken = ("cache_layout", "error")
+    assert broken in told("tnx", several)
+    assert broken not in told("tnx", {**several, "is_block_kv_layout": True})
+    assert broken not in told("tnx", {**several, "enable_chunked_prefill": True})
 
 
 class TestLibraries:
     """A rule of one library is told once, and only to who may use that library."""
 
     def test_an_option_of_one_library_speaks_of_it(self):
-        assert told("", {"qkv_tiling": True}) == [("qkv_tiling", "error")]
-        assert told("", {"mlp_cp_degree": 2}) == [("mlp_cp_degree", "error")]
+        assert told("", {"enable_chunked_prefill": True}) == [("enable_chunked_prefill", "error")]
+        assert told("", {"is_eagle3": True}) == [("is_eagle3", "error")]
+
+    def test_an_option_that_another_library_just_leaves_out_waits_for_the_loader(self):
+        divided = {"shard_over_sequence": True, "cache_layout": "BSH"}
+        assert told("", divided) == []
+        chosen = options(**divided)
+        assert [*library_conflicts(chosen, "nxdi")] == []
+        (found,) = library_conflicts(chosen, "tnx")
+        assert found.names == ("shard_over_sequence", "cache_layout")
 
     @pytest.mark.parametrize("other", ["nxdi", "cpu"])
     def test_a_loader_by_name_hears_of_no_other(self, other):

@@ -84,6 +84,14 @@ class TestPropertiesFile:
         with pytest.raises(ConfigError, match="cannot be read"):
             sources.from_file(tmp_path)
 
+    def test_a_file_has_at_most_a_mebibyte(self, tmp_path):
+        path = tmp_path / "serving.properties"
+        path.write_bytes(b"a=1\n".ljust(1 << 20, b"#"))
+        assert [entry.name for entry in sources.from_file(tmp_path)] == ["a"]
+        path.write_bytes(b"a=1\n".ljust((1 << 20) + 1, b"#"))
+        with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+            sources.from_file(tmp_path)
+
     def test_a_path_that_no_system_takes_is_an_error_of_ours(self, tmp_path):
         with pytest.raises(ConfigError):
             sources.from_properties(tmp_path / "a\0b")
@@ -97,6 +105,7 @@ class TestVariables:
             "OPTION_ENTRYPOINT": "a",
             "OPTION_ENGINE": "b",
             "OPTION_mpiMode": "c",
+            "OPTION_entrypoint": "g",
             "OPTION_N_2": "d",
             "OPTION_": "e",
             "XX": "e",
@@ -105,10 +114,11 @@ class TestVariables:
             ("entryPoint", "a", "environment OPTION_ENTRYPOINT"),
             ("engine", "b", "environment OPTION_ENGINE"),
             ("mpiMode", "c", "environment OPTION_mpiMode"),
+            ("entryPoint", "g", "environment OPTION_entrypoint"),
             ("n_2", "d", "environment OPTION_N_2"),
             ("batch_size", "f", "environment ARGS_BATCH_SIZE"),
         ]
-        assert [entry.by_user for entry in sources.from_environ(environ)] == [True] * 4 + [False]
+        assert [entry.by_user for entry in sources.from_environ(environ)] == [True] * 5 + [False]
 
     def test_every_variable_sets_a_name_that_is_known(self):
         known = {*NAMES, "max_rolling_batch_prefill_tokens"}
@@ -117,6 +127,22 @@ class TestVariables:
         for name in ServingOptions.model_fields:
             given = dict.fromkeys(option(name).env, "x")
             assert {entry.name for entry in sources.from_fallbacks(given)} <= {name}
+
+    @pytest.mark.parametrize(
+        ("value", "added"),
+        [
+            ("A=1", {"A": "1"}),
+            (" A = 1=2 , B= ", {"A": "1=2", "B": ""}),
+            ("A,,=", {"": ""}),
+            ("C=new", {"C": "new"}),
+            ("", {}),
+        ],
+    )
+    def test_the_option_env_is_split_as_java_splits_it(self, value, added):
+        environ = {"C": "old"}
+        settings = [written("env", value), written("env", "Z=1")]
+        assert sources.with_env_option(environ, settings) == {**environ, **added}
+        assert environ == {"C": "old"}
 
     def test_sagemakers_other_variables_are_djls(self):
         environ = {

@@ -164,6 +164,34 @@ ON_CPU = [
 ]
 EQUIVALENTS = [
     (
+        "unroll",
+        "note",
+        "cannot use it; left out",
+        {"facts": of("gpt_neox"), "unroll": 4},
+        {"facts": of("gptj")},
+    ),
+    (
+        "quantize",
+        "error",
+        "take more cores",
+        {"facts": of("gpt_neox"), "quantize": "static_int8"},
+        {"quantize": None},
+    ),
+    (
+        "quantize",
+        "error",
+        "or set model_loader=nxdi",
+        {"facts": of("mixtral"), "quantize": "static_int8"},
+        {"loader": "nxdi"},
+    ),
+    (
+        "compiled_graph_path",
+        "warning",
+        "transformers-neuronx compiled do not fit",
+        {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
+        {"model_loader": "nxdi"},
+    ),
+    (
         "weight_tiling",
         "note",
         "left out",
@@ -217,21 +245,21 @@ EQUIVALENTS = [
     (
         "fuse_mlp",
         "note",
-        "does not look",
+        "cannot use it",
         {"facts": of("mistral"), "fuse_mlp": True},
         {"facts": LLAMA},
     ),
     (
         "bf16_rms_norm",
         "error",
-        "does not look",
+        "cannot use it",
         {"facts": of("opt"), "bf16_rms_norm": True},
         {"facts": of("mistral")},
     ),
     (
         "enable_chunked_prefill",
         "error",
-        "does not look",
+        "cannot use it",
         {"facts": of("mistral"), "enable_chunked_prefill": True, "cache_layout": "BSH"},
         {"facts": LLAMA},
     ),
@@ -266,7 +294,7 @@ EQUIVALENTS = [
     (
         "on_device_generation",
         "error",
-        "does not look",
+        "cannot use it",
         {"facts": of("gpt_neox"), "on_device_generation": PER_ROW},
         {"facts": of("bloom")},
     ),
@@ -292,6 +320,13 @@ BATCHES = [
         "encoded anew",
         {"facts": of("opt")},
         {"max_rolling_batch_size": 1},
+    ),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "encoded anew",
+        {"facts": of("opt"), "batch_size": 8, "rolling_batch": "disable", "async_mode": True},
+        {"async_mode": False},
     ),
     (
         "max_rolling_batch_size",
@@ -487,7 +522,7 @@ CORES = [
     (
         DEGREE,
         "error",
-        "does not pad the 32 heads",
+        "has to divide the 32 heads",
         {DEGREE: 24, "facts": of("gptj")},
         {"facts": LLAMA},
     ),
@@ -497,6 +532,53 @@ CORES = [
         "does not pad",
         {"loader": "nxdi", DEGREE: 24, "facts": of("mllama")},
         {"facts": LLAMA},
+    ),
+    (
+        DEGREE,
+        "error",
+        "8 can be used on inf2.48xlarge; lower it, or take more cores (smallest that fits: tensor_parallel_degree=2)",
+        {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
+        {"device": INF2},
+    ),
+    (
+        DEGREE,
+        "error",
+        "nothing known holds it",
+        {"device": SMALL, "facts": replace(LLAMA, num_parameters=10**13)},
+        {"facts": LLAMA},
+    ),
+    *(
+        (
+            DEGREE,
+            "error",
+            f"divide the {what}",
+            {"loader": "nxdi", DEGREE: 24, "facts": of(model_type, **sizes)},
+            {DEGREE: 4},
+        )
+        for model_type, sizes, what in (
+            ("mixtral", {}, "hidden size of 4096"),
+            ("dbrx", {"hidden_size": 6144}, "intermediate size of 14336"),
+            (
+                "qwen3_moe",
+                {"hidden_size": 6144, "intermediate_size": 1536, "vocab_size": 128260},
+                "vocab size of 128260",
+            ),
+            ("gemma3", {}, "hidden size of 4096"),
+        )
+    ),
+    (
+        DEGREE,
+        "error",
+        "the width of all 8 experts, 8 x 14336",
+        {DEGREE: 24, "facts": of("mixtral", num_experts=8)},
+        {"facts": of("mixtral", num_experts=8, intermediate_size=14337)},
+    ),
+    (
+        DEGREE,
+        "error",
+        "the 8 experts, or they the degree",
+        {DEGREE: 12, "facts": of("mixtral", num_experts=8)},
+        {DEGREE: 8},
     ),
     (DEGREE, "note", "32 heads are padded to 48", {DEGREE: 24, "facts": LLAMA}, {DEGREE: 8}),
     (DEGREE, "note", "8 KV heads are copied to 24", {DEGREE: 24}, {DEGREE: 8}),
@@ -535,6 +617,14 @@ LAYOUT = [
     (
         GQA,
         "warning",
+        "divides KV heads and query heads",
+        # 24 cores divide 6 KV heads of 128; the 16 heads that pad 32 to 48 are no multiple of 6
+        {DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=6)},
+        {"facts": replace(LLAMA, num_kv_heads=6, num_heads=42)},
+    ),
+    (
+        GQA,
+        "warning",
         "nothing is shared",
         {GQA: "all-gather-heads", "facts": MHA},
         {"facts": LLAMA},
@@ -554,6 +644,20 @@ LAYOUT = [
         {"facts": of("mistral")},
     ),
     (
+        # 12 heads take no more than 12 of 16 cores, which 8 KV heads do not divide
+        "shard_over_sequence",
+        "error",
+        "multiple of the 8 KV heads",
+        {
+            "loader": "nxdi",
+            DEGREE: 16,
+            "device": TRN1,
+            "shard_over_sequence": True,
+            "facts": replace(LLAMA, num_heads=12),
+        },
+        {"loader": "tnx"},
+    ),
+    (
         "shard_over_sequence",
         "warning",
         "switches it off",
@@ -566,6 +670,27 @@ LAYOUT = [
         "128 wide",
         {"weight_tiling": True, "facts": replace(LLAMA, hidden_size=4000)},
         {"facts": LLAMA},
+    ),
+    (
+        "qkv_tiling",
+        "error",
+        "each core is 4096 x 288",
+        {"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, head_dim=48)},
+        {"facts": LLAMA},
+    ),
+    (
+        "qkv_tiling",
+        "error",
+        "each core is 4000 x 768",
+        {"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, hidden_size=4000)},
+        {"facts": LLAMA},
+    ),
+    (
+        "pa_num_blocks",
+        "error",
+        "take 1024 blocks of 32 tokens",
+        {"enable_chunked_prefill": True, "pa_num_blocks": 1023, "pa_block_size": 32},
+        {"pa_num_blocks": 1024},
     ),
     (
         "fuse_mlp",
@@ -584,7 +709,7 @@ LAYOUT = [
     (
         "sequence_parallel",
         "error",
-        "above 1000, and not 1001",
+        "and not 1001",
         {
             "sequence_parallel": True,
             "sequence_parallel_norm_threshold": 1000,
@@ -603,14 +728,14 @@ LAYOUT = [
     (
         "max_rolling_batch_size",
         "error",
-        "lower max_rolling_batch_size",
+        "Take that, set max_rolling_batch_size=28 or set n_positions=1792",
         {DEGREE: 2, "max_rolling_batch_size": 64, "device": SMALL},
         {"max_rolling_batch_size": 16},
     ),
     (
         DEGREE,
         "error",
-        "smallest that fits: none",
+        "nothing known holds it; take a smaller model",
         {"facts": replace(LLAMA, num_parameters=10**13)},
         {"device": replace(INF2, core_memory_bytes=0)},
     ),
@@ -788,3 +913,73 @@ def test_any_shape_of_heads_is_judged(heads, groups, degree, slots, way, loader,
     }
     for found in say(loader=loader, facts=facts, device=TRN2, **values):
         assert found.level in {"error", "warning", "note"}
+
+
+TRAITS = [
+    # model type, what config.json says, whether the library goes on, what helps
+    ("llama", {"attention_bias": True}, True, "nxdi"),
+    ("llama", {"mlp_bias": True}, True, "nxdi"),
+    ("llama", {"activation": "gelu"}, True, "nxdi"),
+    ("llama", {"head_dim": 64}, False, "nxdi"),
+    ("llama", {"rope_type": "yarn"}, False, "cpu"),
+    ("mistral", {"head_dim": 160}, False, "nxdi"),
+    ("mistral", {"rope_type": "llama3"}, True, "cpu"),
+    ("mixtral", {"activation": "relu"}, True, "nxdi"),
+    ("gpt_neox", {"parallel_residual": False}, False, "cpu"),
+    ("opt", {"norm_first": False}, False, "cpu"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "silent", "fix"), TRAITS)
+class TestWhatAConfigurationAsksFor:
+    def test_is_refused_with_the_loader_that_has_it(self, model_type, changes, silent, fix):
+        situation = {"facts": of(model_type, **changes)}
+        (found,) = matching(situation, "model_loader", "error", f"set model_loader={fix}")
+        assert ("answers are wrong" in found.problem) == silent
+        assert matching({"facts": of(model_type)}, "model_loader", "error", "config.json") == []
+        assert matching({**situation, "loader": fix}, "model_loader", "error", "config.json") == []
+
+    def test_may_be_wrong_but_not_stop(self, model_type, changes, silent, fix):
+        accepted = {"facts": of(model_type, **changes), "allow_known_defects": True}
+        assert bool(matching(accepted, "model_loader", "error", fix)) != silent
+        assert bool(matching(accepted, "model_loader", "warning", "answers are wrong")) == silent
+
+
+def test_a_configuration_as_the_library_expects_it_has_no_trait():
+    known = of("llama", activation="silu", rope_type="llama3")
+    assert matching({"facts": known}, "model_loader", "error", "config.json") == []
+
+
+def test_where_nothing_fits_no_word_is_lost_on_the_rest():
+    situation = {
+        "rolling_batch": "tnx",
+        "filled": ("max_rolling_batch_size",),
+        DEGREE: 24,
+        "estimated_load_s": 10**6,
+    }
+    fitting = say(**situation)
+    names = {name for found in fitting for name in found.names}
+    assert {"max_rolling_batch_size", "model_loading_timeout", DEGREE} <= names
+    (error,) = say(**situation, facts=replace(LLAMA, num_parameters=10**13))
+    assert error.level == "error"
+
+
+def test_an_option_that_is_left_out_breaks_no_rule_of_the_library():
+    divided = {
+        "shard_over_sequence": True,
+        "cache_layout": "BSH",
+        "context_length_estimate": (4096,),
+    }
+    told = "a cache divided by tokens"
+    assert matching(divided, "shard_over_sequence", "error", told)
+    assert not matching({**divided, "facts": of("mistral")}, "shard_over_sequence", "error", told)
+    assert not matching({**divided, "loader": "nxdi"}, "shard_over_sequence", "error", told)
+
+
+def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
+    pairs = {"loader": "nxdi", "device": instances.named("trn2.3xlarge"), DEGREE: 8}
+    assert matching(pairs, DEGREE, "error", "and 4 can be used")
+    assert not matching({**pairs, "logical_nc_config": 1}, DEGREE, "error", "can be used")
+    full = {**pairs, DEGREE: 1}
+    assert not matching(full, DEGREE, "error", "does not fit")
+    assert matching({**full, "logical_nc_config": 1}, DEGREE, "error", "has 12.0 GiB")
