@@ -148,8 +148,8 @@ class ServingOptions(BatchingOptions):
         ),
     ] = None
     """NeuronCores that share the model: Inf2 takes 1, 2, 4, 8 or 24 (12 too, which its guide does not list), Trn1
-    1, 2, 8, 16 or 32, Trn2 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The cpu loader uses none: a file written for Inferentia
-    can be tried on a CPU as it is."""
+    1, 2, 8, 16 or 32, Trn2 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The cpu
+    loader uses none: a file written for Inferentia can be tried on a CPU as it is."""
     dtype: Annotated[
         AutoDtype,
         Option(
