@@ -1,0 +1,1 @@
+"""Model folders that lie elsewhere: fetched once, whole or not at all."""

@@ -1,0 +1,284 @@
+"""Folders of S3: fetched into the cache, read in part, written.
+
+Needs boto3 (the extra `s3`); import it only when a URI asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore.config import Config
+from botocore.session import Session
+from s3transfer.subscribers import BaseSubscriber
+
+from djl_python_neuronx.artifacts.remote import cache, s3_crt
+from djl_python_neuronx.artifacts.remote.partial import PartialFolder, Piece, RemoteFile
+from djl_python_neuronx.artifacts.remote.progress import Progress, ProgressMeter
+from djl_python_neuronx.artifacts.remote.s3_errors import translated
+from djl_python_neuronx.artifacts.remote.s3_pieces import NUM_THREADS, Download
+from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+"""What says that a folder of our making is whole."""
+
+_MAX_READ_BYTES = 64 * 2**20
+_CONNECT_TIMEOUT_S = 10
+_ATTEMPTS = 8
+"""botocore's three are few for ten threads at once when S3 says SlowDown."""
+
+# Source: Amazon S3 user guide, "Access points": the ARN stands where a bucket's name does.
+_URI = re.compile(
+    r"s3://(?P<bucket>arn:[^/]*:accesspoint[:/][^/]+|[^/]+)(/(?P<key>.*))?", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to reach S3, beyond what AWS's own variables and files say."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """`AWS_*` variables that win over those of the process; the rest (`~/.aws`, the machine's role) botocore finds."""
+    requester_pays: bool = False
+    read_timeout_s: float = 30.0
+    """Silence after which a request is made again."""
+    client: s3_crt.Client = "auto"
+
+
+DEFAULTS = Settings()
+
+
+class S3Folder:
+    """One `s3://bucket/prefix`; a `Remote` for the cache."""
+
+    def __init__(
+        self, uri: str, selection: Selection = SERVING, settings: Settings = DEFAULTS
+    ) -> None:
+        self.bucket, self.prefix = parse(uri)
+        self.uri = f"s3://{self.bucket}/{self.prefix}"
+        self._settings, self._selection = settings, selection
+        with translated(self.uri):
+            self.session, self.client = _connect(settings)
+        endpoint: str = self.client.meta.endpoint_url
+        self.identity: Sequence[str] = (
+            "s3",
+            endpoint,
+            selection.name,
+            f"{self.bucket}/{self.prefix}".rstrip("/"),
+        )
+        self.request: dict[str, str] = (
+            {"RequestPayer": "requester"} if settings.requester_pays else {}
+        )
+
+    def list(self) -> Sequence[RemoteFile]:
+        """The selected files, by name.
+
+        Raises:
+            ArtifactNotFoundError: no such bucket, or nothing under the prefix that is wanted.
+            ArtifactAccessError: S3 cannot be reached or refuses.
+            ArtifactError: a key cannot be a file below one folder.
+        """
+        with translated(self.uri, action="s3:GetObject"):
+            pages = self.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self.prefix, **self.request
+            )
+            listed = [item for page in pages for item in page.get("Contents", ())]
+        files = {
+            name: RemoteFile(name, item["Size"], item["ETag"])
+            for item in listed
+            if not _is_marker(item["Key"], item["Size"])
+            for name in [item["Key"][len(self.prefix) :]]
+        }
+        check_names(files, self.uri)
+        chosen = sorted(self._selection.choose(files.keys()))
+        if not chosen:
+            what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
+            msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
+            raise ArtifactNotFoundError(msg)
+        return [files[name] for name in chosen]
+
+    def download(
+        self, pieces: Sequence[Piece], into: PartialFolder, on_bytes: Callable[[int], None]
+    ) -> None:
+        """See `Remote`."""
+        with translated(self.uri):
+            native, others = s3_crt.split(self._settings.client, pieces)
+            if native:
+                s3_crt.download(
+                    self.session, self.client, self.bucket, self.prefix, native, into, on_bytes, self.request
+                )  # fmt: skip
+            Download(self.client, self.bucket, self.prefix, into, on_bytes, self.request).run(
+                others
+            )
+
+
+def fetch(
+    uri: str,
+    root: Path,
+    *,
+    selection: Selection = SERVING,
+    settings: Settings = DEFAULTS,
+    progress: Progress | None = None,
+) -> Path:
+    """The local folder, below the cache folder `root`, of an `s3://bucket/prefix` as it is now; see `cache.fetch`."""
+    return cache.fetch(S3Folder(uri, selection, settings), root, progress=progress)
+
+
+def read_object(uri: str, name: str, *, settings: Settings = DEFAULTS) -> bytes:
+    """The content of the small object `name` in the folder `uri`.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket or object.
+        ArtifactAccessError: S3 cannot be reached or refuses.
+        ArtifactError: more than 64 MiB, so something else than was expected.
+    """
+    folder = S3Folder(uri, settings=settings)
+    where = folder.uri + name
+    with translated(where):
+        response = folder.client.get_object(
+            Bucket=folder.bucket, Key=folder.prefix + name, **folder.request
+        )
+        with response["Body"] as body:
+            if response["ContentLength"] <= _MAX_READ_BYTES:
+                return bytes(body.read())
+    msg = f"{where} has {response['ContentLength']} bytes; expected a small file. Correct the URI."
+    raise ArtifactError(msg)
+
+
+def upload(
+    folder: Path, uri: str, *, settings: Settings = DEFAULTS, progress: Progress | None = None
+) -> None:
+    """Copy a local folder of our making, which has a manifest.json, to `uri`; the manifest goes last.
+
+    A manifest that is there already is removed first, so that at no time one vouches for files of another upload.
+    Other objects below `uri` stay.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket, or no manifest in the folder.
+        ArtifactAccessError: S3 cannot be reached or refuses, or a file cannot be read.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+    manifest = files.pop(MANIFEST, None)
+    if manifest is None:
+        msg = f"{folder} has no {MANIFEST}; expected a finished folder. Make it again, then upload."
+        raise ArtifactNotFoundError(msg)
+    remote = S3Folder(uri, settings=settings)
+    check_names(files, str(folder))
+    total = sum(path.stat().st_size for path in (*files.values(), manifest))
+    with (
+        translated(remote.uri, action="s3:PutObject and s3:DeleteObject"),
+        ProgressMeter(remote.uri, total, 0, progress) as meter,
+    ):
+        remote.client.delete_object(
+            Bucket=remote.bucket, Key=remote.prefix + MANIFEST, **remote.request
+        )
+        _send(remote, files, meter)
+        _send(remote, {MANIFEST: manifest}, meter)
+
+
+def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
+    class Counter(BaseSubscriber):  # type: ignore[misc]  # no types
+        def on_progress(self, bytes_transferred: int, **_: object) -> None:
+            meter.add(bytes_transferred)
+
+    config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)
+    with create_transfer_manager(remote.client, config) as manager:
+        futures = [
+            manager.upload(
+                str(path), remote.bucket, remote.prefix + name, dict(remote.request), [Counter()]
+            )
+            for name, path in files.items()
+        ]
+        for future in futures:
+            future.result()
+
+
+def parse(uri: str) -> tuple[str, str]:
+    """Bucket and key prefix, which ends in `/` unless it is empty.
+
+    Raises:
+        ArtifactNotFoundError: it names no bucket.
+    """
+    found = _URI.fullmatch(uri)
+    if found is None:
+        msg = f"{uri!r} names no bucket; expected s3://bucket/folder. Correct the URI."
+        raise ArtifactNotFoundError(msg)
+    key = (found["key"] or "").rstrip("/")
+    return found["bucket"], f"{key}/" if key else ""
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """See to it that all names can be files below one folder, on any file system.
+
+    Raises:
+        ArtifactError: one would leave the folder or hide another; all such are listed.
+    """
+    names = list(names)
+    known = set(names)
+    folded: dict[str, str] = {}
+    problems = []
+    for name in names:
+        parts = name.split("/")
+        parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
+            problems.append(f"{name!r} is no plain path")
+        elif any(len(part.encode()) > 255 for part in parts):
+            problems.append(f"{name!r} is too long for a file's name")
+        elif both := known.intersection(parents):
+            problems.append(f"{sorted(both)[0]!r} is a file and a folder")
+        problems.extend(
+            f"{path!r} and {folded[path.casefold()]!r} differ in case only"
+            for path in (*parents, name)
+            if folded.setdefault(path.casefold(), path) != path
+        )
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        msg = (
+            f"{where} has keys that cannot be files of one folder: {'; '.join(problems[:5])}{more}. "
+            "Nothing was loaded; correct or remove them there."
+        )
+        raise ArtifactError(msg)
+
+
+def _is_marker(key: str, size: int) -> bool:
+    """True for the empty objects by which consoles and Hadoop show folders."""
+    return size == 0 and key.endswith(("/", "_$folder$"))
+
+
+def _connect(settings: Settings) -> tuple[Any, Any]:
+    """A session and a client of S3. Clients may be used by any thread."""
+    env = {name: value for name, value in settings.environ.items() if value}
+    session = Session(profile=env.get("AWS_PROFILE"))
+    if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
+        session.set_credentials(
+            env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
+        )
+    mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
+    attempts = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
+    config = Config(
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        read_timeout=settings.read_timeout_s,
+        max_pool_connections=NUM_THREADS,
+        # botocore's default is "legacy", which knows fewer errors.
+        retries={
+            "mode": mode if mode == "adaptive" else "standard",
+            "total_max_attempts": int(attempts or _ATTEMPTS),
+        },
+    )
+    client = session.create_client(
+        "s3",
+        region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        endpoint_url=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
+        config=config,
+    )
+    return session, client

@@ -1,0 +1,57 @@
+"""What the tests of S3 have in common: a model to load, and ways to put, load and compare it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from djl_python_neuronx.artifacts.remote.partial import PIECE_BYTES
+
+pytest.importorskip("boto3", reason="boto3 is not installed")
+pytest.importorskip("moto.server", reason="moto[server] is not installed")
+
+from djl_python_neuronx.artifacts.remote import s3
+from djl_python_neuronx.artifacts.remote.selection import EVERYTHING
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_REGION": "us-east-1",
+}
+URI = "s3://models/llama"
+LARGE = random.Random(0).randbytes(2 * PIECE_BYTES + 4_000_001)
+"""Three pieces."""
+SMALL = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer/vocab.txt": b"a\nb\n",
+    "compiled/VERSION": b"",
+    "model-00001-of-00001.safetensors": random.Random(1).randbytes(300_000),
+}
+NAME = "model.safetensors"
+
+
+def settings(proxy, **more):
+    environ = {**KEYS, "AWS_ENDPOINT_URL": proxy.url, **more.pop("environ", {})}
+    return s3.Settings(environ=environ, client=more.pop("client", "classic"), **more)
+
+
+def put(bucket, files, prefix="llama/"):
+    for name, content in files.items():
+        bucket.put_object(Bucket="models", Key=prefix + name, Body=content)
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def fetch(proxy, root, **more):
+    return s3.fetch(URI, root, selection=EVERYTHING, settings=settings(proxy, **more))
+
+
+def published(root):
+    return list(root.glob("*/versions/*"))

@@ -1,0 +1,271 @@
+"""Models of the hub, from a server of our own that speaks the part of its protocol that downloads use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from djl_python_neuronx.artifacts.remote import hub
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 1000,
+    "odd [name].txt": b"x",
+    "pytorch_model.bin": b"pickled",
+    "original/consolidated.00.pth": b"other",
+    ".gitattributes": b"",
+}
+WANTED = {"config.json", "model.safetensors", "odd [name].txt"}
+COMMITS = {"main": "a" * 40, "v2": "b" * 40}
+
+
+class Hub:
+    """`/api/models/…` and `/<model>/resolve/…`, as huggingface_hub 0.25 to 2.4 ask for them."""
+
+    def __init__(self):
+        self.models = {"ours/llama": dict(FILES)}
+        self.gated = set()
+        self.tokens = []
+        self.loaded = []
+        self.cut_next = 0
+        outer = self
+
+        class Handler(_Handler):
+            hub = outer
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.hub.tokens.append(self.headers.get("Authorization"))
+        parts = urlsplit(self.path)
+        path = unquote(parts.path)
+        if found := re.fullmatch(r"/api/models/(\w+/[\w-]+)(?:/(revision|tree)/(\w+)/?)?", path):
+            self._api(*found.groups())
+        elif found := re.fullmatch(r"/(\w+/[\w-]+)/resolve/(\w+)/(.*)", path):
+            self._resolve(*found.groups())
+        else:
+            self._fail(404, "EntryNotFound")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _api(self, model, what, revision):
+        commit = self._commit(model, revision or "main")
+        if commit is None:
+            return
+        files = self.hub.models[model]
+        if what == "tree":
+            answer = [
+                {"type": "file", "path": name, "size": len(content), "oid": _etag(content)}
+                for name, content in files.items()
+            ]
+        else:
+            answer = {
+                "id": model,
+                "sha": commit,
+                "siblings": [
+                    {"rfilename": name, "size": len(content), "blobId": _etag(content)}
+                    for name, content in files.items()
+                ],
+            }
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, model, revision, name):
+        commit = self._commit(model, revision)
+        if commit is None:
+            return
+        content = self.hub.models[model].get(name)
+        if content is None:
+            self._fail(404, "EntryNotFound")
+            return
+        headers = {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        start = 0
+        if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(found[1])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if self.command == "GET":
+            self.hub.loaded.append((name, start))
+        self._send(206 if start else 200, content[start:], headers)
+
+    def _commit(self, model, revision):
+        if model not in self.hub.models:
+            self._fail(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
+        elif model in self.hub.gated:
+            self._fail(403, "GatedRepo")
+        elif revision in COMMITS.values():
+            return revision
+        elif revision in COMMITS:
+            return COMMITS[revision]
+        else:
+            self._fail(404, "RevisionNotFound")
+        return None
+
+    def _fail(self, status, code):
+        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(self, status, body, headers):
+        self.send_response_only(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if len(body) > 1000 and self.hub.cut_next:
+            self.hub.cut_next -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+
+def _etag(content):
+    return hashlib.sha1(content).hexdigest()
+
+
+@pytest.fixture
+def server():
+    running = Hub()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def environ(server, tmp_path):
+    return {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_only_what_a_format_needs_and_only_once(server, environ):
+    folder = hub.fetch("ours/llama", environ=environ)
+    assert contents(folder) == {name: FILES[name] for name in WANTED}
+    assert {name for name, _ in server.loaded} == WANTED
+    server.loaded.clear()
+    assert hub.fetch("ours/llama", environ=environ) == folder
+    assert server.loaded == []
+
+
+def test_a_revision_and_a_token(server, environ):
+    folder = hub.fetch("ours/llama", revision="v2", token="hf_secret", environ=environ)
+    assert folder.name == COMMITS["v2"]
+    assert hub.fetch("ours/llama", revision=COMMITS["v2"], environ=environ) == folder
+    assert "Bearer hf_secret" in server.tokens
+    server.tokens.clear()
+    hub.fetch("ours/llama", environ={**environ, "HF_TOKEN": "hf_other"})
+    assert "Bearer hf_other" in server.tokens
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(server, environ):
+    # The library writes ten megabytes at a time; what comes after the last ten is asked for again.
+    weights = random.Random(0).randbytes(24_000_000)
+    server.models["ours/large"] = {"config.json": b"{}", "model.safetensors": weights}
+    server.cut_next = 1
+    try:
+        folder = hub.fetch("ours/large", environ=environ)
+    except ArtifactAccessError:  # huggingface_hub before 1.0 leaves it to the next start
+        folder = hub.fetch("ours/large", environ=environ)
+    assert contents(folder)["model.safetensors"] == weights
+    starts = [start for name, start in server.loaded if name == "model.safetensors"]
+    assert starts[0] == 0
+    assert starts[-1] >= 10_000_000
+
+
+def test_offline_takes_what_is_there(server, environ):
+    folder = hub.fetch("ours/llama", environ=environ)
+    server.models.clear()
+    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    assert hub.fetch("ours/llama", environ=offline) == folder
+    server.tokens.clear()
+    with pytest.raises(ArtifactAccessError, match=r"not in the cache.*HF_HUB_OFFLINE"):
+        hub.fetch("ours/llama", revision="v2", environ=offline)
+    assert server.tokens == [], "nobody was asked"
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "kind", "said"),
+    [
+        ("ours/none", None, ArtifactNotFoundError, "has no model 'ours/none'"),
+        ("ours/llama", "v3", ArtifactNotFoundError, "has no revision 'v3'"),
+        ("ours/gated", None, ArtifactAccessError, "is gated. Accept its terms"),
+        ("not a model", None, ArtifactNotFoundError, "is no model id"),
+        ("ours/readme", None, ArtifactNotFoundError, "none of which is a model's"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(server, environ, model, revision, kind, said):
+    server.models |= {"ours/gated": FILES, "ours/readme": {"README.md": b"x"}}
+    server.gated = {"ours/gated"}
+    with pytest.raises(kind) as caught:
+        hub.fetch(model, revision=revision, environ=environ)
+    assert said in str(caught.value)
+    assert model in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached(environ):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # not listening
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ArtifactAccessError, match=r"HF_HUB_OFFLINE=1 takes what is in the cache"
+        ):
+            hub.fetch("ours/llama", environ={**environ, "HF_ENDPOINT": url})
+
+
+def test_no_room(server, environ):
+    class Endless(bytes):
+        def __len__(self):
+            return 2**60
+
+    server.models["ours/endless"] = {"config.json": b"{}", "model.safetensors": Endless()}
+    with pytest.raises(ArtifactAccessError, match=r"needs 1073741824\.00 GiB"):
+        hub.fetch("ours/endless", environ=environ)
+    assert server.loaded == []
+
+
+def test_the_process_environment_counts_too(server, tmp_path):
+    command = "from djl_python_neuronx.artifacts.remote import hub; print(hub.fetch('ours/llama'))"
+    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+
+    def run(**more):
+        return subprocess.run(
+            [sys.executable, "-c", command],
+            env={**environ, **more},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    folder = run()
+    assert folder.startswith(str(tmp_path / "home" / "hub"))
+    server.models.clear()
+    assert run(HF_HUB_OFFLINE="1") == folder

@@ -1,0 +1,237 @@
+"""Folders of S3 come and go as they are, and what is refused says why."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+import pytest
+
+from djl_python_neuronx.artifacts.remote.partial import PIECE_BYTES
+from djl_python_neuronx.artifacts.remote.selection import Selection
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from tests.artifacts.s3_proxy import Fault
+from tests.artifacts.s3_rig import (
+    EVERYTHING,
+    KEYS,
+    LARGE,
+    NAME,
+    SMALL,
+    URI,
+    contents,
+    fetch,
+    put,
+    s3,
+    settings,
+)
+
+pytest_plugins = ["tests.artifacts.s3_fixtures"]
+
+
+def test_a_folder_arrives_as_it_is(proxy, bucket, tmp_path):
+    put(bucket, {**SMALL, NAME: LARGE})
+    put(bucket, {"": b"", "tokenizer/": b"", "old_$folder$": b""})  # what consoles and Hadoop leave
+    put(bucket, {"config.json": b"another model's"}, prefix="llama2/")
+    progress = []
+    folder = s3.fetch(
+        URI,
+        tmp_path,
+        selection=EVERYTHING,
+        settings=settings(proxy),
+        progress=lambda done, total: progress.append((done, total)),
+    )
+    assert contents(folder) == {**SMALL, NAME: LARGE}
+    total = sum(map(len, [*SMALL.values(), LARGE]))
+    assert progress[-1] == (total, total)
+
+
+def test_only_what_a_format_needs_is_loaded(proxy, bucket, tmp_path):
+    wanted = {
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin/p0.wte",
+        "weights/model.pt",
+        "adapters/a/adapter_model.bin",
+        "LICENSE",
+    }
+    left = {
+        "pytorch_model.bin.index.json",
+        "pytorch_model-00001-of-00002.bin",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "onnx/model.onnx",
+        "original/consolidated.00.pth",
+        ".git/config",
+        "training_args.bin",
+        "README.md",
+    }
+    put(bucket, dict.fromkeys(wanted | left, b"x"))
+    folder = s3.fetch(URI, tmp_path, settings=settings(proxy))
+    assert set(contents(folder)) == wanted
+
+
+def test_pickled_weights_are_loaded_where_there_are_no_others(proxy, bucket, tmp_path):
+    put(bucket, {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    assert set(contents(s3.fetch(URI, tmp_path, settings=settings(proxy)))) == {
+        "config.json",
+        "pytorch_model.bin",
+    }
+
+
+def test_a_listing_of_several_pages(proxy, bucket, tmp_path):
+    from moto.s3.models import s3_backends
+
+    # Past the server: a thousand requests would take long.
+    for n in range(1010):
+        s3_backends["123456789012"]["aws"].put_object("models", f"llama/p{n:04}", b"%d" % n)
+    ends = Selection("ends", lambda names: [min(names), max(names)])
+    folder = s3.fetch(URI, tmp_path, selection=ends, settings=settings(proxy))
+    assert contents(folder) == {"p0000": b"0", "p1009": b"1009"}
+
+
+def test_a_changed_remote_is_loaded_anew_and_what_stayed_is_not(proxy, bucket, tmp_path):
+    put(bucket, {**SMALL, NAME: LARGE})
+    old = fetch(proxy, tmp_path)
+    assert fetch(proxy, tmp_path) == old
+    proxy.seen.clear()
+    put(bucket, {"config.json": b"new"})
+    new = fetch(proxy, tmp_path)
+    assert [path for path, _ in proxy.data_requests()] == ["/models/llama/config.json"]
+    assert contents(new) == {**SMALL, NAME: LARGE, "config.json": b"new"}
+    assert contents(old) == {**SMALL, NAME: LARGE}, "this process still uses it"
+
+
+def test_the_native_client_loads_the_same(proxy, bucket, tmp_path):
+    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    huge = random.Random(3).randbytes(65 * 2**20)
+    put(bucket, {**SMALL, NAME: huge})
+    assert contents(fetch(proxy, tmp_path, client="crt")) == {**SMALL, NAME: huge}
+    ranges = {asked for path, asked in proxy.data_requests() if path.endswith("/" + NAME)}
+    assert len(ranges) > len(huge) / PIECE_BYTES + 1, "asked in parts of the native client's size"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["../evil.json"], "'../evil.json' is no plain path"),
+        (["a/../../evil"], "is no plain path"),
+        (["/etc/passwd"], "is no plain path"),
+        (["a//b"], "is no plain path"),
+        (["./a"], "is no plain path"),
+        (["a\\..\\b"], "is no plain path"),
+        (["a\0b"], "is no plain path"),
+        (["a\nb"], "is no plain path"),
+        (["x" * 256], "too long"),
+        (["a", "a/b"], "'a' is a file and a folder"),
+        (["Config.json", "config.json"], "differ in case only"),
+        (["A/x", "a/y"], "differ in case only"),
+        (["sub/"], "is no plain path"),
+    ],
+)
+def test_keys_that_would_leave_the_folder_are_refused(names, said):
+    with pytest.raises(ArtifactError) as caught:
+        s3.check_names(names, URI)
+    assert said in str(caught.value)
+    assert URI in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../evil.json", "a\\b", "sub//x"])
+def test_a_bucket_with_such_a_key_loads_nothing(proxy, bucket, tmp_path, name):
+    put(bucket, {"config.json": b"{}", name: b"x"})
+    with pytest.raises(ArtifactError, match="is no plain path"):
+        s3.fetch(URI, tmp_path, settings=settings(proxy))
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_missing_bucket_prefix_or_object(proxy, bucket, tmp_path):
+    with pytest.raises(ArtifactNotFoundError, match="no such bucket"):
+        s3.fetch("s3://nowhere/x", tmp_path, settings=settings(proxy))
+    with pytest.raises(ArtifactNotFoundError, match="nothing is there"):
+        s3.fetch("s3://models/x", tmp_path, settings=settings(proxy))
+    with pytest.raises(ArtifactNotFoundError, match="no such object"):
+        s3.read_object(URI, "config.json", settings=settings(proxy))
+    with pytest.raises(ArtifactNotFoundError, match="names no bucket"):
+        s3.fetch("s3://", tmp_path, settings=settings(proxy))
+    put(bucket, {"notes.md": b"x"})
+    with pytest.raises(ArtifactNotFoundError, match="none of its 1 objects"):
+        s3.fetch(URI, tmp_path, settings=settings(proxy))
+
+
+def test_no_credentials(proxy, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    without = s3.Settings({"AWS_ENDPOINT_URL": proxy.url, "AWS_REGION": "us-east-1"})
+    with pytest.raises(ArtifactAccessError, match=r"no AWS credentials .*AWS_PROFILE"):
+        s3.fetch(URI, tmp_path, settings=without)
+    with pytest.raises(ArtifactAccessError, match="Correct AWS_PROFILE"):
+        s3.fetch(URI, tmp_path, settings=s3.Settings({"AWS_PROFILE": "nobody"}))
+
+
+def test_no_server(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # not listening
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        unreachable = s3.Settings({**KEYS, "AWS_ENDPOINT_URL": url, "AWS_MAX_ATTEMPTS": "1"})
+        with pytest.raises(ArtifactAccessError, match=r"cannot be reached: .*AWS_ENDPOINT_URL"):
+            s3.fetch(URI, tmp_path, settings=unreachable)
+    malformed = s3.Settings({**KEYS, "AWS_ENDPOINT_URL": "nonsense"})
+    with pytest.raises(ArtifactAccessError, match="correct AWS_ENDPOINT_URL"):
+        s3.fetch(URI, tmp_path, settings=malformed)
+
+
+def test_requester_pays_goes_with_every_request(proxy, bucket, tmp_path):
+    put(bucket, SMALL)
+    asked = []
+    folder = s3.S3Folder(URI, EVERYTHING, settings(proxy, requester_pays=True))
+    folder.client.meta.events.register(
+        "before-send.s3", lambda request, **_: asked.append(request.headers["x-amz-request-payer"])
+    )
+    folder.list()
+    assert asked == [b"requester"]
+    assert contents(fetch(proxy, tmp_path, requester_pays=True)) == SMALL
+
+
+def test_an_upload_sends_the_manifest_last_and_comes_back_the_same(proxy, bucket, tmp_path):
+    source = tmp_path / "source"
+    files = {**SMALL, "manifest.json": b"{}", NAME: LARGE}
+    for name, content in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(content)
+    put(bucket, {"manifest.json": b"an older upload's"})
+    s3.upload(source, URI, settings=settings(proxy))
+    writes = [(r.method, r.path) for r in proxy.seen if r.method in {"PUT", "POST", "DELETE"}]
+    assert writes[0] == ("DELETE", "/models/llama/manifest.json")
+    assert writes[-1] == ("PUT", "/models/llama/manifest.json")
+    assert contents(fetch(proxy, tmp_path / "cache")) == files
+    assert s3.read_object(URI, "manifest.json", settings=settings(proxy)) == b"{}"
+
+
+def test_an_upload_that_fails_leaves_no_manifest(proxy, bucket, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(b"{}")
+    (tmp_path / "graph.neff").write_bytes(b"x")
+    put(bucket, {"manifest.json": b"an older upload's", "graph.neff": b"older"})
+    proxy.rules = [
+        Fault(
+            "error",
+            when=lambda r: r.method == "PUT" and r.path.endswith(".neff"),
+            times=100,
+            status=403,
+            code="AccessDenied",
+        )
+    ]
+    with pytest.raises(ArtifactAccessError, match="s3:PutObject"):
+        s3.upload(tmp_path, URI, settings=settings(proxy))
+    with pytest.raises(ArtifactNotFoundError):
+        s3.read_object(URI, "manifest.json", settings=settings(proxy))
+    with pytest.raises(ArtifactNotFoundError, match=r"has no manifest.json"):
+        s3.upload(tmp_path / "nothing", URI, settings=settings(proxy))
+
+
+def test_uris():
+    assert s3.parse("s3://b") == s3.parse("s3://b/") == ("b", "")
+    assert s3.parse("s3://b/x/y#z?/") == ("b", "x/y#z?/")
+    arn = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
+    assert s3.parse(f"s3://{arn}/x") == (arn, "x/")
