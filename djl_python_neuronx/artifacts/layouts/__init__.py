@@ -1,0 +1,1 @@
+"""What can lie in a model folder, one module per noun."""

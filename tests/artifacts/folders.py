@@ -1,0 +1,277 @@
+"""Synthetic model folders in every format, a few kilobytes each, written from the formats' descriptions.
+
+Nothing of torch or of the Neuron libraries is needed: what is not read by `detect` is zeros.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 16,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+LAYERS = CONFIG["num_hidden_layers"]
+COMPILER = "2.21.18209.0+043b1bf7"
+TP = 2
+NEFF = b"\x7fNEFF: not looked into"
+IN_LAYER = (
+    "input_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.up_proj.weight",
+)
+
+
+def tensor_names() -> list[str]:
+    """Of the whole model."""
+    layers = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in IN_LAYER]
+    return ["model.embed_tokens.weight", *layers, "model.norm.weight", "lm_head.weight"]
+
+
+def write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """Write a file by the format's description; name → (dtype, shape)."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(end))
+
+
+def pickled(path: Path, value: object | None = None) -> None:
+    """An archive as torch.save writes it, without the tensors' bytes."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr(
+            "archive/data.pkl", pickle.dumps(OrderedDict() if value is None else value, protocol=2)
+        )
+        archive.writestr("archive/version", "3\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(stream.getvalue())
+
+
+def torchscript(path: Path) -> None:
+    """An archive as torch.jit.save writes it, without code."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/version", "3\n")
+
+
+def huggingface(path: Path, **config: object) -> Path:
+    """A whole model in one file, with the files that come beside it."""
+    write_json(path / "config.json", {**CONFIG, **config})
+    write_json(path / "generation_config.json", {"eos_token_id": [2, 3]})
+    write_json(path / "tokenizer_config.json", {})
+    safetensors(path / "model.safetensors", {name: ("BF16", [4, 4]) for name in tensor_names()})
+    return path
+
+
+def sharded(path: Path) -> Path:
+    """A whole model in two files and an index."""
+    huggingface(path)
+    (path / "model.safetensors").unlink()
+    halves = {"one.safetensors": tensor_names()[:5], "two.safetensors": tensor_names()[5:]}
+    for shard, names in halves.items():
+        safetensors(path / shard, {name: ("F32", [3]) for name in names})
+    places = {name: shard for shard, names in halves.items() for name in names}
+    write_json(path / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+    return path
+
+
+def split(path: Path) -> Path:
+    """As transformers-neuronx's `save_pretrained_split` lays it out."""
+    write_json(path / "config.json", {**CONFIG, "torch_dtype": "float16"})
+    write_json(path / "tokenizer_config.json", {})
+    _split_weights(path)
+    return path
+
+
+def _split_weights(path: Path) -> None:
+    files = {name: f"p{i}.{name}" for i, name in enumerate(tensor_names())}
+    write_json(path / "pytorch_model.bin" / "key_to_filename.json", files)
+    for name in files.values():
+        pickled(path / "pytorch_model.bin" / name)
+
+
+def presharded(path: Path, *, tp: int = TP) -> Path:
+    """As transformers-neuronx's `model.save(path, sharded_weights=True)` lays it out."""
+    write_json(path / "config.json", {**CONFIG, "is_presharded_checkpoint": True})
+    names = ["DecoderLMHead", *(f"decoder_layer_{i}" for i in range(LAYERS))]
+    for name in names:
+        safetensors(
+            path / f"{name}.safetensors",
+            {f"attn_q_weight*{rank}": ("BF16", [4, 2]) for rank in range(tp)}
+            | {f"extra_parameter0*{rank}": ("BF16", [0]) for rank in range(tp)},
+        )
+    for digest in ("0123456789abcdef0123", "456789abcdef01234567"):
+        (path / f"{digest}.neff").write_bytes(NEFF)
+    return path
+
+
+def compile_only(path: Path) -> Path:
+    """The old LMI container's partition_schema=compile_only."""
+    presharded(path)
+    (path / "VERSION").write_text(f"{COMPILER}\n", encoding="utf-8")
+    return path
+
+
+def lmi_aot(path: Path) -> Path:
+    """The old LMI container's partition."""
+    section = {
+        "auto_cast_type": "bf16",
+        "batch_size": 4,
+        "checkpoint_id": None,
+        "checkpoint_revision": None,
+        "compiler_type": "neuronx-cc",
+        "compiler_version": COMPILER,
+        "num_cores": TP,
+        "sequence_length": 64,
+    }
+    write_json(path / "config.json", {**CONFIG, "neuron": section})
+    write_json(path / "tokenizer_config.json", {})
+    (path / "serving.properties").write_text("option.rolling_batch=auto\n", encoding="utf-8")
+    compile_only(path / "compiled")
+    return path
+
+
+def optimum_tnx(path: Path) -> Path:
+    """Optimum Neuron up to 0.0.28: a section of config.json, split weights."""
+    section = {
+        "task": "text-generation",
+        "batch_size": 4,
+        "num_cores": TP,
+        "auto_cast_type": "fp16",
+        "sequence_length": 64,
+        "compiler_type": "neuronx-cc",
+        "compiler_version": COMPILER,
+        "checkpoint_id": "org/model",
+        "checkpoint_revision": "0a1b",
+    }
+    write_json(path / "config.json", {**CONFIG, "neuron": section})
+    split(path / "checkpoint")
+    (path / "compiled").mkdir()
+    (path / "compiled" / "0123456789abcdef0123.neff").write_bytes(NEFF)
+    return path
+
+
+def optimum_hlo(path: Path) -> Path:
+    """Optimum Neuron 0.1 and 0.2: its own copy of transformers-neuronx."""
+    write_json(path / "config.json", CONFIG)
+    recorded = {"_serialized_key": "HloNeuronConfig", "tp_degree": TP, "batch_size": 4}
+    write_json(path / "neuron_config.json", {**recorded, "neuronxcc_version": COMPILER})
+    huggingface(path / "checkpoint")
+    (path / "compiled").mkdir()
+    (path / "compiled" / "0123456789abcdef0123.neff").write_bytes(NEFF)
+    return path
+
+
+def optimum_nxd(path: Path) -> Path:
+    """Optimum Neuron from 0.3 on."""
+    write_json(path / "config.json", CONFIG)
+    recorded = {
+        "_serialized_key": "NxDNeuronConfig",
+        "optimum_neuron_version": "0.3.0",
+        "neuronxcc_version": COMPILER,
+        "batch_size": 4,
+        "sequence_length": 64,
+        "tp_degree": TP,
+        "torch_dtype": "bfloat16",
+        "start_rank_id": 0,
+        "local_ranks_size": TP,
+        "checkpoint_id": "org/model",
+        "checkpoint_revision": "0a1b",
+    }
+    write_json(path / "neuron_config.json", recorded)
+    torchscript(path / "model.pt")
+    _ranks(path / "checkpoint")
+    return path
+
+
+def nxdi(path: Path) -> Path:
+    """NxD Inference with save_sharded_checkpoint."""
+    recorded = {
+        "tp_degree": TP,
+        "batch_size": 4,
+        "seq_len": 64,
+        "torch_dtype": "bfloat16",
+        "context_encoding_buckets": [32, 64],
+        "start_rank_id": 0,
+        "local_ranks_size": TP,
+        "save_sharded_checkpoint": True,
+    }
+    whole = {**CONFIG, "neuron_config": recorded, "_name_or_path": "/models/original"}
+    write_json(path / "neuron_config.json", whole)
+    torchscript(path / "model.pt")
+    _ranks(path)
+    return path
+
+
+def _ranks(path: Path) -> None:
+    for rank in range(TP):
+        name = f"tp{rank}_sharded_checkpoint.safetensors"
+        safetensors(path / "weights" / name, {"lm_head.weight": ("BF16", [8, 4])})
+
+
+def neff_cache(path: Path) -> Path:
+    """What NEURON_COMPILE_CACHE_URL fills."""
+    module = path / f"neuronxcc-{COMPILER}" / "MODULE_0123456789abcdef0123+4567abcd"
+    write_json(module / "compile_flags.json", [])
+    (module / "model.neff").write_bytes(NEFF)
+    return path
+
+
+def own_output(path: Path) -> Path:
+    """What this package's compilation writes: here over the LMI container's layout."""
+    lmi_aot(path)
+    files = {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size}
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+    manifest = {"format": "djl_python_neuronx", "version": 1, "layout": "lmi_aot", "files": files}
+    manifest["compiled_for"] = {"n_positions": 64, "context_length_estimate": [32, 64]}
+    write_json(path / "manifest.json", manifest)
+    return path
+
+
+BUILDERS = {
+    "huggingface": huggingface,
+    "split": split,
+    "tnx_presharded": presharded,
+    "lmi_compile_only": compile_only,
+    "lmi_aot": lmi_aot,
+    "optimum_tnx": optimum_tnx,
+    "optimum_nxd": optimum_nxd,
+    "nxdi": nxdi,
+    "djl_neuronx": own_output,
+}
+"""Name of the format → its builder, for each that can be served."""
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Set keys of a JSON file; None deletes."""
+    value = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    write_json(path, {key: one for key, one in value.items() if one is not None})
+
+
+def lfs_pointer(path: Path) -> None:
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
