@@ -1,0 +1,1 @@
+"""What was compiled: found, proved to fit, and reused."""

@@ -1,0 +1,100 @@
+"""Runs a command that ends, with all processes that it started, when its starter ends: even by SIGKILL.
+
+A compile is a tree of processes (worker pools, the compiler, the compiler's own children) made by libraries that know
+nothing of each other's end. A death signal set on the first does not reach the others, and a process group can be
+left. So a small process of its own stands between: orphans of the tree become its children (it is a "subreaper"),
+and it looks whether its own parent is still there. Linux only.
+
+It is run as a file, without this package or its dependencies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+_LOOK_EVERY_S = 0.1
+# Numbers as in Linux, include/uapi/linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` under a guard. Start it from this process directly, without a shell.
+
+    Streams, working directory and environment go through; the exit status comes back (128 + n for signal n).
+    SIGTERM or SIGINT to the guard ends the tree.
+    """
+    return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *command]
+
+
+def _main(starter: int, command: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        # Without threads here, code between fork and exec is safe.
+        child = subprocess.Popen(command, preexec_fn=_die_with_guard)  # noqa: S603
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be run: {error.strerror}\n")
+        return 127
+    try:
+        while os.getppid() == starter:
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(_LOOK_EVERY_S)
+                return code if code >= 0 else 128 - code
+        return 128 + signal.SIGKILL
+    finally:
+        _kill_tree()
+
+
+def _die_with_guard() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _kill_tree() -> None:
+    """Kill all descendants, and those that they start meanwhile; returns when none is left."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    while found := _descendants():
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            # One at least ends by now; its orphans come here and are found in the next turn.
+            os.waitpid(-1, 0)
+
+
+def _descendants() -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # Source: proc(5): pid (name) state ppid …; the name may hold anything.
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found: list[int] = []
+    left = [os.getpid()]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,74 @@
+"""A compile store's twin in S3: moto's server behind the breaking proxy."""
+
+import pytest
+
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.compile_store import CompileStore
+from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
+from djl_python_neuronx.errors import ArtifactMismatchError, ArtifactNotFoundError
+from tests.artifacts.s3_rig import settings
+from tests.artifacts.store_worker import (
+    build,
+    expected_files,
+    files_of,
+    find_or_fail,
+    graphs_made,
+    make_facts,
+)
+
+pytest_plugins = ["tests.artifacts.s3_fixtures"]
+
+
+@pytest.fixture
+def machine(proxy, tmp_path):
+    """A store on a machine of that name, with the common twin."""
+
+    def make(name):
+        transport = S3Transport(tmp_path / name / "downloads", settings(proxy))
+        return {
+            "root": tmp_path / name / "store",
+            "mirror": Mirror("s3://models/compiled", transport),
+        }
+
+    return make
+
+
+def test_one_machine_compiles_all_others_fetch(machine, bucket, tmp_path):
+    journal = tmp_path / "journal"
+    build(journal=journal, **machine("one"))
+    for name in ("two", "three"):
+        folder = find_or_fail(CompileStore(**machine(name)), make_facts())
+        assert files_of(folder) == expected_files()
+        manifests.verify(folder, manifests.read(folder))
+    assert graphs_made(journal) == [0, 1, 2]
+    keys = {item["Key"] for item in bucket.list_objects_v2(Bucket="models")["Contents"]}
+    assert keys == {
+        *(f"compiled/{make_facts().key}/{name}" for name in (*expected_files(), "manifest.json")),
+        "compiled/latest/sampled-aa/manifest.json",
+        "compiled/write-test/manifest.json",
+    }
+
+
+def test_a_push_that_was_cut_off_is_no_compile(machine, bucket, tmp_path):
+    journal = tmp_path / "journal"
+    build(journal=journal, **machine("one"))
+    bucket.delete_object(Bucket="models", Key=f"compiled/{make_facts().key}/manifest.json")
+    build(journal=journal, **machine("two"))
+    assert graphs_made(journal) == [0, 1, 2] * 2
+    find_or_fail(CompileStore(**machine("three")), make_facts())
+
+
+def test_a_changed_option_names_itself_with_the_place_in_s3(machine, tmp_path):
+    build(journal=tmp_path / "journal", **machine("one"))
+    with pytest.raises(
+        ArtifactMismatchError, match="n_positions: compiled 128, wanted 256"
+    ) as caught:
+        find_or_fail(CompileStore(**machine("two")), make_facts(n_positions=256))
+    assert f"s3://models/compiled/{make_facts().key}" in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_told_before_the_compile(proxy, tmp_path):
+    transport = S3Transport(tmp_path / "downloads", settings(proxy))
+    store = CompileStore(tmp_path / "store", mirror=Mirror("s3://modles/compiled", transport))
+    with pytest.raises(ArtifactNotFoundError, match="modles"):
+        find_or_fail(store, make_facts())

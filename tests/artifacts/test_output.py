@@ -1,0 +1,329 @@
+"""What a compilation ahead of time leaves is served as it is, and nothing of the user's is lost for it."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.artifacts.formats import detect
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.output import properties_file, write_output
+from djl_python_neuronx.config.resolve import resolve
+from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from tests.artifacts.store_worker import make_facts
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny-llama"
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl", "train.py", "tasks.py"))
+    (folder / "serving.properties").write_text(
+        "engine=MPI\nminWorkers=1\noption.tgi_compat=false\n"
+    )
+    (folder / "LICENSE").write_text("mine")
+    (folder / "pytorch_model.h5").write_bytes(b"another library's")
+    (folder / ".git").mkdir()
+    return folder
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    folder = tmp_path / "compiled"
+    (folder / "graphs").mkdir(parents=True)
+    (folder / "graphs" / "0.neff").write_bytes(b"neff" * 1000)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+OPTIONS = {
+    "model_loader": "cpu",
+    "n_positions": 128,
+    "context_length_estimate": (64, 128),
+    "max_rolling_batch_size": 4,
+    "trust_remote_code": False,
+    "async_mode": True,
+    "predict_timeout": 33.5,
+    "model_name": "ein Löwe = 1 \\ \u4e2d",
+    "cpu_threads": None,
+    "model_id": "/where/it/was",
+}
+
+
+def write(model, destination, **more):
+    return write_output(
+        model,
+        destination,
+        **{
+            "facts": make_facts(),
+            "options": OPTIONS,
+            "packages": {},
+            "layout": "huggingface",
+            **more,
+        },
+    )
+
+
+def test_the_output_has_what_serving_needs(model, compiled, tmp_path):
+    destination = tmp_path / "deep" / "out"
+    before = contents(model)
+    made = write(model, destination, compiled=compiled)
+    assert contents(model) == before
+    found = contents(destination)
+    copied = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    for name in (*copied, "model.safetensors", "LICENSE"):
+        assert found.pop(name) == before[name]
+    assert found.pop("compiled/graphs/0.neff") == b"neff" * 1000
+    assert set(found) == {"compiled/manifest.json", "manifest.json", "serving.properties"}
+    assert manifests.read(destination) == made
+    manifests.verify(destination, made)
+    assert made.effective_options["context_length_estimate"] == [64, 128]
+    assert [path.name for path in destination.parent.iterdir()] == ["out"]
+
+
+def test_the_output_is_detected_and_its_options_are_those_that_were_in_force(model, tmp_path):
+    destination = tmp_path / "out"
+    write(model, destination)
+    artifact = detect(destination)
+    assert artifact.format == "djl_neuronx"
+    assert artifact.kind == "safetensors"
+    assert artifact.compiled_for["n_positions"] == 128
+    resolved = resolve(None, destination, {})
+    for name in set(OPTIONS) - {"cpu_threads", "model_id"}:
+        assert getattr(resolved.options, name) == OPTIONS[name]
+    assert resolved.options.model_id is None
+
+
+def test_the_entry_point_and_djl_s_own_keys_are_there(model, tmp_path):
+    write(model, tmp_path / "out")
+    found = {one.name: one.value for one in from_file(tmp_path / "out")}
+    assert found["entryPoint"] == "djl_python_neuronx.handler"
+    assert found["engine"] == "Python"
+    assert found["minWorkers"] == "1"
+    assert "tgi_compat" not in found
+
+
+# DJL Serving's keys and ours have no control characters; values may have any text.
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,12}", fullmatch=True), _TEXT))
+def test_every_value_reads_back(tmp_path_factory, options):
+    folder = tmp_path_factory.mktemp("properties")
+    local = {"model_id", "model_dir", "revision"}
+    (folder / "serving.properties").write_bytes(properties_file(options, "a.b"))
+    found = {one.name: one.value for one in from_file(folder) if one.by_user}
+    wanted = {name: value for name, value in options.items() if name not in local}
+    assert found == {"entryPoint": "a.b", **wanted}
+
+
+def test_java_s_spelling_of_values():
+    lines = properties_file(
+        {"a": True, "b": (1, 2), "c": {"top_k": 1}, "d": None, "e": 0.5, "f": []}, "x"
+    ).decode()
+    assert "option.a=true\noption.b=1,2\n" in lines
+    assert 'option.c={"top_k"\\: 1}\n' in lines
+    assert "option.d" not in lines
+    assert "option.e=0.5\n" in lines
+
+
+@pytest.mark.parametrize(
+    ("weights", "links"), [("none", None), ("link", 2), ("copy", 1)], ids=["none", "link", "copy"]
+)
+def test_weights_are_left_out_linked_or_copied(model, tmp_path, weights, links):
+    write(model, tmp_path / "out", weights=weights)
+    there = tmp_path / "out" / "model.safetensors"
+    assert (there.stat().st_nlink if there.exists() else None) == links
+
+
+def test_a_hugging_face_cache_s_links_become_files(model, tmp_path):
+    blob = tmp_path / "models--a--b" / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    (model / "model.safetensors").rename(blob)
+    (model / "model.safetensors").symlink_to(blob)
+    write(model, tmp_path / "out")
+    assert not (tmp_path / "out" / "model.safetensors").is_symlink()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == blob.read_bytes()
+
+
+def test_split_weights_adapters_and_code_come_too(model, tmp_path):
+    for name in ("pytorch_model.bin/p0.wte", "adapters/one/adapter_config.json", "modeling_x.py"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_bytes(name.encode())
+    write(model, tmp_path / "out")
+    found = contents(tmp_path / "out")
+    assert found["pytorch_model.bin/p0.wte"] == b"pytorch_model.bin/p0.wte"
+    assert found["adapters/one/adapter_config.json"] == b"adapters/one/adapter_config.json"
+    assert found["modeling_x.py"] == b"modeling_x.py"
+
+
+def test_an_unchanged_output_is_replaced(model, tmp_path):
+    write(model, tmp_path / "out")
+    write(model, tmp_path / "out", options={"n_positions": 64}, weights="none")
+    assert "model.safetensors" not in contents(tmp_path / "out")
+    assert b"option.n_positions=64" in contents(tmp_path / "out")["serving.properties"]
+
+
+@pytest.mark.parametrize("theirs", ["a folder", "a file", "a changed output", "another manifest"])
+def test_what_is_not_ours_stays_unless_told(model, tmp_path, theirs):
+    destination = tmp_path / "out"
+    match theirs:
+        case "a folder":
+            destination.mkdir()
+            (destination / "thesis.txt").write_text("ten years of work")
+        case "a file":
+            destination.write_text("ten years of work")
+        case "a changed output":
+            write(model, destination)
+            (destination / "thesis.txt").write_text("ten years of work")
+        case "another manifest":
+            destination.mkdir()
+            (destination / "manifest.json").write_text('{"name": "a web page"}')
+    before = contents(destination) if destination.is_dir() else destination.read_bytes()
+    with pytest.raises(ArtifactError, match=r"out.*[Nn]ame another"):
+        write(model, destination)
+    assert before == (contents(destination) if destination.is_dir() else destination.read_bytes())
+    write(model, destination, overwrite=True)
+    assert "thesis.txt" not in contents(destination)
+    assert "config.json" in contents(destination)
+
+
+@pytest.mark.parametrize("where", [".", "out", ".."], ids=["same", "inside", "around"])
+def test_output_and_model_are_never_one(model, where):
+    before = contents(model.parent)
+    with pytest.raises(ArtifactError, match="lie in each other"):
+        write(model, model / where, overwrite=True)
+    assert contents(model.parent) == before
+
+
+def test_a_link_out_of_the_model_is_not_copied_out(model, tmp_path):
+    secret = tmp_path / "secret.json"
+    secret.write_text("{}")
+    (model / "preprocessor_config.json").symlink_to(secret)
+    with pytest.raises(ArtifactAccessError, match=r"preprocessor_config\.json"):
+        write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_model_no_output(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ArtifactNotFoundError, match=r"config\.json"):
+        write(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.artifacts import test_output
+steps, last = 0, int(sys.argv[3])
+def on_event(event, args):
+    global steps
+    made = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+    if (made or event in ("os.rename", "os.link", "os.remove", "os.mkdir", "shutil.rmtree")) and "out" in str(args):
+        steps += 1
+        if steps == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(on_event)
+for last in range(1, 200):
+    steps = 0
+    pid = os.fork()
+    if pid == 0:
+        test_output.write(Path(sys.argv[1]), Path(sys.argv[2]), options={"n_positions": 64})
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    test_output.check_whole(Path(sys.argv[2]))
+    if status == 0:
+        print(last)
+        break
+"""
+
+
+def check_files_are_there(destination):
+    missing = [
+        name for name in manifests.read(destination).files if not (destination / name).exists()
+    ]
+    assert not missing
+
+
+def check_whole(destination):
+    manifests.verify(destination, manifests.read(destination))
+
+
+def test_killed_at_every_step_the_old_output_or_the_new_one_is_whole(model, tmp_path):
+    write(model, tmp_path / "out")
+    ran = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(model), str(tmp_path / "out"), "0"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 10
+    assert b"option.n_positions=64" in contents(tmp_path / "out")["serving.properties"]
+    write(model, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+_MOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from tests.artifacts import test_output
+model, destination = map(Path, sys.argv[1:])
+destination.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(destination)], check=True)
+def on_event(event, args):
+    # Nobody finds a manifest there before, or after, its files.
+    if event in ("os.rename", "os.remove", "os.rmdir") and (destination / "manifest.json").exists():
+        test_output.check_files_are_there(destination)
+sys.addaudithook(on_event)
+for positions in (64, 32):
+    made = test_output.write(model, destination, options={"n_positions": positions})
+    test_output.check_whole(destination)
+    assert destination.is_mount()
+    assert not list(destination.glob(".*"))
+print("done")
+"""
+
+
+def test_a_mounted_destination_is_written_in_place(model, tmp_path):
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], check=False).returncode
+    ):
+        pytest.skip("this user may not mount in a namespace of its own (unshare)")
+    ran = subprocess.run(
+        [*unshare, sys.executable, "-c", _MOUNTED, str(model), str(tmp_path / "out")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.stdout == "done\n", ran.stderr
+
+
+def test_an_output_that_is_being_written_is_left_alone(model, tmp_path):
+    """Another process' staging folder is locked; one of a dead process is not, and goes."""
+    alive, dead = tmp_path / ".out.output-alive", tmp_path / ".out.output-dead"
+    alive.mkdir()
+    dead.mkdir()
+    descriptor = os.open(alive, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    write(model, tmp_path / "out")
+    os.close(descriptor)
+    assert alive.exists()
+    assert not dead.exists()

@@ -1,0 +1,214 @@
+"""The compile store in one process: what is found, what is made, what is refused and why."""
+
+import logging
+import os
+import time
+
+import pytest
+
+from djl_python_neuronx.artifacts.remote.locks import held
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.compile_store import CompileStore
+from djl_python_neuronx.artifacts.store.workspace import remove_stale
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactMismatchError,
+    CompileError,
+)
+from tests.artifacts.store_worker import (
+    Compiler,
+    build,
+    expected_files,
+    files_of,
+    find_or_fail,
+    finished,
+    graphs_made,
+    make_facts,
+)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "store", tmp_path / "journal"
+
+
+def test_a_second_start_compiles_nothing(place):
+    root, journal = place
+    counted = []
+    first = build(root, journal, count=counted.append)
+    assert files_of(first) == expected_files()
+    second = CompileStore(root, count=counted.append)
+    assert find_or_fail(second, make_facts()) == first
+    assert graphs_made(journal) == [0, 1, 2]
+    assert counted == ["compile_cache_misses_total", "compile_cache_hits_total"]
+    assert not list((root / ".work").iterdir())
+
+
+def test_the_manifest_says_what_it_was_made_from(place):
+    root, journal = place
+    folder = CompileStore(root).build(
+        make_facts(),
+        Compiler(journal),
+        effective_options={"n_positions": 128, "max_waiting": 10, "buckets": (64, 128)},
+        packages={"transformers-neuronx": "0.13.380"},
+    )
+    made = manifests.read(folder)
+    assert made.facts == make_facts()
+    assert made.effective_options == {"n_positions": 128, "max_waiting": 10, "buckets": [64, 128]}
+    assert made.packages == {"transformers-neuronx": "0.13.380"}
+    assert made.files.keys() == expected_files().keys()
+
+
+def test_a_compile_that_fails_says_so_and_keeps_its_graphs(place):
+    root, journal = place
+
+    def fail_late(folder):
+        Compiler(journal)(folder)
+        (folder / "graphs" / "2.neff").unlink()
+        msg = "graph 2: out of registers"
+        raise CompileError(msg)
+
+    with pytest.raises(CompileError, match="out of registers"):
+        CompileStore(root).build(make_facts(), fail_late, effective_options={}, packages={})
+    assert not finished(root)
+    build(root, journal)
+    assert graphs_made(journal) == [0, 1, 2, 2]
+
+
+def test_an_error_of_the_compile_itself_is_not_taken_for_the_store_s(place):
+    def read_what_is_not_there(folder):
+        (folder / "weights").read_bytes()
+
+    with pytest.raises(FileNotFoundError, match="weights") as caught:
+        CompileStore(place[0]).build(
+            make_facts(), read_what_is_not_there, effective_options={}, packages={}
+        )
+    assert not isinstance(caught.value, ArtifactError)
+
+
+def test_a_file_that_a_killed_helper_of_the_compile_left_is_not_published(place):
+    root, journal = place
+
+    def compile_with_leftover(folder):
+        Compiler(journal)(folder)
+        (folder / "graphs" / ".partial-9.neff-0").write_bytes(b"cut")
+
+    store = CompileStore(root)
+    made = store.build(make_facts(), compile_with_leftover, effective_options={}, packages={})
+    assert files_of(made) == expected_files()
+
+
+def test_a_compile_must_not_write_the_store_s_own_file(place):
+    def write_manifest(folder):
+        (folder / "manifest.json").write_text("{}")
+
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        CompileStore(place[0]).build(
+            make_facts(), write_manifest, effective_options={}, packages={}
+        )
+    assert not finished(place[0])
+
+
+def test_the_folder_of_an_earlier_try_comes_under_another_path(place):
+    """So that a compiler which outlived its parent cannot write into it."""
+    root, _ = place
+    seen = []
+
+    def give_up(folder):
+        seen.append(folder)
+        (folder / "x").write_bytes(b"x")
+        msg = "no"
+        raise CompileError(msg)
+
+    for _ in range(2):
+        with pytest.raises(CompileError):
+            CompileStore(root).build(make_facts(), give_up, effective_options={}, packages={})
+    assert seen[0] != seen[1]
+    assert not seen[0].exists()
+    assert (seen[1] / "x").exists()
+
+
+def test_one_changed_option_names_itself(place):
+    root, journal = place
+    build(root, journal)
+    with pytest.raises(ArtifactMismatchError) as caught:
+        find_or_fail(CompileStore(root), make_facts(n_positions=256))
+    assert caught.value.differences == {"n_positions": (128, 256)}
+    assert "n_positions: compiled 128, wanted 256" in str(caught.value)
+    assert str(root / make_facts().key) in str(caught.value)
+
+
+def test_the_nearest_compile_explains(place):
+    root, journal = place
+    build(root, journal, options={"n_positions": 512, "tp_degree": 8})
+    build(root, journal, options={"tp_degree": 2})
+    where, facts = CompileStore(root).nearest(make_facts(tp_degree=4))
+    assert facts == make_facts(tp_degree=2)
+    assert where == str(root / facts.key)
+    elsewhere = make_facts().model_copy(update={"artifact_digest": "sampled:other"})
+    assert CompileStore(root).nearest(elsewhere) is None
+
+
+def test_recompile_makes_the_other_one_beside_it(place, caplog):
+    root, journal = place
+    caplog.set_level(logging.INFO)
+    both = {build(root, journal), build(root, journal, options={"n_positions": 256})}
+    assert set(finished(root)) == both
+    assert "differs=n_positions compiled=128 wanted=256" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "longer", "extra", "link", "manifest"])
+def test_a_damaged_compile_is_named_and_made_again_only_if_allowed(place, damage):
+    root, journal = place
+    folder = build(root, journal)
+    graph = folder / "graphs" / "1.neff"
+    match damage:
+        case "missing":
+            graph.unlink()
+        case "changed":
+            graph.write_bytes(content_with_one_bit_less(graph))
+        case "longer":
+            graph.write_bytes(graph.read_bytes() + b"\0")
+        case "extra":
+            graph.with_name("9.neff").write_bytes(b"stray")
+        case "link":
+            graph.rename(root / "away")
+            graph.symlink_to(root / "away")
+        case "manifest":
+            (folder / "manifest.json").unlink()
+    named = {"extra": "9.neff", "manifest": "manifest.json"}.get(damage, "1.neff")
+    with pytest.raises(ArtifactError, match=f"{named}.*on_mismatch=recompile"):
+        find_or_fail(CompileStore(root), make_facts())
+    assert graphs_made(journal) == [0, 1, 2]
+    assert files_of(build(root, journal)) == expected_files()
+    assert graphs_made(journal) == [0, 1, 2] * 2
+
+
+def content_with_one_bit_less(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    return content
+
+
+def test_without_hashes_only_names_and_sizes_count(place):
+    root, journal = place
+    folder = build(root, journal)
+    graph = folder / "graphs" / "1.neff"
+    graph.write_bytes(content_with_one_bit_less(graph))
+    assert find_or_fail(CompileStore(root, verify_hashes=False), make_facts()) == folder
+
+
+def test_work_that_nobody_takes_up_is_removed_in_the_end(place):
+    root, journal = place
+    build(root, journal)
+    for key in ("aa.1", "bb.1", "cc.1"):
+        (root / ".work" / key).mkdir()
+        (root / ".work" / key / "graph").write_bytes(b"x")
+    long_ago = time.time() - 1000
+    for path in [*(root / ".work").glob("aa.1/*"), *(root / ".work").glob("bb.1/*")]:
+        os.utime(path, (long_ago, long_ago))
+    for path in (root / ".work").glob("*"):
+        os.utime(path, (long_ago, long_ago))
+    with held(root / ".locks" / "bb", what="test"):
+        remove_stale(root / ".work", root / ".locks", stale_s=500)
+    assert sorted(path.name for path in (root / ".work").iterdir()) == ["bb.1", "cc.1"]

@@ -1,0 +1,142 @@
+"""A compile store and its remote twin, which is a folder of this machine here; `test_mirror` has S3."""
+
+import logging
+import shutil
+
+import pytest
+
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.compile_store import CompileStore
+from djl_python_neuronx.artifacts.store.mirror import Mirror
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactMismatchError,
+    ArtifactNotFoundError,
+)
+from tests.artifacts.store_worker import (
+    Compiler,
+    build,
+    expected_files,
+    files_of,
+    find_or_fail,
+    finished,
+    graphs_made,
+    make_facts,
+)
+
+
+class FolderTransport:
+    """Folders of this machine as the remote place. Keeps the order of what it was asked."""
+
+    def __init__(self, root):
+        self.root = root
+        self.asked = []
+        self.broken = None
+        self.read_only = False
+
+    def _path(self, uri):
+        if self.broken:
+            raise ArtifactAccessError(self.broken)
+        return self.root / uri.removeprefix("s3://")
+
+    def read_object(self, uri, name):
+        path = self._path(uri) / name
+        self.asked.append("read")
+        if not path.exists():
+            raise ArtifactNotFoundError(str(path))
+        return path.read_bytes()
+
+    def download(self, uri, folder):
+        self.asked.append("download")
+        shutil.copytree(self._path(uri), folder, dirs_exist_ok=True)
+
+    def upload(self, folder, uri):
+        self.asked.append("upload")
+        if self.read_only:
+            msg = "may not write"
+            raise ArtifactAccessError(msg)
+        shutil.copytree(folder, self._path(uri), dirs_exist_ok=True)
+
+
+@pytest.fixture
+def transport(tmp_path):
+    return FolderTransport(tmp_path / "remote")
+
+
+def mirror(transport):
+    return Mirror("s3://bucket/compiled/", transport)
+
+
+def test_what_one_machine_compiled_the_next_one_fetches(tmp_path, transport):
+    journal = tmp_path / "journal"
+    first = build(tmp_path / "one", journal, mirror=mirror(transport))
+    second = find_or_fail(CompileStore(tmp_path / "two", mirror=mirror(transport)), make_facts())
+    assert files_of(second) == files_of(first) == expected_files()
+    assert manifests.read(second) == manifests.read(first)
+    assert graphs_made(journal) == [0, 1, 2]
+    transport.asked.clear()
+    find_or_fail(CompileStore(tmp_path / "two", mirror=mirror(transport)), make_facts())
+    assert transport.asked == []
+
+
+def test_a_changed_option_names_itself_on_a_fresh_machine_too(tmp_path, transport):
+    build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
+    fresh = CompileStore(tmp_path / "two", mirror=mirror(transport))
+    with pytest.raises(ArtifactMismatchError, match="n_positions: compiled 128, wanted 256"):
+        find_or_fail(fresh, make_facts(n_positions=256))
+
+
+def test_a_remote_place_that_cannot_be_read_stops_before_the_compile(tmp_path, transport):
+    transport.broken = "access denied"
+    with pytest.raises(ArtifactAccessError, match="access denied"):
+        find_or_fail(CompileStore(tmp_path / "one", mirror=mirror(transport)), make_facts())
+
+
+def test_a_remote_place_that_may_only_be_read_is_told_and_does_not_stop(
+    tmp_path, transport, caplog
+):
+    transport.read_only = True
+    folder = build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
+    assert files_of(folder) == expected_files()
+    events = [
+        record.message.split()[0] for record in caplog.records if record.levelno > logging.INFO
+    ]
+    assert events == ["compile_will_not_be_pushed", "compile_not_pushed"]
+
+
+def test_a_push_that_fails_is_made_up_for_at_the_next_start(tmp_path, transport, caplog):
+    root, journal = tmp_path / "one", tmp_path / "journal"
+
+    def compile_and_lose_the_network(folder):
+        Compiler(journal)(folder)
+        transport.broken = "connection lost"
+
+    store = CompileStore(root, mirror=mirror(transport))
+    made = store.build(
+        make_facts(), compile_and_lose_the_network, effective_options={}, packages={}
+    )
+    assert files_of(made) == expected_files()
+    assert "connection lost" in caplog.text
+    transport.broken = None
+    find_or_fail(store, make_facts())
+    assert files_of(transport.root / "bucket/compiled" / make_facts().key) == expected_files()
+
+
+@pytest.mark.parametrize("damage", ["cut", "manifest"])
+def test_a_damaged_remote_compile_is_never_taken(tmp_path, transport, damage):
+    journal = tmp_path / "journal"
+    build(tmp_path / "one", journal, mirror=mirror(transport))
+    remote = transport.root / "bucket/compiled" / make_facts().key
+    if damage == "cut":
+        (remote / "graphs" / "1.neff").write_bytes(b"cut")
+    else:
+        (remote / "manifest.json").write_text("{")
+    fresh = tmp_path / "two"
+    with pytest.raises(ArtifactError, match=r"s3://bucket/compiled/.* is damaged"):
+        find_or_fail(CompileStore(fresh, mirror=mirror(transport)), make_facts())
+    assert not finished(fresh)
+    assert files_of(build(fresh, journal, mirror=mirror(transport))) == expected_files()
+    assert graphs_made(journal) == [0, 1, 2] * 2
+    third = find_or_fail(CompileStore(tmp_path / "three", mirror=mirror(transport)), make_facts())
+    assert files_of(third) == expected_files()
