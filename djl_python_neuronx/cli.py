@@ -1,4 +1,4 @@
-"""The command line: ``djl-neuronx serve [model_dir]``, ``djl-neuronx check [target]``."""
+"""The command line: ``djl-neuronx serve``, ``check``, ``compile`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands)
     _add_check(commands)
+    _add_compile(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -105,16 +107,60 @@ def _add_check(commands: Commands) -> None:
         help="model folder, .properties file, Hugging Face id or s3:// URI "
         f"(default {MODEL_DIR}, or, without it, the model that HF_MODEL_ID or OPTION_MODEL_ID names)",
     )
-    check.add_argument(
+    _add_instance(check)
+    check.add_argument("--all", action="store_true", help="list options at their default too")
+    check.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
+    _add_common(check, log_level="warning")
+    check.set_defaults(run=_check)
+
+
+def _add_compile(commands: Commands) -> None:
+    compile = commands.add_parser(
+        "compile",
+        help="compile a model ahead of time into a folder that is served as it is",
+        description="Compile the graphs of a model and write them with its configuration, tokenizer and options to a "
+        "folder or to S3, from which it is served without compiling. Started again after it was killed, it goes on at "
+        "the next graph. For the cpu backend there is nothing to compile: the options are pinned.",
+    )
+    compile.add_argument("model", help="model folder, Hugging Face id or s3:// URI")
+    compile.add_argument(
+        "--output", required=True, metavar="DIR", help="new folder, or s3://bucket/folder"
+    )
+    compile.add_argument(
+        "--weights",
+        choices=["none", "link", "copy"],
+        default="link",
+        help="the model's weights in the output: hard links where the disk has them (default), copies, or left out",
+    )
+    compile.add_argument(
+        "--overwrite", action="store_true", help="replace an output folder whatever it holds"
+    )
+    _add_instance(compile)
+    _add_common(compile, log_level="info")
+    compile.set_defaults(run=_compile)
+
+
+def _add_convert(commands: Commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a checkpoint in another layout",
+        description="Write a whole checkpoint as safetensors, or split as transformers-neuronx has it (one file for "
+        "each tensor). One tensor is in memory at a time, and each is compared with its original.",
+    )
+    convert.add_argument("source", type=Path, help="model folder")
+    convert.add_argument("destination", type=Path, help="new folder")
+    convert.add_argument("--to", required=True, choices=["safetensors", "split"])
+    _add_log_level(convert, "info")
+    convert.set_defaults(run=_convert)
+
+
+def _add_instance(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--instance",
         type=_instance,
         metavar="TYPE",
         help="plan for this machine instead of the one at hand; for example inf2.48xlarge",
     )
-    check.add_argument("--all", action="store_true", help="list options at their default too")
-    check.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
-    _add_common(check, log_level="warning")
-    check.set_defaults(run=_check)
 
 
 def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
@@ -127,6 +173,10 @@ def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
         metavar="NAME=VALUE",
         help="set option.NAME",
     )
+    _add_log_level(command, log_level)
+
+
+def _add_log_level(command: argparse.ArgumentParser, log_level: str) -> None:
     levels = ["debug", "info", "warning", "error"]
     command.add_argument("--log-level", choices=levels, default=log_level)
 
@@ -137,13 +187,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
+    from djl_python_neuronx.bars import bars
     from djl_python_neuronx.service import Service
 
     model_dir: Path = arguments.model_dir
     overrides = dict(arguments.option)
 
     def load() -> Service:
-        return Service.load(None, model_dir, overrides=overrides)
+        with bars(sys.stderr) as progress:
+            return Service.load(None, model_dir, overrides=overrides, progress=progress)
 
     port = arguments.port or _port_from_environment()
     name = model_dir.resolve().name
@@ -166,6 +218,32 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         render(report, sys.stdout, everything=arguments.all)
     return 0 if report.ok else 1
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    from djl_python_neuronx.bars import bars
+    from djl_python_neuronx.compiling import compile_model
+
+    with bars(sys.stderr) as progress:
+        made = compile_model(
+            arguments.model,
+            arguments.output,
+            environ=environment(),
+            overrides=dict(arguments.option),
+            machine=arguments.instance,
+            weights=arguments.weights,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
+    sys.stdout.write(f"{arguments.output}: {len(made.files)} files\n")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from djl_python_neuronx.artifacts.convert import convert
+
+    convert(arguments.source, arguments.destination, arguments.to)
+    return 0
 
 
 def _instance(name: str) -> DeviceInfo:

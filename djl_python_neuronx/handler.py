@@ -1,7 +1,7 @@
 """DJL Serving's entry point: ``option.entryPoint=djl_python_neuronx.handler``.
 
 The first call is empty and loads the model; its properties are the options. Every other call is handed to the door
-that fits the way in which DJL Serving sends requests.
+that fits the way in which DJL Serving sends requests. `partition` compiles ahead of time and serves nothing.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ def handle(inputs: Input) -> Output | Coroutine[Any, Any, Any] | None:
     except RuntimeError:
         return _handle(inputs)
     return _handle_async(inputs)
+
+
+def partition(inputs: Input) -> None:
+    """Compile the model ahead of time, as DJL's partition script asks for it.
+
+    Raises:
+        ServingError: what is wrong; the script reports it and ends with status 1.
+    """
+    from djl_python_neuronx import compiling
+    from djl_python_neuronx.config.sources import environment
+
+    compiling.partition(inputs.get_properties(), environ=environment())
 
 
 def close() -> None:

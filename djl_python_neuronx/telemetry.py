@@ -62,6 +62,10 @@ METRICS: dict[str, Metric] = {
     "decode_seconds": Metric("histogram", "Device time of a decode step."),
     "slots_in_use": Metric("gauge", "Sequences that hold a slot."),
     "waiting_requests": Metric("gauge", "Sequences that wait for a slot."),
+    "compile_cache_hits_total": Metric(
+        "counter", "Compiled models that were found, on this machine or in the remote store."
+    ),
+    "compile_cache_misses_total": Metric("counter", "Models that had to be compiled."),
     "load_seconds": Metric("gauge", "Time that loading the model took."),
 }
 

@@ -20,6 +20,9 @@ WRONG = [
     (["check", TINY, "--log-level", "loud"], "invalid choice"),
     (["serve", TINY, "--port", "70000"], "1 to 65535"),
     (["serve", TINY, "--drain", "-1"], "0 or more"),
+    (["compile", TINY], "--output"),
+    (["compile", TINY, "--output", "x", "--weights", "some"], "invalid choice"),
+    (["convert", TINY, "x", "--to", "gguf"], "invalid choice"),
 ]
 
 

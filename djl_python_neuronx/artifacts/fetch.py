@@ -1,45 +1,89 @@
-"""Models that lie elsewhere: Hugging Face ids and URIs. Only configurations so far; never a weight.
+"""Models that lie elsewhere, Hugging Face ids and URIs: their configuration alone, or a local copy of them.
 
-A kind of URI is one function under `@scheme`. What its library raises is translated here, at the border.
+A kind of URI is one class under `@scheme`. What its library raises is translated where it is used.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from djl_python_neuronx.artifacts.formats import read_json
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.artifacts.remote.progress import Progress
+from djl_python_neuronx.artifacts.remote.selection import EVERYTHING, SERVING
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    ServingError,
+)
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.artifacts.remote.s3 import Settings
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 """A configuration is some kilobytes; a larger object is something else."""
 
-_ENDPOINT = "https://huggingface.co"
 # Source: huggingface_hub, utils/_validators.py: what it takes for an id of the hub.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_ON = frozenset({"1", "true", "yes", "on"})
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 4, 10
-_SERVERS_FAULT = 500
-_GONE = frozenset({"NoSuchKey", "NoSuchBucket", "404"})
-
-ConfigReader = Callable[[str, Mapping[str, str]], dict[str, Any]]
-"""URI of a folder and the environment to the content of its config.json."""
-
-_READERS: dict[str, ConfigReader] = {}
+_OURS = "djl-neuronx"
 
 
-def scheme(name: str) -> Callable[[ConfigReader], ConfigReader]:
-    """Make a function the reader of ``name://`` URIs."""
+class Remote(Protocol):
+    """What can be had from one kind of URI; `uri` names a folder, `environ` holds the settings of its library."""
 
-    def register(reader: ConfigReader) -> ConfigReader:
-        _READERS[name] = reader
-        return reader
+    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
+        """The content of one small file of the folder.
+
+        Raises:
+            ArtifactError: it is not there, cannot be read, or a package is missing.
+        """
+
+    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
+        """The files of the folder, with `/`; none if nothing is there.
+
+        Raises:
+            ArtifactError: it cannot be listed, or a package is missing.
+        """
+
+    def fetch(
+        self,
+        uri: str,
+        root: Path,
+        environ: Mapping[str, str],
+        *,
+        everything: bool,
+        progress: Progress | None,
+    ) -> Path:
+        """A local copy of the folder, below `root`; `everything` or what a model needs.
+
+        Raises:
+            ArtifactError: it cannot be had, or a package is missing.
+        """
+
+
+_Class = TypeVar("_Class", bound=Callable[[], Remote])
+_REMOTES: dict[str, Callable[[], Remote]] = {}
+
+
+def scheme(name: str) -> Callable[[_Class], _Class]:
+    """Make a class the one for ``name://`` URIs."""
+
+    def register(remote: _Class) -> _Class:
+        _REMOTES[name] = remote
+        return remote
 
     return register
 
@@ -72,6 +116,84 @@ def local_folder(model_id: str | None, model_dir: Path | None) -> Path | None:
         return None
 
 
+def download_root(environ: Mapping[str, str]) -> Path:
+    """The folder that downloads and, where there is no better one, compiles are kept in.
+
+    Below `SERVING_DOWNLOAD_DIR`, `DJL_CACHE_DIR` or `XDG_CACHE_HOME`, else `~/.cache`; without a home the system's
+    folder for temporary files. The first two are DJL Serving's own.
+    """
+    for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR", "XDG_CACHE_HOME"):
+        if named := environ.get(name, "").strip():
+            return Path(named).expanduser().absolute() / _OURS
+    try:
+        return Path.home() / ".cache" / _OURS
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / _OURS
+
+
+def fetch(
+    model_id: str,
+    *,
+    environ: Mapping[str, str],
+    root: Path,
+    model_dir: Path | None = None,
+    revision: str | None = None,
+    everything: bool = False,
+    progress: Progress | None = None,
+    origin: str = "option.model_id",
+) -> Path:
+    """The local folder of a model: a local one as it is, one of the hub or of a URI after a download.
+
+    A download is shared by all processes, resumed after an interruption, and made again only where the remote
+    changed; the hub's lies in the hub's own cache, others below `root`. `everything`: not only what a model needs.
+
+    Raises:
+        ArtifactNotFoundError: no such folder or model.
+        ArtifactAccessError: it is there but may not be read, cannot be reached, or does not fit on the disk.
+        ArtifactError: the id makes no sense, a package is missing, or keys of the remote leave the folder.
+    """
+    folder = local_folder(model_id, model_dir)
+    if folder is not None:
+        return folder
+    environ = _told(environ)
+    started_s = time.monotonic()
+    remote = _remote(model_id, origin)
+    if remote is not None:
+        with _no_secrets(model_id):
+            folder = remote.fetch(model_id, root, environ, everything=everything, progress=progress)
+    else:
+        _require_hub_id(model_id, origin)
+        from djl_python_neuronx.artifacts.remote import hub
+
+        with _no_secrets(model_id), _quiet_hub() if progress is None else nullcontext():
+            folder = hub.fetch(
+                model_id,
+                revision=revision,
+                selection=EVERYTHING if everything else SERVING,
+                environ=environ,
+            )
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    logger.info(
+        "fetched uri=%s files=%d bytes=%d seconds=%.2f folder=%s",
+        model_id, len(sizes), sum(sizes), time.monotonic() - started_s, folder,
+    )  # fmt: skip
+    return folder
+
+
+def names(uri: str, environ: Mapping[str, str], *, origin: str) -> Sequence[str]:
+    """The files of the folder that a URI names; none if nothing is there.
+
+    Raises:
+        ArtifactError: nobody knows the scheme, or the folder cannot be listed.
+    """
+    remote = _remote(uri, origin)
+    if remote is None:
+        msg = f"{uri!r} (from {origin}) is no URI; expected one such as s3://bucket/folder. Correct {origin}"
+        raise ArtifactError(msg)
+    with _no_secrets(uri):
+        return remote.names(uri, _told(environ))
+
+
 def fetch_config(
     model_id: str,
     revision: str | None = None,
@@ -87,206 +209,149 @@ def fetch_config(
         ArtifactAccessError: it is there but may not be read, or cannot be reached.
         ArtifactError: the id makes no sense, a package is missing, or the content is malformed.
     """
+    environ = _told(environ)
+    remote = _remote(model_id, "option.model_id")
+    if remote is None:
+        _require_hub_id(model_id, "option.model_id")
+        from djl_python_neuronx.artifacts.remote import hub_config
+
+        return read_json(hub_config.fetch_config(model_id, revision, environ))
+    where = f"{model_id.rstrip('/')}/{CONFIG}"
+    try:
+        with _no_secrets(model_id):
+            content = remote.read(model_id, CONFIG, environ)
+    except ArtifactNotFoundError as error:
+        msg = f"there is no {CONFIG} in {model_id}; expected a model folder. Correct option.model_id. {error}"
+        raise ArtifactNotFoundError(msg) from error
+    return _parsed(content, where)
+
+
+def _told(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the line ends that files and Kubernetes' secrets add to values."""
+    return {name: value.strip() for name, value in environ.items()}
+
+
+@contextmanager
+def _no_secrets(uri: str) -> Iterator[None]:
+    """What is not translated where it arises becomes an error of ours that quotes nothing of it.
+
+    Raises:
+        ArtifactAccessError: with the exception's class alone: its text may hold headers, and those hold tokens.
+    """
+    try:
+        yield
+    except ServingError:
+        raise
+    except Exception as error:  # noqa: BLE001  (what hostile variables cause in the libraries has no common base)
+        msg = (
+            f"{uri} cannot be read ({type(error).__name__}). "
+            "Check the network, HF_ENDPOINT and HF_TOKEN, or the AWS_* variables"
+        )
+        raise ArtifactAccessError(msg) from None
+
+
+def _remote(model_id: str, origin: str) -> Remote | None:
+    """What reads a URI; None: it is none."""
     kind = uri_scheme(model_id)
     if kind is None:
-        return _from_hub(model_id, revision, environ)
-    if kind not in _READERS:
-        known = ", ".join(f"{name}://" for name in sorted(_READERS))
+        return None
+    if kind not in _REMOTES:
+        known = ", ".join(f"{name}://" for name in sorted(_REMOTES))
         msg = (
-            f"{model_id!r} cannot be read: {kind}:// is not known. "
+            f"{model_id!r} (from {origin}) cannot be read: {kind}:// is not known. "
             f"Give a local folder, a Hugging Face id, or one of {known}"
         )
         raise ArtifactError(msg)
-    return _READERS[kind](model_id, environ)
+    return _REMOTES[kind]()
 
 
-def _from_hub(model_id: str, revision: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
+def _require_hub_id(model_id: str, origin: str) -> None:
     if not is_hub_id(model_id):
         msg = (
             f"the model {model_id!r} is no local folder and no Hugging Face id; expected a folder that exists, "
-            "'owner/name' or s3://bucket/key. Correct option.model_id"
+            f"'owner/name' or s3://bucket/key. Correct {origin}"
         )
         raise ArtifactNotFoundError(msg)
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the hub's own bars, which are for terminals."""
+    from huggingface_hub import utils
+
+    hub: Any = utils  # says not what it exports
+    if hub.are_progress_bars_disabled():
+        yield
+        return
+    hub.disable_progress_bars()
     try:
-        path = _downloaded(model_id, revision, environ)
-    except ArtifactError:
-        raise
-    except Exception as error:  # noqa: BLE001  (requests, httpx and what a hostile variable causes: no common base)
-        # No text of theirs and no cause: either may quote headers, and those hold the token.
-        status = _status(error)
-        why = f"HTTP status {status}" if status else type(error).__name__
-        msg = (
-            f"{CONFIG} of the model {model_id!r} cannot be loaded ({why}). "
-            "Check HF_ENDPOINT, HF_HOME, HF_TOKEN and the network"
-        )
-        raise ArtifactAccessError(msg) from None
-    return read_json(Path(path))
-
-
-def _downloaded(model_id: str, revision: str | None, environ: Mapping[str, str]) -> str:
-    """Path of the model's configuration in the hub's cache, loaded or checked for a newer one if the hub answers."""
-    from huggingface_hub import errors, hf_hub_download, hf_hub_url
-
-    at = f" at revision {revision!r}" if revision else ""
-    endpoint = (_told(environ, "HF_ENDPOINT") or "").rstrip("/") or None
-    site = _without_user(endpoint or _ENDPOINT)
-    token = _told(environ, "HF_TOKEN") or _told(environ, "HUGGING_FACE_HUB_TOKEN")
-    offline = any(
-        environ.get(name, "").strip().lower() in _ON
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
-    away = ""
-    try:
-        if not offline:
-            url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=endpoint)
-            away = _obstacle(url, token)
-        return str(
-            hf_hub_download(
-                model_id,
-                CONFIG,
-                revision=revision,
-                cache_dir=_hub_cache(environ),
-                endpoint=endpoint,
-                token=token,
-                local_files_only=offline or bool(away),
-            )
-        )
-    # From the most special to the general: the classes inherit from each other.
-    except errors.GatedRepoError:
-        msg = (
-            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN "
-            "to a token of that account"
-        )
-        raise ArtifactAccessError(msg) from None
-    except errors.RevisionNotFoundError:
-        msg = f"the model {model_id!r} has no revision {revision!r}; correct option.revision or leave it out"
-        raise ArtifactNotFoundError(msg) from None
-    except errors.RepositoryNotFoundError:
-        msg = (
-            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of "
-            "that name. Correct option.model_id; for a private model set HF_TOKEN"
-        )
-        raise ArtifactNotFoundError(msg) from None
-    except errors.LocalEntryNotFoundError:
-        what = (
-            "offline mode is on (HF_HUB_OFFLINE)"
-            if offline
-            else f"the hub cannot be reached ({away or 'it did not answer'})"
-        )
-        msg = (
-            f"{CONFIG} of the model {model_id!r}{at} is not in the cache, and {what}. "
-            "Check network, HF_ENDPOINT and HF_TOKEN, or download the model and name its folder"
-        )
-        raise ArtifactAccessError(msg) from None
-    except errors.EntryNotFoundError:
-        msg = f"the model {model_id!r}{at} has no {CONFIG}; expected a model in the format of transformers"
-        raise ArtifactNotFoundError(msg) from None
-
-
-def _obstacle(url: str, token: str | None) -> str:
-    """Empty if the hub can be asked. The library itself would try for half a minute to reach one that is not there.
-
-    Raises:
-        huggingface_hub.errors.HfHubHTTPError: it refuses.
-    """
-    from huggingface_hub import errors, get_hf_file_metadata
-
-    try:
-        get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
-    except errors.HfHubHTTPError as error:
-        if (status := _status(error)) < _SERVERS_FAULT:
-            raise
-        return f"it answers {status}"
-    except Exception as error:  # noqa: BLE001  (as in _from_hub)
-        return type(error).__name__
-    return ""
-
-
-def _status(error: Exception) -> int:
-    """The HTTP status that an error of the hub's library stands for; 0: none."""
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return status if isinstance(status, int) else 0
-
-
-def _hub_cache(environ: Mapping[str, str]) -> str | None:
-    """The folder of the hub's cache; None: what huggingface_hub takes by itself."""
-    if named := _told(environ, "HF_HUB_CACHE") or _told(environ, "HUGGINGFACE_HUB_CACHE"):
-        return named
-    home = _told(environ, "HF_HOME")
-    return str(Path(home).expanduser() / "hub") if home else None
-
-
-def _without_user(url: str) -> str:
-    """The URL without the user and the password that it may hold."""
-    start, separator, rest = url.rpartition("@")
-    return f"{start.partition('://')[0]}://{rest}" if separator and "://" in start else rest
-
-
-class _Body(Protocol):
-    def read(self, amt: int) -> bytes: ...
+        yield
+    finally:
+        hub.enable_progress_bars()
 
 
 @scheme("s3")
-def _from_s3(uri: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    bucket, _, prefix = uri.partition("://")[2].partition("/")
-    if not bucket:
-        msg = f"{uri!r} names no bucket; expected s3://bucket/folder"
-        raise ArtifactNotFoundError(msg)
-    folder = prefix.strip("/")
-    where = f"s3://{bucket}/{folder}".rstrip("/")
-    try:
-        content = _loaded(bucket, f"{folder}/{CONFIG}" if folder else CONFIG, where, environ)
-    except ArtifactError:
-        raise
-    except Exception as error:  # noqa: BLE001  (botocore asserts and passes on what http and urllib3 raise)
-        # No text of theirs and no cause: either may quote headers, and those hold the signature.
-        msg = (
-            f"{where} cannot be read ({type(error).__name__}). "
-            "Check the network, the region, AWS_ENDPOINT_URL and the AWS credentials"
+class _S3:
+    """`s3://bucket/folder`, by boto3 (the extra `s3`)."""
+
+    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        # A small file is read to tell people something: they wait for it.
+        settings = s3_settings(uri, {"AWS_MAX_ATTEMPTS": "3", **environ})
+        content: bytes = s3.read_object(uri, name, settings=settings)
+        return content
+
+    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        try:
+            return [
+                file.name for file in s3.S3Folder(uri, EVERYTHING, s3_settings(uri, environ)).list()
+            ]
+        except ArtifactNotFoundError:
+            return []
+
+    def fetch(
+        self,
+        uri: str,
+        root: Path,
+        environ: Mapping[str, str],
+        *,
+        everything: bool,
+        progress: Progress | None,
+    ) -> Path:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        folder: Path = s3.fetch(
+            uri,
+            root,
+            selection=EVERYTHING if everything else SERVING,
+            settings=s3_settings(uri, environ),
+            progress=progress,
         )
-        raise ArtifactAccessError(msg) from None
-    return _parsed(content, f"{where}/{CONFIG}")
+        return folder
 
 
-def _loaded(bucket: str, key: str, where: str, environ: Mapping[str, str]) -> bytes:
-    """The beginning of an object, one byte more than a configuration may have."""
+def _s3_module(uri: str) -> Any:  # noqa: ANN401  (a module)
     try:
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import ClientError, NoCredentialsError
+        from djl_python_neuronx.artifacts.remote import s3
     except ImportError as error:
-        msg = f"{where} needs {error.name}, which is not installed: pip install 'djl-python-neuronx[s3]'"
-        raise ArtifactAccessError(msg) from None
-    try:
-        session = boto3.session.Session(
-            aws_access_key_id=_told(environ, "AWS_ACCESS_KEY_ID"),
-            aws_secret_access_key=_told(environ, "AWS_SECRET_ACCESS_KEY"),
-            aws_session_token=_told(environ, "AWS_SESSION_TOKEN"),
-            region_name=_told(environ, "AWS_REGION") or _told(environ, "AWS_DEFAULT_REGION"),
-            profile_name=_told(environ, "AWS_PROFILE"),
-        )
-        client = session.client(
-            "s3",
-            endpoint_url=_told(environ, "AWS_ENDPOINT_URL_S3")
-            or _told(environ, "AWS_ENDPOINT_URL"),
-            config=Config(
-                connect_timeout=_CONNECT_TIMEOUT_S,
-                read_timeout=_READ_TIMEOUT_S,
-                retries={"mode": "standard", "total_max_attempts": 2},
-            ),
-        )
-        body: _Body = client.get_object(Bucket=bucket, Key=key)["Body"]
-        return body.read(MAX_CONFIG_BYTES + 1)
-    except NoCredentialsError:
-        msg = f"{where} cannot be read without AWS credentials: give this machine a role, or set AWS_ACCESS_KEY_ID …"
-        raise ArtifactAccessError(msg) from None
-    except ClientError as error:
-        code = str(error.response.get("Error", {}).get("Code", "unknown"))
-        if code in _GONE:
-            msg = f"there is no {CONFIG} in {where} ({code}); expected a model folder. Correct option.model_id"
-            raise ArtifactNotFoundError(msg) from None
-        msg = f"{where} cannot be read: S3 answers {code}. Allow this role s3:GetObject there, and check the region"
-        raise ArtifactAccessError(msg) from None
+        msg = f"{uri} needs {error.name}, which is not installed: pip install 'djl-python-neuronx[s3]'"
+        raise ArtifactAccessError(msg) from error
+    return s3
+
+
+def s3_settings(uri: str, environ: Mapping[str, str]) -> Settings:
+    """How `uri` is to be reached.
+
+    Raises:
+        ArtifactAccessError: a package is missing.
+    """
+    # AWS's own tools have no variable for it; this is GDAL's name.
+    pays = environ.get("AWS_REQUEST_PAYER", "").lower() == "requester"
+    settings: Settings = _s3_module(uri).Settings(environ=environ, requester_pays=pays)
+    return settings
 
 
 def _parsed(content: bytes, where: str) -> dict[str, Any]:
@@ -302,8 +367,3 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
         msg = f"{where} holds a JSON {type(value).__name__}; expected an object. Copy it again"
         raise ArtifactError(msg)
     return value
-
-
-def _told(environ: Mapping[str, str], name: str) -> str | None:
-    """The variable without the line end that files and Kubernetes' secrets add; None if it says nothing."""
-    return environ.get(name, "").strip() or None

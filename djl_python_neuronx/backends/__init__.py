@@ -1,17 +1,38 @@
-"""The backends of this folder: a module is a backend, its name is the backend's name."""
+"""The backends of this folder: a module is a backend, its name is the backend's name.
+
+A module has `supports(artifact)` and `load(plan)`; one that compiles also `compile(plan, target)`,
+`compiler_version()` and `load(plan, compiled)`, and `uncompilable(plan)` where not all of its graphs can be kept; it
+has `WEIGHTS` where it reads other kinds of weights than whole ones.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
+from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
+from djl_python_neuronx.artifacts.layouts.weights import WeightsKind
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
 from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
 
-__all__ = ["LoadPlan", "ModelFacts", "load", "names", "supports"]
+__all__ = [
+    "LoadPlan",
+    "ModelFacts",
+    "compile",
+    "compiler",
+    "compiles",
+    "load",
+    "names",
+    "supports",
+    "uncompilable",
+    "weight_kinds",
+]
 
+COMPILER = "neuronx-cc"
+"""What compiles for every backend that compiles."""
 _SHARED = frozenset(
     {"attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"}
 )
@@ -33,15 +54,69 @@ def supports(name: str, artifact: ModelFacts) -> str | None:
     return reason
 
 
-def load(name: str, plan: LoadPlan) -> Backend:
-    """A loaded model; takes seconds to minutes.
+def weight_kinds(name: str) -> frozenset[WeightsKind]:
+    """The kinds of weights that a backend reads: its `WEIGHTS`, else whole ones.
+
+    Raises:
+        BackendUnavailableError: the backend does not exist or a package of it is missing.
+    """
+    kinds: frozenset[WeightsKind] = getattr(_module(name), "WEIGHTS", WHOLE)
+    return kinds
+
+
+def compiles(name: str) -> bool:
+    """True if a backend runs compiled graphs, so has `compile`.
+
+    Raises:
+        BackendUnavailableError: the backend does not exist or a package of it is missing.
+    """
+    return hasattr(_module(name), "compile")
+
+
+def uncompilable(name: str, plan: LoadPlan) -> str | None:
+    """Why the graphs of a plan cannot be kept apart from the model, so that `load` makes them; None: they can.
+
+    Raises:
+        BackendUnavailableError: the backend does not exist or a package of it is missing.
+    """
+    module = _module(name)
+    reason: str | None = module.uncompilable(plan) if hasattr(module, "uncompilable") else None
+    return reason
+
+
+def compile(name: str, plan: LoadPlan, target: Path) -> None:
+    """Compile the graphs of a plan into the folder `target`; takes minutes to hours.
+
+    What is in `target` already is of an earlier try that was killed; see `CompileStore.build`.
 
     Raises:
         BackendUnavailableError: the backend does not exist or a package of it is missing.
         ArtifactError: the model's files cannot be used.
+        BackendError: the backend cannot serve this model like this, or its compiler failed.
+    """
+    _module(name).compile(plan, target)
+
+
+def compiler(name: str) -> tuple[str, str]:
+    """Package and version of the compiler that a backend uses.
+
+    Raises:
+        BackendUnavailableError: the backend does not exist or a package of it is missing.
+    """
+    version: str = _module(name).compiler_version()
+    return COMPILER, version
+
+
+def load(name: str, plan: LoadPlan, compiled: Path | None = None) -> Backend:
+    """A loaded model; takes seconds to minutes. `compiled`: the graphs that `compile` made for this plan.
+
+    Raises:
+        BackendUnavailableError: the backend does not exist or a package of it is missing.
+        ArtifactError: the model's files or the graphs cannot be used.
         BackendError: the backend cannot serve this model like this.
     """
-    backend: Backend = _module(name).load(plan)
+    module = _module(name)
+    backend: Backend = module.load(plan) if compiled is None else module.load(plan, compiled)
     return backend
 
 

@@ -53,6 +53,9 @@ def check_version() -> None:
 def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
     """The model in evaluation mode, every tensor of it from the files of `model_dir`.
 
+    In the type of the files the weights are their pages, mapped: no memory of their own, and the files must stay as
+    they are while the model lives. In another type they are copies.
+
     Raises:
         ArtifactError: a file or tensor is missing, damaged or of the wrong shape.
         BackendError: transformers does not know the architecture.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from djl_python_neuronx.artifacts.layouts.weights import WeightsKind
 from djl_python_neuronx.errors import IncompatibleOptionsError
 
 
@@ -35,7 +36,7 @@ class LoadPlan:
     token_buckets: tuple[int, ...] = ()
     """Ascending, the last is `max_model_len`; empty: that one alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kind: Literal["safetensors", "pickle"] = "safetensors"
+    kind: WeightsKind = "safetensors"
     """Which weight files are the model's; a folder may hold others, which are not looked at."""
     tensor_parallel_degree: int = 1
     """NeuronCores of one model; the CPU has none."""

@@ -137,7 +137,9 @@ class ArtifactOptions(CompilerOptions):
             tunes=True,
         ),
     ] = None
-    """Compiled graphs to use in place of compiling: a compiler cache, local or in S3."""
+    """Where compiled graphs are found, and kept once they are made: a folder, or a place in S3 that is read before a
+    compile and written after it. A folder of saved graphs (`*.neff`) is used as it is. The default is what
+    `NEURON_COMPILE_CACHE_URL` names, else the compiler's own cache."""
     draft_model_compiled_path: Annotated[
         str | None,
         Field(min_length=1),
@@ -159,7 +161,8 @@ class ArtifactOptions(CompilerOptions):
     low_cpu_mem_usage: Annotated[bool, Option()] = False
     """Weights are always read through a memory map, which is what this asks for."""
     on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option()] = "error"
-    """What to do if the compiled model does not fit the options: say which differ and stop, or compile anew."""
+    """What to do if there are compiled graphs of this model and none fits the options: `error` says which differ and
+    stops, `recompile` compiles anew, beside them."""
 
 
 class SpeculationOptions(ArtifactOptions):

@@ -110,8 +110,8 @@ class ServingOptions(BatchingOptions):
         ),
     ] = None
     """The model: a local folder, absolute or relative to the model folder, an id of the Hugging Face hub, or a place in
-    S3. By default the model lies in the model folder itself. This version serves local folders; `check` reads the
-    configuration of all three."""
+    S3. The latter two are downloaded, once for all processes, and again only where they changed. By default the model
+    lies in the model folder itself."""
     model_dir: Annotated[Path | None, Option(allowed="a folder")] = None
     """The folder that holds `serving.properties`. Set by whoever starts the model; written in the file it is
     refused."""

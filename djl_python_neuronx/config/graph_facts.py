@@ -1,0 +1,38 @@
+"""The options that a compiled graph depends on: what names it in a store, and what must not differ when it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from djl_python_neuronx.config.options import ServingOptions, option
+
+_NOT_IN_GRAPHS = frozenset(
+    {
+        *("compiled_graph_path", "draft_model_compiled_path", "compilation_worker_count"),
+        *("save_sharded_checkpoint", "quantized_checkpoints_path"),
+        # A path or name; the draft model itself counts, by its digest.
+        "speculative_draft_model",
+    }
+)
+"""Options that the libraries take and no graph depends on."""
+_OURS = frozenset({"rolling_batch_strategy"})
+"""Options that no library takes by name and that decide what it is given."""
+
+
+def graph_options(options: ServingOptions, loader: str) -> dict[str, Any]:
+    """The options that the graphs of a loader depend on, as JSON has them; those that are not set are left out.
+
+    All that the loader's library is given counts, so that a new option needs no entry here.
+    """
+    names = {
+        name
+        for name, entry in ServingOptions.model_fields.items()
+        if (loader in option(name).to or name in _OURS)
+        and name not in _NOT_IN_GRAPHS
+        and not (getattr(options, name) is False and entry.default is False)
+    }
+    return {
+        name: value
+        for name, value in options.model_dump(mode="json", include=names).items()
+        if value is not None
+    }

@@ -1,0 +1,207 @@
+"""The compiled graphs of a prepared model: the folder's own, those that an option names, the store's, or made now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts import fetch
+from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.compile_store import CompileStore
+from djl_python_neuronx.artifacts.store.copies import copy_once
+from djl_python_neuronx.artifacts.store.digest import artifact_digest
+from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
+from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.store.place import URL_VARIABLE, CompilePlace, locate
+from djl_python_neuronx.artifacts.store.publish import is_writable
+from djl_python_neuronx.compile_process import CompileProgress, Forecast, compile_guarded
+from djl_python_neuronx.config.graph_facts import graph_options
+from djl_python_neuronx.config.loader import libraries
+from djl_python_neuronx.errors import ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.fitting import graph_target
+from djl_python_neuronx.loading import Prepared
+
+logger = logging.getLogger(__name__)
+
+NEURON_CACHE = Path("/var/tmp/neuron-compile-cache")  # noqa: S108  (the Neuron compiler's own default)
+_PACKAGES = ("djl-python-neuronx", "safetensors", "torch", "transformers")
+_OPTION = "option.compiled_graph_path"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs that fit a prepared model."""
+
+    folder: Path | None
+    """None: the backend compiles none."""
+    facts: CompileFacts
+    """What they depend on."""
+    options: Mapping[str, Any]
+    """All options in force, as JSON has them."""
+    packages: Mapping[str, str]
+    """Versions of the libraries."""
+
+
+def obtain(
+    prepared: Prepared,
+    *,
+    environ: Mapping[str, str],
+    count: Callable[[str], None],
+    listener: Callable[[CompileProgress], None] | None = None,
+) -> Compiled:
+    """The compiled graphs for a prepared model; takes minutes to hours if they must be made.
+
+    `count` gets the name of a metric: the store had them, or not.
+
+    Raises:
+        ArtifactMismatchError: there are graphs, but for other settings; see `CompileStore.build`.
+        ArtifactError: what is there is damaged, or cannot be read or stored.
+        BackendError: the backend cannot compile the model.
+    """
+    facts = _facts(prepared)
+    options = {
+        **prepared.options.model_dump(mode="json"),
+        "model_loader": prepared.loader,
+    }
+    packages = _packages()
+    folder: Path | None = None
+    if not backends.compiles(prepared.loader):
+        pass
+    elif reason := backends.uncompilable(prepared.loader, prepared.plan):
+        logger.warning("graphs_not_kept reason=%r", reason)
+    else:
+        folder = prepared.artifact.compiled if prepared.fits else None
+        named = _named(prepared, environ)
+        if isinstance(named, Path):
+            folder = folder or _checked(named, facts)
+        elif folder is None:
+            place = locate(named, _origin(prepared), environ, NEURON_CACHE)
+            folder = _from_store(
+                prepared, place, facts, options, packages,
+                environ=environ, count=count, listener=listener,
+            )  # fmt: skip
+        logger.info("compiled folder=%s", folder)
+    return Compiled(folder, facts, options, packages)
+
+
+def _facts(prepared: Prepared) -> CompileFacts:
+    loader, plan = prepared.loader, prepared.plan
+    wanted = graph_options(prepared.options, loader)
+    if prepared.draft_dir is not None:
+        wanted["speculative_draft_model"] = artifact_digest(prepared.draft_dir)
+    package, version = backends.compiler(loader) if backends.compiles(loader) else ("none", "")
+    return CompileFacts(
+        graph_options=wanted if backends.compiles(loader) else {},
+        artifact_digest=artifact_digest(plan.model_dir),
+        compiler=package,
+        compiler_version=version,
+        target=graph_target(prepared.machine, loader),
+    )
+
+
+def _packages() -> dict[str, str]:
+    installed = [(one.name, one.version) for one in libraries().values()]
+    installed += [(name, _version(name)) for name in _PACKAGES]
+    return {name: version for name, version in installed if version is not None}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _origin(prepared: Prepared) -> str:
+    return prepared.resolved.origins.get("compiled_graph_path", _OPTION)
+
+
+def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
+    """What `compiled_graph_path` names: a folder of saved graphs, as a local path, or else a place to keep compiles."""
+    value = prepared.options.compiled_graph_path
+    if value is None:
+        return None
+    if fetch.uri_scheme(value) == "s3":
+        listed = fetch.names(value, environ, origin=_OPTION)
+        if not any(name.endswith(".neff") and "/" not in name for name in listed):
+            return value
+        root = fetch.download_root(environ)
+        return fetch.fetch(value, environ=environ, root=root, everything=True, origin=_OPTION)
+    if fetch.uri_scheme(value):
+        return value  # `locate` says what is wrong with it, or takes file://
+    folder = (prepared.options.model_dir or Path()).absolute() / Path(value).expanduser()
+    try:
+        if detect_graphs(folder, origin=_OPTION).kind == "neff":
+            return folder
+    except (ArtifactNotFoundError, UnknownFormatError):
+        pass  # a cache that is empty yet
+    return str(folder)
+
+
+def _checked(folder: Path, facts: CompileFacts) -> Path:
+    """The folder itself; if a store of ours made it, it is whole and fits."""
+    if (folder / manifests.FILE_NAME).is_file():
+        manifest = manifests.read(folder)
+        manifests.verify(folder, manifest, allow_extra=True)
+        check_facts(facts, manifest.facts, where=str(folder))
+    return folder
+
+
+def _from_store(
+    prepared: Prepared,
+    place: CompilePlace,
+    facts: CompileFacts,
+    options: Mapping[str, Any],
+    packages: Mapping[str, str],
+    *,
+    environ: Mapping[str, str],
+    count: Callable[[str], None],
+    listener: Callable[[CompileProgress], None] | None,
+) -> Path:
+    own = fetch.download_root(environ) / "compiled"
+    mirror = None
+    if place.is_remote:
+        mirror = Mirror(place.store, _transport(place.store, environ))
+    root = own if place.is_remote else Path(place.store)
+    store = CompileStore(root, fallback=None if root == own else own, mirror=mirror, count=count)
+    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
+    planned = prepared.planned
+    forecast = Forecast(len(planned.graphs), planned.estimated_compile_s, listener)
+
+    def make(target: Path) -> None:
+        cache = place.neff_cache if place.is_remote else str(_writable(Path(place.neff_cache), own))
+        compile_guarded(
+            prepared.loader,
+            prepared.plan,
+            target,
+            environ={**environ, URL_VARIABLE: cache},
+            neff_cache=None if place.is_remote else Path(cache),
+            forecast=forecast,
+        )
+
+    return store.build(
+        facts,
+        make,
+        effective_options=options,
+        packages=packages,
+        on_mismatch=prepared.options.on_mismatch,
+    )
+
+
+def _transport(uri: str, environ: Mapping[str, str]) -> S3Transport:
+    return S3Transport(fetch.download_root(environ), fetch.s3_settings(uri, environ))
+
+
+def _writable(cache: Path, own: Path) -> Path:
+    """The compiler's cache, or what it may write into instead: a copy, so that its graphs are found."""
+    if is_writable(cache):
+        return cache
+    if cache.is_dir():
+        return copy_once(cache, own / ".copies")
+    return own / "neff"

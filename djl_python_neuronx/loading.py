@@ -1,0 +1,286 @@
+"""From settings to a model that can be loaded: fetched, recognised, judged, planned; nothing is on a device yet."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts import fetch, formats
+from djl_python_neuronx.artifacts.formats import Artifact
+from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
+from djl_python_neuronx.artifacts.layouts.weights import Weights
+from djl_python_neuronx.artifacts.remote.progress import Progress
+from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.compile_process import CompileProgress
+from djl_python_neuronx.config import device
+from djl_python_neuronx.config.defaults import make_buckets
+from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.loader import choose_loader, libraries
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.plan import ServingPlan, make_plan
+from djl_python_neuronx.config.resolve import Resolved, assess, examine
+from djl_python_neuronx.config.values import shown
+from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
+    BackendError,
+    ConfigError,
+    ServingError,
+)
+from djl_python_neuronx.fitting import check_fit, proved, with_recorded
+from djl_python_neuronx.types import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """Who wants to know how far a load has come; what nobody listens to is logged from time to time."""
+
+    transfer: Progress | None = None
+    """Downloads and uploads."""
+    compile: Callable[[CompileProgress], None] | None = None
+
+
+SILENT = LoadProgress()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model on this machine's disk and what is to be done with it."""
+
+    resolved: Resolved
+    """The options, filled in."""
+    artifact: Artifact
+    loader: str
+    machine: DeviceInfo
+    planned: ServingPlan
+    plan: LoadPlan
+    """The backend's orders."""
+    tokenizer: Tokenizer
+    fits: bool
+    """What the folder has compiled is for these options; False: it is not, or there is nothing."""
+    draft_dir: Path | None
+    """The draft model's folder."""
+
+    @property
+    def options(self) -> ServingOptions:
+        """The options, filled in."""
+        return self.resolved.options
+
+
+def prepare(
+    properties: Mapping[str, Any] | None,
+    model_dir: Path | None,
+    *,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    machine: DeviceInfo | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Resolve the settings, fetch the model, and see to it that both fit; downloads take minutes.
+
+    `machine`: to prepare for another one than this. `progress` gets the bytes of downloads, which else are logged.
+
+    Raises:
+        ServingError: what is wrong with the settings, the model's files or the machine.
+    """
+    settings, problems = examine(properties, model_dir, environ, overrides)
+    _log_settings(settings)
+    machine = device.detect(environ=environ) if machine is None else machine
+    if machine.assumed:
+        logger.warning("device_assumed reason=%r", machine.assumed)
+    try:
+        artifact, loader = _chosen(settings, machine, environ, progress)
+    except ServingError as error:
+        if not problems:
+            raise
+        raise ConfigError.collect([*problems, ConfigError(str(error))]) from error
+    recorded = with_recorded(settings, artifact, loader)
+    draft_dir = _fetch_draft(recorded, environ, progress)
+    draft = None
+    if draft_dir is not None:
+        draft = ModelFacts.from_config(formats.read_json(draft_dir / fetch.CONFIG))
+    resolved, unsuitable = assess(
+        recorded, artifact.config, machine, loader, artifact.dtype, draft=draft
+    )
+    _log_settings(resolved, told=settings)
+    if problems or unsuitable:
+        raise ConfigError.collect([*problems, *unsuitable])
+    planned = make_plan(
+        resolved,
+        ModelFacts.from_config(artifact.config, artifact.dtype),
+        machine,
+        loader,
+        artifact_format=artifact.format,
+        draft=draft,
+    )
+    _log_plan(artifact, planned)
+    options = resolved.options
+    fits = check_fit(artifact, options, loader, machine)
+    tokenizer = load_tokenizer(
+        artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
+    )
+    plan = _plan(options, artifact, _eos_ids(artifact, tokenizer), loader, fits=fits)
+    return Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, draft_dir)
+
+
+def _chosen(
+    resolved: Resolved,
+    machine: DeviceInfo,
+    environ: Mapping[str, str],
+    progress: Progress | None,
+) -> tuple[Artifact, str]:
+    """The model's files and the name of the backend that is to load them."""
+    artifact = _fetch(resolved, environ, progress)
+    loader = choose_loader(
+        resolved.options,
+        machine,
+        libraries(),
+        backends.names(),
+        artifact.backend,
+        artifact.model_type,
+    )
+    obstacle = backends.supports(loader, artifact)
+    if obstacle is not None:
+        msg = f"the {loader} backend cannot serve the model in {artifact.path}: {obstacle}"
+        raise BackendError(msg)
+    return artifact, loader
+
+
+def _fetch_draft(
+    resolved: Resolved, environ: Mapping[str, str], progress: Progress | None
+) -> Path | None:
+    name = resolved.options.speculative_draft_model
+    if name is None:
+        return None
+    return _fetched(name, "speculative_draft_model", resolved, environ, progress)
+
+
+def _fetch(resolved: Resolved, environ: Mapping[str, str], progress: Progress | None) -> Artifact:
+    model_id, model_dir = resolved.options.model_id, resolved.options.model_dir
+    if model_id is None:
+        return proved(formats.detect(model_dir or Path(), origin="the model_dir argument"))
+    folder = _fetched(model_id, "model_id", resolved, environ, progress)
+    return proved(formats.detect(folder, origin="option.model_id"))
+
+
+def _fetched(
+    model_id: str,
+    option: str,
+    resolved: Resolved,
+    environ: Mapping[str, str],
+    progress: Progress | None,
+) -> Path:
+    """The local folder of the model that an option names; relative ones are in the model folder."""
+    return fetch.fetch(
+        model_id,
+        environ=environ,
+        root=fetch.download_root(environ),
+        model_dir=resolved.options.model_dir,
+        revision=resolved.options.revision if option == "model_id" else None,
+        progress=progress,
+        origin=f"option.{option}, {resolved.origins.get(option, 'default')}",
+    )
+
+
+def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
+    """The model's own, else the tokenizer's; without any, only lengths and stop strings end a text."""
+    if artifact.eos_ids:
+        return artifact.eos_ids
+    vocab_size = artifact.config.get("vocab_size")
+    beyond = tokenizer.eos_id is not None and tokenizer.eos_id >= (vocab_size or sys.maxsize)
+    if tokenizer.eos_id is None or beyond:
+        logger.warning(
+            "no_eos path=%s reason='no id of the vocabulary in configuration or tokenizer'",
+            artifact.path,
+        )
+        return frozenset()
+    return frozenset({tokenizer.eos_id})
+
+
+def _plan(
+    options: ServingOptions,
+    artifact: Artifact,
+    eos_ids: frozenset[int],
+    loader: str,
+    *,
+    fits: bool,
+) -> LoadPlan:
+    """The backend's orders: `complete` has filled in every value that they need."""
+    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
+    prefill_buckets = options.context_length_estimate
+    if max_model_len is None or num_slots is None or prefill_buckets is None:
+        msg = "n_positions, max_rolling_batch_size and context_length_estimate must be filled in first"
+        raise ConfigError(msg)
+    kinds = backends.weight_kinds(loader)
+    # Cut weights are cut for the graphs that they came with.
+    recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
+    weights = artifact.weights_for(loader, kinds & WHOLE if recompiles else kinds)
+    degree = options.tensor_parallel_degree
+    return LoadPlan(
+        model_dir=_folder_to_load(artifact, weights),
+        kind=weights.kind,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        prefill_buckets=prefill_buckets,
+        token_buckets=options.token_buckets or make_buckets(max_model_len),
+        dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
+        tensor_parallel_degree=degree if isinstance(degree, int) and loader != "cpu" else 1,
+        trust_remote_code=options.trust_remote_code,
+        revision=options.revision,
+        num_threads=options.cpu_threads,
+        eos_ids=eos_ids,
+    )
+
+
+def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
+    """The folder of the weights, which has a configuration of its own where it is not the model's."""
+    if weights.folder != artifact.path and not (weights.folder / fetch.CONFIG).is_file():
+        msg = (
+            f"the weights of {artifact.path} lie in {weights.folder}, without the {fetch.CONFIG} that the libraries "
+            "look for beside them. Copy or compile the model again"
+        )
+        raise ArtifactNotFoundError(msg)
+    return weights.folder
+
+
+def _log_settings(resolved: Resolved, told: Resolved | None = None) -> None:
+    """Options that are not at their default and what is to be said of them, without what was `told` before.
+
+    In two steps, so that the log of a start that fails in between says where its settings came from.
+    """
+    before = set() if told is None else {(name, where) for name, _, where in told.explain()}
+    for option, value, origin in resolved.explain():
+        if (option, origin) not in before:
+            level = logging.DEBUG if origin == "default" else logging.INFO
+            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+    if told is None:
+        for key, doubt in resolved.suspicious.items():
+            logger.warning("option_suspicious name=%s reason=%r", key, doubt)
+        for option, reason in resolved.ignored.items():
+            logger.info("option_ignored name=%s reason=%r", option, reason)
+    for finding in resolved.findings[len(told.findings) if told else 0 :]:
+        level = logging.WARNING if finding.level == "warning" else logging.INFO
+        logger.log(level, "option_finding level=%s %s", finding.level, resolved.describe(finding))
+
+
+def _log_plan(artifact: Artifact, planned: ServingPlan) -> None:
+    """What is about to be compiled and loaded, so that the log of a start that was killed tells why."""
+    facts = ModelFacts.from_config(artifact.config, artifact.dtype)
+    logger.info(
+        "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
+        planned.loader,
+        artifact.format,
+        facts.num_parameters,
+        len(planned.graphs),
+        planned.estimated_compile_s,
+        f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",
+    )

@@ -1,0 +1,1 @@
+"""Stands in for the library where only its being installed counts."""

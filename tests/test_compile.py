@@ -1,0 +1,184 @@
+"""Ahead of time: the output is served as it is, gives the same answers, and is refused when it is damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from djl_python_neuronx import cli, fitting, handler
+from djl_python_neuronx.artifacts import formats
+from djl_python_neuronx.compiling import compile_model
+from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactMismatchError,
+    IncompatibleOptionsError,
+    InvalidOptionError,
+)
+from djl_python_neuronx.service import Service
+from tests.neuron_machine import GRAPHS, TINY, load
+from tests.test_readme import Inbox, rounded
+
+pytest_plugins = ["tests.neuron_fixtures"]
+
+BODY = b'{"inputs": "Monday Tuesday Wednesday", "parameters": {"max_new_tokens": 9}}'
+SMALL = {"n_positions": "128", "max_rolling_batch_size": "2", "model_loader": "cpu"}
+
+
+class Inputs:
+    """What DJL's partition script hands over."""
+
+    def __init__(self, **properties):
+        self._properties = {"model_dir": str(TINY), "entryPoint": "djl_python_neuronx.handler"}
+        self._properties |= properties
+
+    def get_properties(self):
+        return self._properties
+
+
+def answer(model, **overrides):
+    """What the model in a folder says, and the options of its service."""
+    service = Service.load(None, model, overrides=overrides)
+    try:
+        parsed, inbox = service.parse(BODY), Inbox()
+        service.loop.submit(parsed.request, inbox)
+        text, finished = b"", False
+        while not finished:
+            for delta in inbox.drain(30.0):
+                text += parsed.formatter.feed(delta)
+                finished = delta.finished
+        return rounded(json.loads(text)), service.options
+    finally:
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """tiny-llama, compiled for the cpu backend by the command."""
+    folder = tmp_path_factory.mktemp("compiled") / "out"
+    pairs = [f"{name}={value}" for name, value in SMALL.items()]
+    arguments = [part for pair in pairs for part in ("-o", pair)]
+    assert cli.main(["compile", str(TINY), "--output", str(folder), *arguments]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(output, tmp_path):
+    """A copy of it to be harmed."""
+    return Path(shutil.copytree(output, tmp_path / "copy"))
+
+
+def test_the_output_says_the_same(output):
+    wanted, options = answer(TINY, **SMALL)
+    found, pinned = answer(output)
+    assert found == wanted
+    assert wanted["generated_text"] == " Thursday Friday"
+    assert (pinned.n_positions, pinned.max_rolling_batch_size, pinned.model_loader) == (
+        128,
+        2,
+        "cpu",
+    )
+    assert pinned.context_length_estimate == options.context_length_estimate
+
+
+def test_the_output_pins_what_followed_from_the_machine(output):
+    settings = {setting.name: setting for setting in from_file(output)}
+    assert settings["entryPoint"].value == "djl_python_neuronx.handler"
+    assert settings["dtype"].value == "float32"
+    assert settings["async_mode"].value == "true"
+    assert not {"model_dir", "model_id"} & set(settings)
+    artifact = fitting.proved(formats.detect(output))
+    assert (artifact.format, artifact.backend) == ("djl_neuronx", "cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_changed_file_is_refused_though_its_size_is_right(copied, name):
+    content = bytearray((copied / name).read_bytes())
+    content[-2] ^= 1
+    (copied / name).write_bytes(content)
+    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        Service.load(None, copied)
+
+
+def test_a_cut_file_is_refused(copied):
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+        Service.load(None, copied)
+
+
+def test_an_output_of_graphs_compiles_nothing(machine, options, tmp_path):
+    environ = machine.environ
+    made = compile_model(str(TINY), str(tmp_path / "out"), environ=environ, overrides=options)
+    assert {f"compiled/{name}" for name in GRAPHS} <= made.files.keys()
+    shutil.rmtree(tmp_path / "cache")
+    machine.set(SERVING_DOWNLOAD_DIR=tmp_path / "elsewhere")
+    assert load(machine, {}, tmp_path / "out") == (0, 0)
+    # By its name it is the same: what was compiled is known, whoever reads serving.properties.
+    (tmp_path / "other").mkdir()
+    named = {"model_id": str(tmp_path / "out"), "skip_warmup": "true"}
+    assert load(machine, named, tmp_path / "other") == (0, 0)
+    assert machine.compiled() == GRAPHS
+    with pytest.raises(ArtifactMismatchError) as caught:
+        load(machine, {**named, "max_rolling_batch_size": "4"}, tmp_path / "other")
+    assert caught.value.differences == {"max_rolling_batch_size": (2, 4)}
+    anew = {**named, "max_rolling_batch_size": "4", "on_mismatch": "recompile"}
+    anew["compiled_graph_path"] = options["compiled_graph_path"]
+    assert load(machine, anew, tmp_path / "other") == (0, 1)
+    assert machine.compiled() == 2 * GRAPHS
+
+
+def test_a_graph_that_was_changed_is_refused(machine, options, tmp_path):
+    out = tmp_path / "out"
+    compile_model(str(TINY), str(out), environ=machine.environ, overrides=options, weights="copy")
+    graph = out / "compiled" / GRAPHS[0]
+    content = graph.read_text()
+    graph.unlink()  # it is a link to the store's
+    graph.write_text(content[::-1])
+    with pytest.raises(ArtifactError, match=GRAPHS[0]):
+        load(machine, {}, out)
+
+
+def test_djls_partition(tmp_path):
+    out = tmp_path / "out"
+    handler.partition(Inputs(save_mp_checkpoint_path=str(out), **SMALL))
+    # The script then writes its own properties and copies the source's small files over ours.
+    (out / "serving.properties").write_text("engine=Python\noption.n_positions=128\n")
+    for path in TINY.glob("*.json"):
+        shutil.copy(path, out)
+    assert answer(out, model_loader="cpu")[1].n_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("properties", "error", "words"),
+    [
+        ({}, InvalidOptionError, "save_mp_checkpoint_path"),
+        ({"partition_schema": "optimum"}, IncompatibleOptionsError, "read and not written"),
+    ],
+)
+def test_what_partition_refuses(tmp_path, properties, error, words):
+    if properties:
+        properties = {**properties, "save_mp_checkpoint_path": str(tmp_path / "out")}
+    with pytest.raises(error, match=words):
+        handler.partition(Inputs(**properties, **SMALL))
+
+
+def test_convert_there_and_back(tmp_path):
+    split, whole = tmp_path / "split", tmp_path / "whole"
+    assert cli.main(["convert", str(TINY), str(split), "--to", "split"]) == 0
+    assert formats.detect(split).kind == "split"
+    assert cli.main(["convert", str(split), str(whole), "--to", "safetensors"]) == 0
+    assert formats.detect(whole).kind == "safetensors"
+
+
+def test_an_output_that_holds_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    status = cli.main(["compile", str(TINY), "--output", str(tmp_path), "-o", "model_loader=cpu"])
+    assert status == 1
+    assert "mine.txt" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -1,0 +1,130 @@
+"""Loading from end to end: where models come from, what is compiled when, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from djl_python_neuronx.compile_process import CompileProgress
+from djl_python_neuronx.compiling import compile_model
+from djl_python_neuronx.config import instances
+from djl_python_neuronx.errors import ArtifactMismatchError, BackendError, CompileError
+from djl_python_neuronx.graphs import obtain
+from djl_python_neuronx.loading import LoadProgress, prepare
+from tests.neuron_machine import GRAPHS, TINY, load
+
+pytest_plugins = ["tests.neuron_fixtures"]
+
+ROOT = Path(__file__).parents[1]
+
+
+def compiled(machine, options, /, **more):
+    """Everything up to the graphs."""
+    environ = machine.environ
+    prepared = prepare(None, TINY, environ=environ, overrides=options, **more)
+    return obtain(prepared, environ=environ, count=lambda metric: None)
+
+
+def test_a_second_start_compiles_nothing(machine, options):
+    seen: list[CompileProgress] = []
+    assert load(machine, options, progress=LoadProgress(compile=seen.append)) == (0, 1)
+    assert machine.compiled() == GRAPHS
+    assert (seen[0].num_done, seen[-1].num_done, seen[-1].num_graphs) == (0, 3, 3)
+    assert load(machine, options) == (1, 0)
+    assert machine.compiled() == GRAPHS
+
+
+def test_a_changed_option_names_itself_and_may_be_allowed(machine, options):
+    compiled(machine, options)
+    other = {**options, "max_rolling_batch_size": "4"}
+    with pytest.raises(ArtifactMismatchError) as caught:
+        compiled(machine, other)
+    assert caught.value.differences == {"max_rolling_batch_size": (2, 4)}
+    assert machine.compiled() == GRAPHS
+    # What no graph depends on is no difference.
+    compiled(machine, {**options, "max_waiting": "7", "predict_timeout": "9"})
+    assert machine.compiled() == GRAPHS
+    compiled(machine, {**other, "on_mismatch": "recompile"})
+    assert machine.compiled() == 2 * GRAPHS
+
+
+def test_another_compiler_names_itself(machine, options):
+    compiled(machine, options)
+    machine.set(TOYC_VERSION="2.0")
+    with pytest.raises(ArtifactMismatchError) as caught:
+        compiled(machine, options)
+    assert caught.value.differences == {"compiler_version": ("1.0", "2.0")}
+
+
+def test_a_machine_of_another_kind_names_itself(machine, options):
+    compiled(machine, options, machine=instances.named("inf2.xlarge"))
+    with pytest.raises(ArtifactMismatchError) as caught:
+        compiled(machine, options, machine=instances.named("trn2.48xlarge"))
+    assert caught.value.differences["target"] == ("inf2", "trn2")
+
+
+def test_what_the_compiler_says_arrives(machine, options):
+    machine.set(TOYC_FAIL="the compiler found no tiling; see its log")
+    with pytest.raises(CompileError, match="no tiling"):
+        compiled(machine, options)
+
+
+def test_graphs_that_cannot_be_kept_are_left_to_the_load(machine, options, tmp_path):
+    machine.set(TOYC_UNCOMPILABLE="this class has no save()")
+    assert load(machine, options) == (0, 0)
+    with pytest.raises(BackendError, match=r"no save\(\)"):
+        compile_model(str(TINY), str(tmp_path / "out"), environ=machine.environ, overrides=options)
+    assert machine.compiled() == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests import neuron_machine
+neuron_machine.place_backend()
+from djl_python_neuronx.service import Service
+Service.load(None, Path(sys.argv[1]), overrides=dict(pair.split("=", 1) for pair in sys.argv[2:]))
+"""
+
+
+def test_a_killed_compile_ends_whole_and_resumes(machine, options):
+    machine.set(TOYC_STOP_AT=GRAPHS[1])
+    pairs = [f"{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-c", KILLED, str(TINY), *pairs]
+    process = subprocess.Popen(command, cwd=ROOT, env=machine.environ)
+    deadline_s = time.monotonic() + 60
+    while machine.compiled() != GRAPHS[:2]:
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.05)
+    pid = machine.compiler_pid()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    while (
+        Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    ):
+        assert time.monotonic() < deadline_s, "the compiler outlived its starter"
+        time.sleep(0.05)
+    machine.set(TOYC_STOP_AT="")
+    compiled(machine, options)
+    assert machine.compiled() == [*GRAPHS[:2], *GRAPHS[1:]]
+
+
+def test_saved_graphs_are_used_as_they_are(machine, options, tmp_path):
+    folder = compiled(machine, options).folder
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    for name in GRAPHS:
+        (loose / name).write_bytes((folder / name).read_bytes())
+    machine.set(SERVING_DOWNLOAD_DIR=tmp_path / "elsewhere")
+    found = compiled(machine, {**options, "compiled_graph_path": str(loose)})
+    assert found.folder == loose
+    assert machine.compiled() == GRAPHS

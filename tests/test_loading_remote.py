@@ -1,0 +1,112 @@
+"""Models, compiled models and compiled graphs in S3 and on the hub, served from there."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("boto3", reason="boto3 is not installed")
+pytest.importorskip("moto.server", reason="moto[server] is not installed")
+
+from djl_python_neuronx.compiling import compile_model
+from djl_python_neuronx.errors import ArtifactNotFoundError
+from djl_python_neuronx.loading import prepare
+from tests.artifacts.s3_rig import KEYS
+from tests.artifacts.test_hub import Hub
+from tests.neuron_machine import GRAPHS, TINY, load
+
+pytest_plugins = ["tests.artifacts.s3_fixtures", "tests.neuron_fixtures"]
+
+CPU = {
+    "model_loader": "cpu",
+    "n_positions": "64",
+    "max_rolling_batch_size": "2",
+    "skip_warmup": "true",
+}
+
+
+@pytest.fixture
+def aws(machine, proxy):
+    """The machine reaches S3 through the proxy."""
+    machine.set(**KEYS, AWS_ENDPOINT_URL=proxy.url)
+    return machine
+
+
+def put_tiny(bucket):
+    for path in TINY.iterdir():
+        if path.is_file():
+            bucket.put_object(Bucket="models", Key=f"tiny/{path.name}", Body=path.read_bytes())
+
+
+def test_a_model_in_s3_is_served_and_fetched_once(aws, bucket, tmp_path, caplog):
+    put_tiny(bucket)
+    caplog.set_level(logging.INFO, "djl_python_neuronx")
+    seen = []
+    for _ in range(2):
+        load(aws, {**CPU, "model_id": "s3://models/tiny"}, tmp_path)
+        seen.append(caplog.text.count("transfer_done uri=s3://models/tiny/"))
+    assert seen == [1, 1]
+    fetched = [record.getMessage() for record in caplog.records if record.msg.startswith("fetched")]
+    assert len(fetched) == 2
+    size = (TINY / "model.safetensors").stat().st_size
+    assert int(fetched[0].split("bytes=")[1].split()[0]) > size
+    assert "seconds=" in fetched[0]
+
+
+def test_a_model_that_s3_does_not_have(aws, tmp_path):
+    with pytest.raises(ArtifactNotFoundError, match="s3://models/none/"):
+        load(aws, {**CPU, "model_id": "s3://models/none"}, tmp_path)
+
+
+def test_an_output_in_s3_is_served(aws, bucket, options, tmp_path):
+    uri = "s3://models/out"
+    compile_model(str(TINY), uri, environ=aws.environ, overrides=options)
+    assert not list((tmp_path / "downloads").rglob("output-*"))
+    shutil.rmtree(tmp_path / "cache")
+    aws.set(SERVING_DOWNLOAD_DIR=tmp_path / "elsewhere")
+    assert load(aws, {"model_id": uri, "skip_warmup": "true"}, tmp_path) == (0, 0)
+    assert aws.compiled() == GRAPHS
+
+
+def test_what_one_machine_compiled_the_next_one_fetches(aws, bucket, options, tmp_path):
+    options = {**options, "compiled_graph_path": "s3://models/cache"}
+    assert load(aws, options) == (0, 1)
+    aws.set(SERVING_DOWNLOAD_DIR=tmp_path / "elsewhere")
+    assert load(aws, options) == (1, 0)
+    assert aws.compiled() == GRAPHS
+
+
+def test_saved_graphs_in_s3_are_fetched(aws, bucket, options, tmp_path):
+    load(aws, options)
+    (folder,) = (path.parent for path in tmp_path.glob("cache/djl-neuronx/*/manifest.json"))
+    for name in GRAPHS:
+        bucket.put_object(Bucket="models", Key=f"graphs/{name}", Body=(folder / name).read_bytes())
+    named = {**options, "compiled_graph_path": "s3://models/graphs"}
+    assert load(aws, named) == (0, 0)
+    assert aws.compiled() == GRAPHS
+
+
+def test_a_draft_model_is_fetched_too(aws, bucket, options):
+    put_tiny(bucket)
+    options = {**options, "speculative_draft_model": "s3://models/tiny"}
+    options["max_rolling_batch_size"] = "1"
+    prepared = prepare(None, TINY, environ=aws.environ, overrides=options)
+    assert (prepared.draft_dir / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
+
+
+def test_a_model_of_the_hub_is_served(machine, tmp_path):
+    hub = Hub()
+    try:
+        hub.models["ours/tiny"] = {
+            path.name: path.read_bytes() for path in TINY.iterdir() if path.is_file()
+        }
+        machine.set(HF_ENDPOINT=hub.url, HF_HOME=tmp_path / "hf")
+        assert load(machine, {**CPU, "model_id": "ours/tiny"}, tmp_path) == (0, 0)
+        hub.loaded.clear()
+        load(machine, {**CPU, "model_id": "ours/tiny", "revision": "main"}, tmp_path)
+        assert not hub.loaded
+    finally:
+        hub.close()
