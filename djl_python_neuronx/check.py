@@ -404,4 +404,4 @@ def _lacking(loader: str, model: Model) -> Iterator[str]:
     if not _has_backend(loader):
         yield f"this version cannot load with {loader} yet"
     if not model.has_weights:
-        yield "the weights are not in a folder here"
+        yield "its weights are not here and were not looked at"

@@ -135,7 +135,7 @@ class ArtifactMismatchError(ArtifactError):
         )
         super().__init__(
             f"the artifact at {where} was compiled for other settings: {listed}. "
-            "Serve with the compiled values, or compile again."
+            "Serve with the compiled values, or set option.on_mismatch=recompile."
         )
         self.differences = dict(differences)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,12 @@ def _from_store(
 
     def make(target: Path) -> None:
         cache = place.neff_cache if place.is_remote else str(_writable(Path(place.neff_cache), own))
+        # The library is given the place that there is, not the option as it was written.
+        arguments = prepared.plan.arguments
+        placed = {**arguments.environment, URL_VARIABLE: cache}
         compile_guarded(
             prepared.loader,
-            prepared.plan,
+            replace(prepared.plan, arguments=replace(arguments, environment=placed)),
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),

@@ -23,6 +23,7 @@ from djl_python_neuronx.config import device
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.loader import choose_loader, libraries
+from djl_python_neuronx.config.mapping import LibraryArguments
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan
@@ -32,6 +33,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     BackendError,
     ConfigError,
+    IncompatibleOptionsError,
     ServingError,
 )
 from djl_python_neuronx.fitting import check_fit, proved, with_recorded
@@ -128,7 +130,12 @@ def prepare(
     tokenizer = load_tokenizer(
         artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
     )
-    plan = _plan(options, artifact, _eos_ids(artifact, tokenizer), loader, fits=fits)
+    if loader == "tnx" and draft_dir is not None:
+        msg = "speculative_draft_model: the tnx backend does not speculate yet; leave it out"
+        raise IncompatibleOptionsError(msg)
+    plan = _plan(
+        options, artifact, _eos_ids(artifact, tokenizer), planned.arguments, loader, fits=fits
+    )
     return Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, draft_dir)
 
 
@@ -210,16 +217,18 @@ def _plan(
     options: ServingOptions,
     artifact: Artifact,
     eos_ids: frozenset[int],
+    arguments: LibraryArguments | None,
     loader: str,
     *,
     fits: bool,
 ) -> LoadPlan:
     """The backend's orders: `complete` has filled in every value that they need."""
     max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    prefill_buckets = options.context_length_estimate
-    if max_model_len is None or num_slots is None or prefill_buckets is None:
-        msg = "n_positions, max_rolling_batch_size and context_length_estimate must be filled in first"
+    if max_model_len is None or num_slots is None:
+        msg = "n_positions and max_rolling_batch_size must be filled in first"
         raise ConfigError(msg)
+    # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
+    prefill_buckets = options.context_length_estimate or (max_model_len,)
     kinds = backends.weight_kinds(loader)
     # Cut weights are cut for the graphs that they came with.
     recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
@@ -238,6 +247,7 @@ def _plan(
         revision=options.revision,
         num_threads=options.cpu_threads,
         eos_ids=eos_ids,
+        arguments=arguments or LibraryArguments(),
     )
 
 

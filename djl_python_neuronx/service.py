@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.backends.base import Backend, ModelSpec
+from djl_python_neuronx.backends.base import Backend, ModelSpec, Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine
@@ -151,6 +151,7 @@ class Service:
             headers=headers or {},
             max_prompt_chars=self._max_prompt_chars,
             output_formatter=self.options.output_formatter,
+            has_logprobs=Want.LOGITS in self.backend.spec.outputs,
         )
         try:
             parsed = parse_body(body, context)

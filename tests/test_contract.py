@@ -56,14 +56,34 @@ def load_cpu(directory: Path) -> Backend:
     return backends.load("cpu", plan)
 
 
-LOADERS: dict[str, Callable[[Path], Backend]] = {"toy": load_toy, "cpu": load_cpu}
+def load_tnx(directory: Path, *, continuous: bool = True) -> Backend:
+    """On the rig or a device; padding is a token like any other there, so it has to be a number."""
+    from tests.backends.tnx_plans import tnx_plan
+    from tests.tiny_models import poison, save_tiny_model
+
+    save_tiny_model("llama", directory)
+    poison(directory / "model.safetensors", POISON)
+    shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
+    return backends.load("tnx", tnx_plan(directory, *shapes, continuous=continuous))
+
+
+LOADERS: dict[str, Callable[[Path], Backend]] = {
+    "toy": load_toy,
+    "cpu": load_cpu,
+    "tnx": load_tnx,
+    "tnx-static": lambda directory: load_tnx(directory, continuous=False),
+}
+PARAMETERS = [
+    pytest.param(name, marks=[pytest.mark.tnx] if name.startswith("tnx") else [])
+    for name in LOADERS
+]
 
 
 def test_every_backend_of_the_folder_is_tested_here() -> None:
-    assert set(LOADERS) == {"toy", *backends.names()}
+    assert {name.partition("-")[0] for name in LOADERS} == {"toy", *backends.names()}
 
 
-@pytest.fixture(scope="module", params=list(LOADERS))
+@pytest.fixture(scope="module", params=PARAMETERS)
 def load(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Backend]:

@@ -34,7 +34,10 @@ __all__ = [
 COMPILER = "neuronx-cc"
 """What compiles for every backend that compiles."""
 _SHARED = frozenset(
-    {"attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"}
+    {
+        *("attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"),
+        *("tnx_continuous", "tnx_errors", "tnx_model", "tnx_sampling", "tnx_slots", "tnx_static"),
+    }
 )
 """Modules of the folder that backends share; every other one is a backend."""
 

@@ -49,6 +49,10 @@ class ModelSpec:
     """Ascending cache lengths that decode graphs exist for; empty: one graph of max_model_len."""
     outputs: Want = Want.LOGITS
     """What the model can return per step; TOKENS alone: it samples on the device and gives no logits."""
+    largest_top_k: int | None = None
+    """Where the device samples each row with parameters of its own: their top_k is from 1 to this."""
+    fixed_sampling: tuple[float, float, float] | None = None
+    """Where the device samples every row alike: the top_k, top_p and temperature that are compiled in."""
     mixed_steps: bool = False
     """Prompt chunks and decodes can run in one call."""
     joins: Literal["free", "reencode"] = "free"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from djl_python_neuronx.artifacts.layouts.weights import WeightsKind
+from djl_python_neuronx.config.mapping import LibraryArguments
 from djl_python_neuronx.errors import IncompatibleOptionsError
 
 
@@ -46,6 +47,10 @@ class LoadPlan:
     num_threads: int | None = None
     """CPU threads of one step; None: one per physical core that the process may use, but for one."""
     eos_ids: frozenset[int] = frozenset()
+    presharded: bool = False
+    """Where programs are compiled: store the weights beside them, as each core takes its part."""
+    arguments: LibraryArguments = field(default_factory=LibraryArguments)
+    """What a Neuron library is given beyond the shapes above, which win over it."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

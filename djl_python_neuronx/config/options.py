@@ -136,7 +136,7 @@ class ServingOptions(BatchingOptions):
     ] = "auto"
     """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
     machine without any Neuron device, `cpu`. `optimum` and `vllm` are loaders of the old engine and mean `auto`. This
-    version has only `cpu`: the others say so and stop."""
+    version has `cpu` and `tnx`; `nxdi` says so and stops."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,

@@ -41,10 +41,10 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         msg = f"adapter {request.adapter} is not loaded; there are {len(spec.adapters)} (0: base model)"
         raise UnsupportedParameterError(msg)
     if Want.LOGITS not in spec.outputs:
-        _check_device_sampling(request)
+        _check_device_sampling(request, spec)
 
 
-def _check_device_sampling(request: GenerationRequest) -> None:
+def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     sampling = request.sampling
     asked = {
         "seed": sampling.seed is not None,
@@ -54,5 +54,22 @@ def _check_device_sampling(request: GenerationRequest) -> None:
     }
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:
-        msg = f"{', '.join(refused)}: this deployment samples on the device, which cannot do that"
+        msg = (
+            f"{', '.join(refused)}: this deployment samples on the device, which cannot do that; "
+            "leave it out, or deploy without option.on_device_generation"
+        )
+        raise UnsupportedParameterError(msg)
+    greedy = sampling.temperature == 0 or sampling.top_k == 1
+    row = (1.0, 1.0, 1.0) if greedy else (sampling.top_k, sampling.top_p, sampling.temperature)
+    if spec.fixed_sampling is not None and row != spec.fixed_sampling:
+        msg = (
+            f"top_k, top_p and temperature are {row}; this deployment has {spec.fixed_sampling} compiled in "
+            "((1, 1, 1): greedy). Leave them out or send these, or deploy with dynamic option.on_device_generation"
+        )
+        raise UnsupportedParameterError(msg)
+    if spec.largest_top_k is not None and not 1 <= row[0] <= spec.largest_top_k:
+        msg = (
+            f"top_k is {sampling.top_k}; this deployment samples on the device among 1 to {spec.largest_top_k} tokens. "
+            "Send a top_k in that range, or deploy without option.on_device_generation"
+        )
         raise UnsupportedParameterError(msg)

@@ -50,6 +50,8 @@ class ParseContext:
     """Text longer than this cannot fit whatever its tokens are: refused before it costs seconds to tokenise."""
     output_formatter: str | None = None
     """`option.output_formatter`: json, jsonlines or sse; None: the protocol's own choice."""
+    has_logprobs: bool = True
+    """Log-probabilities can be told. Where the device samples they are null in streams, and refused as details."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt.

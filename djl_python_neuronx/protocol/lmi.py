@@ -105,7 +105,7 @@ class LmiProtocol:
             stop_token_ids=given.stop_token_ids().union(i for i in special_ids if i is not None),
             stop_strings=stops,
             ignore_eos=given.flag("ignore_eos"),
-            logprobs=details or output != "json",
+            logprobs=details or (output != "json" and context.has_logprobs),
             client_id=context.client_id,
             protocol=self.name,
         )

@@ -327,6 +327,30 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
     assert_clean(engine, backend)
 
 
+@pytest.mark.parametrize(
+    ("facts", "sampling", "says"),
+    [
+        ({"fixed_sampling": (1.0, 1.0, 1.0)}, SamplingParams(), None),
+        ({"fixed_sampling": (1.0, 1.0, 1.0)}, SamplingParams(temperature=0.7, top_k=1), None),
+        ({"fixed_sampling": (1.0, 1.0, 1.0)}, SamplingParams(temperature=0.7), "compiled in"),
+        ({"fixed_sampling": (50.0, 1.0, 1.0)}, SamplingParams(temperature=1.0, top_k=50), None),
+        ({"fixed_sampling": (50.0, 1.0, 1.0)}, SamplingParams(), "compiled in"),
+        ({"largest_top_k": 256}, SamplingParams(), None),
+        ({"largest_top_k": 256}, SamplingParams(temperature=1.0, top_k=256), None),
+        ({"largest_top_k": 256}, SamplingParams(temperature=1.0, top_k=257), "top_k is 257"),
+        ({"largest_top_k": 256}, SamplingParams(temperature=1.0), "top_k is 0"),
+    ],
+)
+def test_what_a_sampling_device_cannot_do_is_refused(facts, sampling, says) -> None:  # type: ignore[no-untyped-def]
+    engine = Engine(ToyBackend(replace(TOY_SPEC, outputs=Want.TOKENS, **facts)))
+    asked = request("a", [5, 6], sampling=sampling)
+    if says is None:
+        engine.check(asked)
+        return
+    with pytest.raises(UnsupportedParameterError, match=says):
+        engine.check(asked)
+
+
 def test_logits_travel_only_with_requests_that_want_logprobs() -> None:
     engine = Engine(ToyBackend())
     engine.add(request("with", [5, 6], 3, logprobs=True, ignore_eos=True))

@@ -359,3 +359,11 @@ def test_text_where_a_number_belongs_is_not_shown() -> None:
     with pytest.raises(RequestError, match="temperature is a str") as caught:
         with_parameters(temperature="a secret prompt")
     assert "secret" not in str(caught.value)
+
+
+def test_a_stream_wants_log_probabilities_only_where_there_are_any() -> None:
+    payload = {"inputs": "<5>", "stream": True}
+    assert parse(payload).request.logprobs
+    assert not parse(payload, has_logprobs=False).request.logprobs
+    asked = {**payload, "parameters": {"details": True}}
+    assert parse(asked, has_logprobs=False).request.logprobs

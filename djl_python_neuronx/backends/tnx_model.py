@@ -1,0 +1,180 @@
+"""A model of transformers-neuronx: its class, the library's objects for plain values, and its construction."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.config.capabilities import TNX
+from djl_python_neuronx.config.loader import SETUP_GUIDE, libraries
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    BackendError,
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+)
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "transformers-neuronx"
+
+CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "bloom": "BloomForSampling",
+        "gpt2": "GPT2ForSamplingWithContextBroadcasting",
+        "gpt_neox": "GPTNeoXForSampling",
+        "gptj": "GPTJForSampling",
+        "llama": "LlamaForSampling",
+        "mistral": "MistralForSampling",
+        "mixtral": "MixtralForSampling",
+        "opt": "OPTForSampling",
+    }
+)
+"""`model_type` to the class that serves it.
+
+Not gpt_bigcode: gpt2's class expects its transposed weights, and a checkpoint of it has them the other way round
+(transformers-neuronx 0.13, gpt2/model.py)."""
+
+_AMP = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})
+
+
+def import_library() -> Any:  # noqa: ANN401  (a module without types)
+    """The imported library.
+
+    Raises:
+        BackendUnavailableError: it is missing, a placeholder, or cannot be imported.
+    """
+    found = libraries()
+    fakes = [library.name for library in found.values() if library.state == "placeholder"]
+    advice = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
+    if PACKAGE in fakes or (fakes and found[PACKAGE].state == "installed"):
+        message = (
+            f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {advice}"
+        )
+        raise BackendUnavailableError(message)
+    try:
+        return importlib.import_module("transformers_neuronx")
+    except Exception as error:
+        message = f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}. {advice}"
+        raise BackendUnavailableError(message) from error
+
+
+def model_type_of(model_dir: Path) -> str:
+    """The `model_type` in a folder's config.json.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    try:
+        return str(json.loads((model_dir / "config.json").read_text())["model_type"])
+    except (OSError, ValueError, KeyError) as error:
+        message = f"{model_dir / 'config.json'} names no model_type; expected one such as 'llama'"
+        raise ArtifactError(message) from error
+
+
+def refusal(model_type: str | None) -> str | None:
+    """Why the library cannot serve an architecture; None: it can."""
+    if model_type in CLASSES:
+        return None
+    if model_type in TNX:
+        return f"{PACKAGE} reads no checkpoint of {model_type} as Hugging Face writes it"
+    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(CLASSES)}"
+
+
+def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
+    """The model, its weights known and not yet on the device: `to_neuron` is next."""
+    library = import_library()
+    model_type = model_type_of(plan.model_dir)
+    if reason := refusal(model_type):
+        message = f"the tnx backend cannot serve {plan.model_dir}: {reason}"
+        raise BackendError(message)
+    shared = plan.arguments.neuron_config.get("continuous_batching")
+    if isinstance(shared, Mapping) and shared.get("optimized_paged_attention"):
+        message = (
+            "is_block_kv_layout and enable_chunked_prefill need a cache in blocks, which the tnx backend does not "
+            "drive; leave both out"
+        )
+        raise IncompatibleOptionsError(message)
+    config = _neuron_config(library, plan)
+    keywords: dict[str, Any] = {
+        "amp": _AMP[plan.dtype],
+        "tp_degree": plan.tensor_parallel_degree,
+        **plan.arguments.constructor,
+        **_shapes(plan, model_type),
+    }
+    return getattr(library, CLASSES[model_type]).from_pretrained(
+        str(plan.model_dir), neuron_config=config, **keywords
+    )
+
+
+def generation_of(plan: LoadPlan) -> dict[str, Any] | None:
+    """Keywords of the library's GenerationConfig where the device samples; None: the host does."""
+    written = plan.arguments.neuron_config.get("on_device_generation")
+    if not isinstance(written, Mapping):
+        return None
+    generation: dict[str, Any] = dict(written)
+    if generation.get("dynamic"):
+        # Rows have parameters of their own, whatever else was asked for.
+        generation["per_batch_line"] = True
+        defaults = {"top_k": 50, "top_p": 1.0, "temperature": 1.0, "top_p_min_tokens": 1}
+        for name, default in defaults.items():
+            value = generation.get(name, default)
+            generation[name] = value if isinstance(value, list) else [value] * plan.num_slots
+    return generation
+
+
+def _shapes(plan: LoadPlan, model_type: str) -> dict[str, Any]:
+    """Batch and buckets as keywords, in the form that the class takes them."""
+    capability = TNX[model_type]
+    shapes: dict[str, Any] = {"batch_size": plan.num_slots, "n_positions": plan.max_model_len}
+    if capability.token_buckets:
+        shapes["n_positions"] = list(_token_buckets(plan))
+    if capability.context_buckets:
+        shapes["context_length_estimate"] = list(plan.prefill_buckets)
+    if model_type == "gpt2":
+        shapes["prompt_batch_size"] = plan.num_slots
+    return shapes
+
+
+def _token_buckets(plan: LoadPlan) -> tuple[int, ...]:
+    """Lengths to compile decodes for.
+
+    Only the longest where continuous batching meets a cache that is divided by tokens: transformers-neuronx 0.13
+    changes to the next length too late there (decoder.py: `forward_single` allows for the division only where all
+    rows share a position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on.
+    """
+    lengths = plan.token_buckets or (plan.max_model_len,)
+    config = plan.arguments.neuron_config
+    if not config.get("shard_over_sequence") or "continuous_batching" not in config:
+        return lengths
+    if len(lengths) > 1:
+        reason = "with shard_over_sequence and continuous batching the library loses tokens between lengths"
+        logger.warning("token_buckets_left_out lengths=%s reason=%r", lengths[:-1], reason)
+    return lengths[-1:]
+
+
+def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
+    """`NeuronConfig` with the objects that it takes; every one is new, for tracing changes some of them."""
+    classes = importlib.import_module(f"{library.__name__}.config")
+    makers = {
+        "quant": library.QuantizationConfig,
+        "kv_cache_quant": classes.KVCacheQuantizationConfig,
+        "continuous_batching": library.ContinuousBatchingConfig,
+        "on_device_generation": library.GenerationConfig,
+    }
+    keywords = dict(plan.arguments.neuron_config)
+    if generation := generation_of(plan):
+        keywords["on_device_generation"] = generation
+    if keywords.get("group_query_attention") is not None:
+        keywords["group_query_attention"] = library.GQA(keywords["group_query_attention"])
+    for name, maker in makers.items():
+        written = keywords.get(name)
+        if isinstance(written, Mapping):
+            keywords[name] = maker(**written)
+    return library.NeuronConfig(**keywords)

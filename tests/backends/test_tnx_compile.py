@@ -1,0 +1,117 @@
+"""Programs that were compiled before: loading them compiles nothing, and other programs are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the tnx backend needs torch")
+
+from djl_python_neuronx.backends import LoadPlan, tnx
+from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
+from tests.backends.tnx_plans import VARIANTS, tnx_plan
+from tests.device_driver import Driver
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.tnx
+
+AGAIN = """
+import sys
+from pathlib import Path
+from djl_python_neuronx.backends import tnx
+from tests.backends.test_tnx_compile import cached_in
+from tests.backends.tnx_plans import tnx_plan
+from tests.device_driver import Driver
+model, cache, compiled = map(Path, sys.argv[1:])
+backend = tnx.load(cached_in(cache, tnx_plan(model)), compiled)
+print(Driver(backend).alone([5, 6, 7], 12).tokens)
+"""
+
+
+def cached_in(cache: Path, plan: LoadPlan) -> LoadPlan:
+    """The plan with a compiler's cache of its own, in which every compilation leaves a folder."""
+    environment = {"NEURON_COMPILE_CACHE_URL": str(cache)}
+    return replace(plan, arguments=replace(plan.arguments, environment=environment))
+
+
+def compilations(cache: Path) -> int:
+    return len(list(cache.rglob("MODULE_*")))
+
+
+def test_what_was_compiled_is_loaded_by_a_new_process_without_compiling(tmp_path: Path) -> None:
+    model, compiled = save_tiny_model("llama", tmp_path / "model"), tmp_path / "compiled"
+    compiled.mkdir()
+    first, second = tmp_path / "first", tmp_path / "second"
+    tnx.compile(cached_in(first, tnx_plan(model)), compiled)
+    num_graphs = compilations(first)
+    assert (
+        num_graphs == len(list(compiled.glob("*.neff"))) == 4
+    )  # two buckets of prompts, two of tokens
+    command = [sys.executable, "-c", AGAIN, str(model), str(second), str(compiled)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert compilations(second) == 0
+    backend = tnx.load(cached_in(first, tnx_plan(model)))
+    assert run.stdout.splitlines()[-1] == str(Driver(backend).alone([5, 6, 7], 12).tokens)
+    assert compilations(first) == num_graphs  # the cache had them all
+
+
+def test_programs_of_another_plan_are_refused(tmp_path: Path) -> None:
+    model, compiled = save_tiny_model("opt", tmp_path, **VARIANTS["opt"][1]), tmp_path / "c"
+    compiled.mkdir()
+    tnx.compile(tnx_plan(model, continuous=False), compiled)
+    tnx.load(tnx_plan(model, continuous=False), compiled).close()
+    other = tnx_plan(model, token_buckets=(16, 48), continuous=False)
+    with pytest.raises(ArtifactError, match="Compile it again"):
+        tnx.load(other, compiled)
+
+
+def test_gpt_neox_says_that_its_programs_cannot_be_stored(tmp_path: Path) -> None:
+    save_tiny_model("gpt_neox", tmp_path, **VARIANTS["gpt_neox"][1])
+    with pytest.raises(BackendError, match="compiled_graph_path"):
+        tnx.compile(tnx_plan(tmp_path, continuous=False), tmp_path)
+
+
+def test_missing_cores_are_told(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, num_attention_heads=16, num_key_value_heads=16)
+    with pytest.raises(BackendError, match="tensor_parallel_degree"):
+        tnx.load(tnx_plan(tmp_path, tp=16))
+
+
+def test_compilers_version_is_told() -> None:
+    assert tnx.compiler_version()[0].isdigit()
+
+
+def test_flags_reach_the_compiler(tmp_path: Path) -> None:
+    model, cache = save_tiny_model("llama", tmp_path / "model"), tmp_path / "cache"
+    plan = tnx_plan(model, 1, 16, (16,), (16,))
+    arguments = LibraryArguments(
+        neuron_config=plan.arguments.neuron_config,
+        compiler_flags=("-O1",),
+        environment={"NEURON_COMPILE_CACHE_URL": str(cache)},
+    )
+    tnx.load(replace(plan, arguments=arguments)).close()
+    written = [path.read_text() for path in cache.rglob("compile_flags.json")]
+    assert written
+    assert all("-O1" in text for text in written)
+    assert "-O1" not in os.environ.get("NEURON_CC_FLAGS", "")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_are_stored_as_the_cores_take_them(tmp_path: Path, tp: int) -> None:
+    model, compiled = save_tiny_model("llama", tmp_path / "model"), tmp_path / "compiled"
+    compiled.mkdir()
+    plan = replace(tnx_plan(model, tp=tp, on_device_embedding=True), presharded=True)
+    with pytest.raises(IncompatibleOptionsError, match="on_device_embedding"):
+        tnx.compile(replace(plan, arguments=tnx_plan(model).arguments), compiled)
+    tnx.compile(plan, compiled)
+    wanted = Driver(tnx.load(plan)).alone([5, 6, 7], 12)
+    (model / "model.safetensors").unlink()
+    backend = tnx.load(plan, compiled)
+    assert Driver(backend).alone([5, 6, 7], 12).tokens == wanted.tokens
+    backend.close()

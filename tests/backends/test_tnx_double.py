@@ -1,0 +1,173 @@
+"""The adapter where the library is not: how it drives it, and that the stand-in is like it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the tnx backend needs torch")
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends import tnx
+from djl_python_neuronx.backends.base import Backend, Want
+from djl_python_neuronx.config import loader
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    BackendError,
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+)
+from djl_python_neuronx.types import GenerationRequest
+from tests.backends import tnx_double
+from tests.backends.tnx_plans import tnx_plan
+from tests.toy_backend import expected
+
+VOCAB_SIZE = 101
+WAYS = [("llama", True), ("llama", False), ("opt", False), ("gpt2", False)]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tnx_double.Model]:
+    return tnx_double.install(monkeypatch)
+
+
+def folder_of(directory: Path, model_type: str) -> Path:
+    config = {"model_type": model_type, "vocab_size": VOCAB_SIZE}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def assert_expected(backend: Backend, seed: int) -> None:
+    """Random traffic; the tokens of each request are those that it gets alone."""
+    draw, engine = random.Random(seed), Engine(backend)
+    prompts = [draw.choices(range(1, VOCAB_SIZE), k=draw.randint(1, 20)) for _ in range(40)]
+    lengths = [draw.randint(1, 48 - len(prompt)) for prompt in prompts]
+    arrivals = [draw.randint(0, 150) for _ in prompts]
+    found: dict[str, list[int]] = defaultdict(list)
+    for turn in range(2000):
+        for i, arrival in enumerate(arrivals):
+            if arrival == turn:
+                engine.add(GenerationRequest(str(i), prompts[i], max_new_tokens=lengths[i]))
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.request_id] += output.token_ids
+    for i, prompt in enumerate(prompts):
+        assert found[str(i)] == expected(prompt, lengths[i], vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("model_type", "continuous"), WAYS)
+def test_any_traffic_gives_what_each_gets_alone(
+    tmp_path: Path, made: list[Any], model_type: str, continuous: bool, seed: int
+) -> None:
+    plan = tnx_plan(folder_of(tmp_path, model_type), continuous=continuous)
+    backend = backends.load("tnx", plan)
+    assert_expected(backend, seed)
+    assert len(made) == 1
+    backend.close()
+
+
+@pytest.mark.parametrize(("model_type", "continuous"), WAYS)
+def test_tokens_of_the_device_are_taken_as_they_are(
+    tmp_path: Path, made: list[Any], model_type: str, continuous: bool
+) -> None:
+    generation = {"do_sample": True, "dynamic": True, "global_top_k": 8}
+    plan = tnx_plan(
+        folder_of(tmp_path, model_type), continuous=continuous, on_device_generation=generation
+    )
+    backend = backends.load("tnx", plan)
+    assert (backend.spec.outputs, backend.spec.largest_top_k) == (Want.TOKENS, 8)
+    assert_expected(backend, 1)
+    assert 1 <= len(made[0].configs) <= 4  # the first time that a slot is greedy, never again
+    assert made[0].configs[-1].top_k == [1, 1, 1, 1]
+
+
+def test_objects_are_made_anew_for_every_model(tmp_path: Path, made: list[Any]) -> None:
+    plan = tnx_plan(
+        folder_of(tmp_path, "llama"),
+        quant={"quant_dtype": "s8", "dequant_dtype": "f32"},
+        group_query_attention="replicated-heads",
+        on_device_generation={"do_sample": False, "top_k": 1},
+    )
+    for _ in range(2):
+        backends.load("tnx", plan)
+    first, second = (model.neuron_config for model in made)
+    assert first.group_query_attention is tnx_double.GQA.REPLICATED_HEADS
+    assert first.on_device_generation is not second.on_device_generation
+    assert isinstance(first.continuous_batching, tnx_double.ContinuousBatchingConfig)
+
+
+def test_compiled_programs_fit_their_plan_only(tmp_path: Path, made: list[Any]) -> None:
+    plan = tnx_plan(folder_of(tmp_path, "llama"))
+    tnx.compile(plan, tmp_path)
+    tnx.load(plan, tmp_path)
+    assert [model.loaded_from for model in made] == [None, tmp_path]
+    with pytest.raises(ArtifactError, match="Compile it again"):
+        tnx.load(tnx_plan(tmp_path, token_buckets=(48,)), tmp_path)
+
+
+def test_the_environment_is_left_as_it_was(tmp_path: Path, made: list[Any]) -> None:
+    before = dict(os.environ)
+    backends.load("tnx", tnx_plan(folder_of(tmp_path, "llama")))
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt_bigcode"])
+def test_an_unknown_architecture_is_refused(
+    tmp_path: Path, made: list[Any], model_type: str
+) -> None:
+    with pytest.raises(BackendError, match=model_type):
+        backends.load("tnx", tnx_plan(folder_of(tmp_path, model_type)))
+    assert made == []
+
+
+def test_a_cache_in_blocks_is_refused(tmp_path: Path, made: list[Any]) -> None:
+    plan = tnx_plan(folder_of(tmp_path, "llama"))
+    shared: Any = plan.arguments.neuron_config["continuous_batching"]
+    shared["optimized_paged_attention"] = True
+    with pytest.raises(IncompatibleOptionsError, match="leave both out"):
+        backends.load("tnx", plan)
+    assert made == []
+
+
+def test_a_missing_library_is_told_with_the_way_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
+    with pytest.raises(BackendUnavailableError, match=r"cannot be imported.*setup guide"):
+        backends.load("tnx", tnx_plan(folder_of(tmp_path, "llama")))
+
+
+@pytest.mark.tnx
+@pytest.mark.parametrize(
+    "name", [entry.__name__ for entry in (*tnx_double.CONFIGS, *tnx_double.MODELS)]
+)
+def test_the_stand_in_takes_what_the_library_takes(name: str) -> None:
+    package = importlib.import_module("transformers_neuronx")
+    real = getattr(package, name, None) or getattr(
+        importlib.import_module("transformers_neuronx.config"), name
+    )
+    double = getattr(tnx_double, name)
+    mine, theirs = (inspect.signature(entry.__init__).parameters for entry in (double, real))
+    for parameter in mine.values():
+        assert theirs[parameter.name].kind == parameter.kind
+        if parameter.name not in {"neuron_config", "no_quantize_list", "cache_layout"}:
+            assert theirs[parameter.name].default == parameter.default, parameter.name
+    methods = ("save", "load", "to_neuron", "update_generation_config")
+    for method in methods if issubclass(double, tnx_double.Model) else ():
+        wanted, found = (inspect.signature(getattr(entry, method)) for entry in (real, double))
+        assert list(wanted.parameters) == list(found.parameters), method
+
+
+def test_the_library_is_found_by_its_module(made: list[Any]) -> None:
+    assert loader.libraries()["transformers-neuronx"].state == "installed"

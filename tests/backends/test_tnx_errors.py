@@ -1,0 +1,68 @@
+"""What the runtime says, and what is made of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from djl_python_neuronx.backends.tnx_errors import of_load, of_step
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    BackendError,
+    BackendUnavailableError,
+    CompileError,
+    DeviceMemoryError,
+    ServingError,
+    StepError,
+)
+
+MEMORY = "nrt_tensor_allocate status=4 message=NRT_RESOURCE: failed to allocate 2147483648 bytes"
+CORES = "Logical Neuron Core(s) not available - Requested:lnc8-lnc8 Available:0"
+BUSY = "TDRV: failed to open /dev/neuron0: Device or resource busy"
+LOST = "nrt_execute status=1202 message=NRT_EXEC_HW_ERR_NC_UE"
+NUMBERS = "nrt_execute status=1003 message=NRT_EXEC_COMPLETED_WITH_NUM_ERR"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RuntimeError(MEMORY), DeviceMemoryError, "max_rolling_batch_size"),
+        (MemoryError(), DeviceMemoryError, "max_rolling_batch_size"),
+        (RuntimeError(CORES), BackendUnavailableError, "tensor_parallel_degree"),
+        (RuntimeError("nrt_load: 4 NeuronCores are required, but 2 are visible"), BackendUnavailableError, "4"),
+        (RuntimeError(BUSY), BackendUnavailableError, "neuron-ls"),
+        (FileNotFoundError("Could not find a matching NEFF for your HLO"), ArtifactError, "again"),
+        (RuntimeError("nrt_load status=10"), ArtifactError, "compiler of this image"),
+        (RuntimeError("neuronx-cc failed with 70\nlast line"), CompileError, "last line"),
+        (AssertionError("odd"), BackendError, "AssertionError: odd"),
+        (ArtifactError("ours"), ArtifactError, "ours"),
+    ],
+)  # fmt: skip
+def test_of_load(error: Exception, kind: type[ServingError], words: str) -> None:
+    found = of_load(error, "the model in /m")
+    assert type(found) is kind
+    assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "fatal"),
+    [
+        (RuntimeError(MEMORY), DeviceMemoryError, False),
+        (RuntimeError(LOST), StepError, True),
+        (RuntimeError("NRT_CLOSED"), StepError, True),
+        (RuntimeError("nrt_execute status=5"), StepError, True),
+        (RuntimeError(BUSY), StepError, True),
+        (RuntimeError(NUMBERS), StepError, False),
+        (KeyError((20, 4)), StepError, False),
+        (DeviceMemoryError("ours"), DeviceMemoryError, False),
+    ],
+)
+def test_of_step(error: Exception, kind: type[BackendError], fatal: bool) -> None:
+    found = of_step(error, "a Decode of 2 rows")
+    assert type(found) is kind
+    assert found.fatal is fatal
+
+
+def test_a_long_log_keeps_its_end() -> None:
+    found = of_load(RuntimeError("neuronx-cc\n" * 500 + "the reason"), "the model")
+    assert str(found).endswith("the reason")
+    assert len(str(found)) < 400

@@ -1,0 +1,110 @@
+"""Each feature of `NeuronConfig` that changes the graph, once: the tokens stay transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
+
+from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
+from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
+from tests.device_driver import Driver  # noqa: E402
+from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.tnx
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+EXACT: list[tuple[str, int, bool, dict[str, Any], dict[str, Any]]] = [
+    ("llama", 2, True, {"fuse_qkv": True}, {}),
+    ("mistral", 2, True, {"fuse_qkv": True, "attention_layout": "BSH", "collectives_layout": "BSH"}, {}),
+    ("llama", 2, True, {"group_query_attention": "shard-over-heads"}, {}),
+    ("llama", 4, True, {"group_query_attention": "replicated-heads"}, {}),
+    ("mixtral", 4, True, {"group_query_attention": "all-gather-heads"}, {}),
+    ("llama", 2, True, {"on_device_embedding": True}, {}),
+    ("llama", 2, True, {"sequence_parallel": True, "sequence_parallel_norm_threshold": 8}, {}),
+    ("llama", 2, True, {"weight_tiling": True, "fuse_qkv": True, "qkv_tiling": True, "attention_layout": "BSH"}, WIDE),
+    ("llama", 2, True, {"bf16_rms_norm": False, "all_reduce_dtype": "float32"}, {}),
+    ("llama", 4, False, {"shard_over_sequence": True, "group_query_attention": "replicated-heads"}, {}),
+    ("llama", 4, True, {"shard_over_sequence": True, "group_query_attention": "replicated-heads"}, {}),
+    ("gpt2", 2, False, {"attention_layout": "BSH", "fuse_qkv": True}, {}),
+    ("opt", 2, False, {"on_device_embedding": True}, {}),
+    ("bloom", 2, False, {"fuse_qkv": True}, {}),
+    ("llama", 4, True, {}, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
+]  # fmt: skip
+
+
+def load(directory: Path, name: str, tp: int, continuous: bool, options: dict[str, Any]) -> Any:
+    """A backend for these options, in the words of a deployment."""
+    plan = tnx_plan(directory, tp=tp, continuous=continuous)
+    resolved = ServingOptions(
+        max_rolling_batch_size=plan.num_slots,
+        tensor_parallel_degree=tp,
+        **{"dtype": "float32", **options},
+    )
+    arguments = library_arguments(resolved, "tnx", continuous=continuous)
+    changed = set(options) - {"dtype"}
+    assert len(arguments.neuron_config) == len(changed) + continuous  # each option is a keyword
+    plan.arguments.neuron_config.update(arguments.neuron_config)
+    plan.arguments.constructor.update(arguments.constructor)
+    return backends.load("tnx", plan)
+
+
+@pytest.mark.parametrize(("name", "tp", "continuous", "options", "sizes"), EXACT)
+def test_the_tokens_stay_the_same(
+    tmp_path: Path,
+    name: str,
+    tp: int,
+    continuous: bool,
+    options: dict[str, Any],
+    sizes: dict[str, Any],
+) -> None:
+    model_type, settings = VARIANTS[name]
+    save_tiny_model(model_type, tmp_path, **{**settings, **sizes})
+    backend = load(tmp_path, name, tp, continuous, options)
+    try:
+        assert assert_like_alone(backend, load_reference(tmp_path), seed=7) > 100
+    finally:
+        backend.close()
+
+
+COARSE = [
+    ("llama", True, {"quantize": "int8"}, 0.25),
+    ("mistral", True, {"quantize": "int8"}, 0.25),
+    ("opt", False, {"quantize": "int8"}, 0.25),
+    ("gpt2", False, {"quantize": "int8"}, 0.25),
+    ("llama", True, {"kv_cache_quantize": "fp8"}, 0.5),
+    ("llama", True, {"dtype": "bfloat16"}, 0.25),
+    ("llama", True, {"dtype": "float16"}, 0.05),
+]
+
+
+@pytest.mark.parametrize(("name", "continuous", "options", "share"), COARSE)
+def test_rounding_changes_logits_little(
+    tmp_path: Path, name: str, continuous: bool, options: dict[str, Any], share: float
+) -> None:
+    """Root mean square of the difference, as a share of the logits' own standard deviation."""
+    model_type, settings = VARIANTS[name]
+    save_tiny_model(model_type, tmp_path, **settings)
+    backend = load(tmp_path, name, 2, continuous, options)
+    model, driver = load_reference(tmp_path), Driver(backend)
+    text = driver.alone([5, 6, 7, 8, 9], 12, slot=1)
+    driver.join({2: [5, 6, 7, 8, 9]})
+    worst = 0.0
+    for i in range(10):
+        ids = [5, 6, 7, 8, 9, *text.tokens[: i + 1]]
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits[0, -1].numpy()
+        step = driver.next()
+        step.rows.input_ids[0, 0] = text.tokens[i]
+        found = backend.run(step).values[0, 0]
+        driver.live[2].add(found)
+        worst = max(worst, float(np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()))
+    assert 0 < worst < share
+    backend.close()

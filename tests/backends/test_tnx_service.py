@@ -1,0 +1,125 @@
+"""From the options of a deployment to text: the model of the quick start on transformers-neuronx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the tnx backend needs torch")
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+from djl_python_neuronx.backends.base import Want  # noqa: E402
+from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
+from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
+from tests.backends.tnx_plans import CACHE  # noqa: E402
+from tests.test_server import TINY_LLAMA, Running, checks  # noqa: E402
+
+pytestmark = pytest.mark.tnx
+
+BASE = {
+    "model_loader": "tnx",
+    "tensor_parallel_degree": "2",
+    "dtype": "fp32",
+    "n_positions": "256",
+    "max_rolling_batch_size": "4",
+}
+ENVIRON = {"NEURON_RT_NUM_CORES": "8", "NEURON_COMPILE_CACHE_URL": CACHE}
+WAYS: dict[str, dict[str, str]] = {
+    "continuous": {},
+    "static": {"rolling_batch_strategy": "naive_rolling_batch"},
+    "on the device": {"on_device_generation": "true"},
+    "fused": {
+        "fuse_qkv": "true",
+        "attention_layout": "BSH",
+        "group_query_attention": "replicated-heads",
+        "compiled_graph_path": CACHE,
+    },
+}
+
+
+@pytest.fixture(params=list(WAYS))
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    settings = {**BASE, **WAYS[request.param], "on_mismatch": "recompile"}
+    loaded = Service.load(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
+    yield loaded
+    loaded.close()
+
+
+def test_known_answers_come_through_the_server(service: Service) -> None:
+    application = Application("tiny-llama")
+    application.service = service
+    server = Running(application)
+    wanted = [check for check in checks() if len(check["prompt"].encode()) < 100][:24]
+    device = service.backend.spec.outputs == Want.TOKENS
+
+    def answer(i: int, check: dict[str, Any]) -> str:
+        parameters = {"max_new_tokens": check["max_new_tokens"], "do_sample": False}
+        stream = i % 2 == 0
+        payload = {"inputs": check["prompt"], "parameters": parameters, "stream": stream}
+        response = httpx.post(server.url + "/invocations", json=payload, timeout=60)
+        assert response.status_code == 200, response.text
+        text: str = json.loads(response.text.splitlines()[-1])["generated_text"]
+        return text
+
+    try:
+        with ThreadPoolExecutor(8) as clients:
+            found = list(clients.map(answer, range(len(wanted)), wanted))
+        assert found == [check["completion"] for check in wanted]
+        seeded = {"inputs": "x", "parameters": {"do_sample": True, "seed": 1, "max_new_tokens": 2}}
+        status = httpx.post(server.url + "/invocations", json=seeded, timeout=60).status_code
+        assert status == (400 if device else 200)
+    finally:
+        server.close()
+
+
+def test_what_the_library_gets_wrong_is_refused_before_it_is_loaded() -> None:
+    wrong = {"group_query_attention": "shard-over-batch"}
+    with pytest.raises(ConfigError, match="mixes the rows up"):
+        Service.load(None, TINY_LLAMA, environ=ENVIRON, overrides={**BASE, **wrong})
+
+
+def test_the_class_is_looked_up_by_the_model_type(tmp_path: Path) -> None:
+    for name in TINY_LLAMA.iterdir():
+        (tmp_path / name.name).write_bytes(name.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    with pytest.raises(Exception, match="no class for model_type 'qwen2'; it has bloom"):
+        Service.load(None, tmp_path, environ=ENVIRON, overrides=BASE)
+
+
+def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environ = {
+        "NEURON_RT_NUM_CORES": "8",
+        "NEURON_COMPILE_CACHE_URL": str(cache),
+        "DJL_CACHE_DIR": str(tmp_path / "downloads"),
+    }
+
+    def start(**more: str) -> tuple[int, int]:
+        settings = {**BASE, "n_positions": "64", "context_length_estimate": "16,64", **more}
+        service = Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
+        service.close()
+        counters = (
+            service.metrics["compile_cache_hits_total"],
+            service.metrics["compile_cache_misses_total"],
+        )
+        hits, misses = (int(counter._value.get()) for counter in counters)
+        return hits, misses
+
+    assert start() == (0, 1)
+    num_compiled = len(list(cache.rglob("MODULE_*")))
+    assert num_compiled > 0
+    assert start() == (1, 0)
+    assert len(list(cache.rglob("MODULE_*"))) == num_compiled
+    with pytest.raises(ArtifactMismatchError, match="max_rolling_batch_size") as caught:
+        start(max_rolling_batch_size="2")
+    assert "n_positions" not in str(caught.value)
+    assert start(max_rolling_batch_size="2", on_mismatch="recompile") == (0, 1)
+    assert len(list(cache.rglob("MODULE_*"))) > num_compiled
