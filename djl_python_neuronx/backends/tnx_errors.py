@@ -16,6 +16,9 @@ from djl_python_neuronx.errors import (
 )
 
 _TAIL_LINES = 15
+_COMPILER = re.compile(
+    r"neuronx?-cc\b|\bcompil(?:er|ation|ing)\b.{0,40}\b(?:fail|error|status)", re.IGNORECASE
+)
 
 
 class _Fault(NamedTuple):
@@ -44,7 +47,7 @@ _FAULTS = (
         "Compile it again with the compiler of this image",
     ),
     _fault(
-        r"LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|\bstatus[=: ]+9\b",
+        r"LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|(?<!exit )\bstatus[=: ]+9\b",
         "cores",
         "Lower tensor_parallel_degree, give the process more cores (NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES), or "
         "end the process that holds them (neuron-ls shows it)",
@@ -56,7 +59,7 @@ _FAULTS = (
     ),
     _fault(
         r"NRT_RESOURCE|HOST_MEM_ALLOC|RESOURCE_EXHAUSTED|out of memory|failed to allocate|cannot allocate memory|"
-        r"allocate memory|\bstatus[=: ]+(?:4|11)\b",
+        r"allocate memory|(?<!exit )\bstatus[=: ]+(?:4|11)\b",
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
     ),
@@ -76,7 +79,7 @@ def of_load(error: Exception, what: str) -> ServingError:
     text = str(error)
     fault = _find(error)
     if fault is None:
-        if re.search(r"neuronx?-cc|compil", text, re.IGNORECASE):
+        if not isinstance(error, OSError) and _COMPILER.search(text):
             return CompileError(f"{what} does not compile. The end of the log:\n{_tail(text)}")
         return BackendError(f"{what} cannot be loaded: {type(error).__name__}: {_tail(text)}")
     message = f"{what} cannot be loaded: {_tail(text)}. {fault.advice}"

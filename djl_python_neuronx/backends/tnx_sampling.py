@@ -42,9 +42,9 @@ class DeviceSampling:
         """top_k, top_p and temperature of every row; None: rows have their own."""
         if self._dynamic:
             return None
-        if not self._fixed.get("do_sample"):
-            return _GREEDY
         get = self._fixed.get
+        if not get("do_sample") or get("top_k", 50) == 1:
+            return _GREEDY
         return float(get("top_k", 50)), float(get("top_p", 1.0)), float(get("temperature", 1.0))
 
     def send(self, rows: Rows) -> None:

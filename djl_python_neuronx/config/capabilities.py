@@ -58,6 +58,8 @@ class Capability:
     or fails. They are not handed over."""
     refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Option to why the library stops at it."""
+    collectives_follow: str = ""
+    """Why `collectives_layout=BSH` needs `attention_layout=BSH`; empty: it does not."""
     defects: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Name of what is wrong upstream to what goes wrong; `suitability` knows when it does."""
 
@@ -106,13 +108,19 @@ _DECODER = frozenset(
 _WITHOUT_GROUPS = _LLAMA_ONLY | {"bf16_rms_norm", "group_query_attention"}
 _NO_CACHE = {"kv_cache_quantize": "transformers-neuronx stores its KV cache in dtype only"}
 _NO_WEIGHTS = {"quantize": "transformers-neuronx has no quantised weights for it"}
+# Seen on the real library: gpt2, opt and bloom answer with other tokens, whatever the degree.
+_COLLECTIVES = "transformers-neuronx computes wrong values with BSH collectives in another attention layout"
 _NO_MOE_WEIGHTS = {
     "quantize": "transformers-neuronx fails to build its experts from quantised weights",
     "attention_layout": "transformers-neuronx has no BSH layout for experts",
 }
 
 _GPT2 = Capability(
-    continuous_batching=False, token_buckets=False, unread=_WITHOUT_GROUPS, refused=_NO_CACHE
+    continuous_batching=False,
+    token_buckets=False,
+    unread=_WITHOUT_GROUPS,
+    refused=_NO_CACHE,
+    collectives_follow=_COLLECTIVES,
 )
 _GPT_NEOX = Capability(
     continuous_batching=False,
@@ -135,6 +143,7 @@ TNX: Mapping[str, Capability] = MappingProxyType(
             speculation=False,
             unread=_WITHOUT_GROUPS,
             refused=_NO_CACHE,
+            collectives_follow=_COLLECTIVES,
         ),
         "gpt2": _GPT2,
         "gpt_neox": _GPT_NEOX,
@@ -183,6 +192,7 @@ TNX: Mapping[str, Capability] = MappingProxyType(
             refused={
                 **_NO_CACHE,
                 "attention_layout": "transformers-neuronx has no BSH layout for it",
+                "collectives_layout": _COLLECTIVES,
             },
         ),
     }

@@ -224,6 +224,10 @@ def _architecture(
     for name in unread:
         if not option(name).tunes:
             yield Finding((name,), f"{whose} cannot use it; remove it")
+    layouts = (options.collectives_layout, options.attention_layout)
+    if capability.collectives_follow and layouts[0] == "BSH" and layouts[1] != "BSH":
+        problem = f"{capability.collectives_follow}; set attention_layout=BSH too, or leave it out"
+        yield Finding(("collectives_layout", "attention_layout"), problem)
     for name, reason in capability.refused.items():
         # attention_layout has a harmless value too: the library's own.
         if asked(options, name) and getattr(options, name) != "HSB":
@@ -251,6 +255,12 @@ def _batching(
         if loader == "tnx" and left and continuous_batching(options):
             problem = "continuous batching pads on the right; leave padding_side out"
             yield Finding(("padding_side", _SLOTS), problem)
+        if (
+            loader == "tnx"
+            and options.padding_side == "right"
+            and not continuous_batching(options)
+        ):
+            yield Finding(("padding_side",), "static batches pad on the left; leave it out")
         return
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{library} has none for {whose}; leave it out"

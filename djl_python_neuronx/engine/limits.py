@@ -64,7 +64,8 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     if spec.fixed_sampling is not None and row != spec.fixed_sampling:
         msg = (
             f"top_k, top_p and temperature are {row}; this deployment has {spec.fixed_sampling} compiled in "
-            "((1, 1, 1): greedy). Leave them out or send these, or deploy with dynamic option.on_device_generation"
+            "((1, 1, 1): greedy, which is meant without them). Send these, or deploy with dynamic "
+            "option.on_device_generation"
         )
         raise UnsupportedParameterError(msg)
     if spec.largest_top_k is not None and not 1 <= row[0] <= spec.largest_top_k:

@@ -9,6 +9,7 @@ import time
 import traceback
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import huggingface_hub
 import pytest
 
 from djl_python_neuronx.artifacts import fetch, remote
@@ -16,6 +17,10 @@ from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_fo
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests import remote_doubles
 
+RETRIES = pytest.mark.skipif(
+    int(huggingface_hub.__version__.partition(".")[0]) < 1,
+    reason="huggingface_hub before 1.0 retries whatever it is told, and sends any token",
+)
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 BYTES = json.dumps(CONFIG).encode()
 KEYS = {
@@ -90,6 +95,7 @@ def test_what_the_hub_refuses(environ, model, revision, error, words):
         assert word in str(caught.value)
 
 
+@RETRIES
 def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch, caplog):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)  # between the hub client's retries
@@ -106,7 +112,11 @@ SECRET = "hf_5ecret"
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(503, "cannot be reached (it answers 503)"), (418, "HTTP status 418")]
+    ("status", "words"),
+    [
+        pytest.param(503, "cannot be reached (it answers 503)", marks=RETRIES),
+        (418, "HTTP status 418"),
+    ],
 )
 def test_a_hub_that_is_out_of_order(environ, monkeypatch, status, words):
     slept = []
@@ -144,7 +154,13 @@ def test_a_token_with_a_line_end_is_a_token(environ, variable):
 
 
 @pytest.mark.parametrize(
-    "token", [f"{SECRET}\nX-Other: 1", f"{SECRET}\r\n{SECRET}", f"\0{SECRET}", f"é{SECRET}"]
+    "token",
+    [
+        f"{SECRET}\nX-Other: 1",
+        f"{SECRET}\r\n{SECRET}",
+        pytest.param(f"\0{SECRET}", marks=RETRIES),
+        pytest.param(f"é{SECRET}", marks=RETRIES),
+    ],
 )
 def test_a_token_that_no_header_takes_is_not_told(environ, token):
     with (

@@ -113,9 +113,14 @@ def built(config):
     kind = config["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {kind}")
-    made = transformers.CONFIG_MAPPING[kind](**{**config, "model_type": kind})
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
+    try:
+        made = transformers.CONFIG_MAPPING[kind](**{**config, "model_type": kind})
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(made)
+    except (AttributeError, ValueError) as error:
+        if transformers.__version__.startswith("4."):
+            pytest.skip(f"transformers before 5 cannot build this {kind}: {error}")
+        raise
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 

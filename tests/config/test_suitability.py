@@ -358,6 +358,30 @@ BATCHES = [
     ),
     ("padding_side", "error", "on the right", {"padding_side": "left"}, {"padding_side": "right"}),
     (
+        "padding_side",
+        "error",
+        "static batches pad on the left",
+        {"padding_side": "right", "rolling_batch_strategy": "naive_rolling_batch"},
+        {"rolling_batch_strategy": None},
+    ),
+    *(
+        (
+            "collectives_layout",
+            "error",
+            "wrong values",
+            {"facts": of(kind), "collectives_layout": "BSH"},
+            {"facts": of(kind), "collectives_layout": "BSH", "attention_layout": "BSH"},
+        )
+        for kind in ("gpt2", "bloom")
+    ),
+    (
+        "collectives_layout",
+        "error",
+        "wrong values",
+        {"facts": of("opt"), "collectives_layout": "BSH"},
+        {"facts": LLAMA},
+    ),
+    (
         "cache_layout",
         "error",
         "continuous batching",
