@@ -64,16 +64,16 @@ def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="load a model and answer over HTTP",
-        description="Load a model folder and answer on /invocations, /predictions/{model}, /ping and /metrics "
+        description="Load a model and answer on /invocations, /predictions/{model}, /ping and /metrics "
         "(SageMaker's container contract). Options come from -o, serving.properties in the folder and OPTION_* "
         "environment variables, in that order.",
     )
     serve.add_argument(
-        "model_dir",
+        "model",
         nargs="?",
-        type=Path,
-        default=MODEL_DIR,
-        help=f"folder with the model or with a serving.properties that names one (default {MODEL_DIR})",
+        default=str(MODEL_DIR),
+        help="folder with the model or with a serving.properties that names one, Hugging Face id or s3:// URI "
+        f"(default {MODEL_DIR})",
     )
     everywhere = "0.0.0.0"  # noqa: S104  (what SageMaker's container contract asks for)
     serve.add_argument(
@@ -190,16 +190,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     from djl_python_neuronx.bars import bars
     from djl_python_neuronx.service import Service
 
-    model_dir: Path = arguments.model_dir
-    overrides = dict(arguments.option)
+    model_dir, named = _model(arguments.model)
+    overrides = {**named, **dict(arguments.option)}
 
     def load() -> Service:
         with bars(sys.stderr) as progress:
             return Service.load(None, model_dir, overrides=overrides, progress=progress)
 
     port = arguments.port or _port_from_environment()
-    name = model_dir.resolve().name
+    where = arguments.model if model_dir is None else str(model_dir.resolve())
+    name = where.rstrip("/").rpartition("/")[2]
     return serve(load, folder_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
+
+
+def _model(target: str) -> tuple[Path | None, dict[str, str]]:
+    """The model folder, or the option that names a model which lies elsewhere: a path would eat a URI's slash."""
+    from djl_python_neuronx.artifacts import fetch
+
+    folder = fetch.local_folder(target, None)
+    if folder is None and (fetch.uri_scheme(target) or fetch.is_hub_id(target)):
+        return None, {"model_id": target}
+    return folder or Path(target), {}
 
 
 def _check(arguments: argparse.Namespace) -> int:

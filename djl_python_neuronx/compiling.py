@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
@@ -29,6 +29,9 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.graphs import obtain
 from djl_python_neuronx.loading import SILENT, LoadProgress, Prepared, prepare
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.artifacts.remote.s3 import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +121,7 @@ def _write(
         layout = manifests.read(prepared.artifact.path).layout or "huggingface"
     else:
         layout = prepared.artifact.format
-    scheme = fetch.uri_scheme(output)
-    if scheme not in {None, "s3"}:
-        msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
-        raise ArtifactError(msg)
-    settings = fetch.s3_settings(output, environ) if scheme else None
+    settings = _s3_settings(prepared, output, environ, overwrite=overwrite)
     if backends.compiles(prepared.loader) and (
         reason := backends.uncompilable(prepared.loader, prepared.plan)
     ):
@@ -169,6 +168,27 @@ def _write(
         time.monotonic() - started_s,
     )  # fmt: skip
     return made
+
+
+def _s3_settings(
+    prepared: Prepared, output: str, environ: Mapping[str, str], *, overwrite: bool
+) -> Settings | None:
+    """How to reach an output in S3 that may be written to; None for a folder, which `write_output` looks at."""
+    scheme = fetch.uri_scheme(output)
+    if scheme is None:
+        return None
+    if scheme != "s3":
+        msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
+        raise ArtifactError(msg)
+    settings = fetch.s3_settings(output, environ)
+    from djl_python_neuronx.artifacts.remote import s3_destination
+
+    source = prepared.options.model_id
+    if source is not None and fetch.uri_scheme(source) == "s3":
+        s3_destination.check_apart(output, source)
+    if not overwrite:
+        s3_destination.check_free(output, settings)
+    return settings
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,23 +17,35 @@ from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, OwnOutput
 from djl_python_neuronx.artifacts.store.digest import sha256_of_each
 from djl_python_neuronx.artifacts.store.manifest import read as read_manifest
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.graph_facts import graph_options
+from djl_python_neuronx.config.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 
 logger = logging.getLogger(__name__)
 
+_FLAGS = "cc_flags"
+_NOT_TAKEN = frozenset(
+    {
+        # Places of the machine that compiled.
+        *("model_dir", "model_id", "revision", "compiled_graph_path", "draft_model_compiled_path"),
+        *("save_mp_checkpoint_path", "partition_schema", "quantized_checkpoints_path"),
+        # Chosen already, or read by DJL Serving before us.
+        *("model_loader", "async_mode", "rolling_batch"),
+        # A model that is fetched cannot give itself leave to run its code.
+        "trust_remote_code",
+    }
+)
+"""Options in an output's manifest that are left to those who serve it."""
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 
 
 def proved(artifact: Artifact) -> Artifact:
     """The artifact, with the backend that an output of this package was made for.
 
-    Of such an output the contents of all files but weights and `serving.properties` are compared with its manifest;
-    weights can take minutes to read, and sizes were compared when the folder was detected. Links are followed, as a
-    hub's cache has them.
+    Of such an output the contents of all listed files but weights are compared with its manifest; weights can take
+    minutes to read, and sizes were compared when the folder was detected. Links are followed, as a hub's cache has
+    them. An output of DJL's partition script does not list `serving.properties`, which that script writes last.
 
     Raises:
         ArtifactAccessError: a file cannot be read.
@@ -42,9 +55,7 @@ def proved(artifact: Artifact) -> Artifact:
         return artifact
     manifest = read_manifest(artifact.path)
     expected = {
-        name: entry.sha256
-        for name, entry in manifest.files.items()
-        if name != PROPERTIES and not _WEIGHTS.search(name)
+        name: entry.sha256 for name, entry in manifest.files.items() if not _WEIGHTS.search(name)
     }
     try:
         actual = sha256_of_each(artifact.path / name for name in expected)
@@ -65,15 +76,22 @@ def proved(artifact: Artifact) -> Artifact:
 def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolved:
     """With the values that the artifact was compiled for, where nobody set another.
 
+    Of an output of this package these are all its pinned options, so that it is served alike by its name, which
+    leaves its `serving.properties` unread.
+
     Raises:
         ArtifactError: a recorded value is none of the option's.
     """
     if artifact.backend != loader:
         return resolved
     options = resolved.options
+    recorded = dict(artifact.compiled_for)
+    if artifact.format == OwnOutput.name:
+        pinned = read_manifest(artifact.path).effective_options
+        recorded |= {name: pinned[name] for name in pinned.keys() - _NOT_TAKEN}
     taken = {
         name: value
-        for name, value in artifact.compiled_for.items()
+        for name, value in recorded.items()
         if name in ServingOptions.model_fields and name not in resolved.origins
     }
     chosen = {name: getattr(options, name) for name in options.model_fields_set}
@@ -99,7 +117,7 @@ def graph_target(machine: DeviceInfo, loader: str) -> str:
 def check_fit(
     artifact: Artifact, options: ServingOptions, loader: str, machine: DeviceInfo
 ) -> bool:
-    """Whether what is compiled in the folder can be used.
+    """Whether what is compiled in the folder can be used; of the compiler's flags see `flags_fit`.
 
     Raises:
         ArtifactMismatchError: it was compiled for other settings, and is not to be compiled again.
@@ -110,6 +128,8 @@ def check_fit(
     wanted: dict[str, object] = dict(graph_options(options, loader))
     if artifact.format == OwnOutput.name:
         # It records all that there was: an option that it does not have was not set.
+        recorded.pop(_FLAGS, None)
+        wanted |= library_facts(loader)
         recorded["target"] = read_manifest(artifact.path).facts.target
         wanted["target"] = graph_target(machine, loader)
         names = {*recorded, *wanted}
@@ -120,6 +140,30 @@ def check_fit(
         wanted["n_positions"] = options.max_model_len
     if "compiler_version" in recorded:
         wanted["compiler_version"] = backends.compiler(loader)[1]
+    return _matches(artifact, options, recorded, wanted) and artifact.compiled is not None
+
+
+def flags_fit(artifact: Artifact, options: ServingOptions, environ: Mapping[str, str]) -> bool:
+    """Whether the graphs of an output of this package were compiled with the environment's flags.
+
+    Other formats do not record theirs.
+
+    Raises:
+        ArtifactMismatchError: they were not, and are not to be compiled again.
+        InvalidOptionError: `NEURON_CC_FLAGS` cannot be read.
+    """
+    if artifact.format != OwnOutput.name:
+        return True
+    recorded = {_FLAGS: artifact.compiled_for.get(_FLAGS)}
+    return _matches(artifact, options, recorded, {_FLAGS: None, **flag_facts(environ)})
+
+
+def _matches(
+    artifact: Artifact,
+    options: ServingOptions,
+    recorded: Mapping[str, object],
+    wanted: Mapping[str, object],
+) -> bool:
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in wanted.items()}
     try:
         replace(artifact, compiled_for=recorded).check_fit(wanted)
@@ -129,4 +173,4 @@ def check_fit(
         differing = sorted(error.differences)
         logger.warning("compiled_unused path=%s differs=%s", artifact.path, differing)
         return False
-    return artifact.compiled is not None
+    return True

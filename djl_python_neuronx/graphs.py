@@ -21,10 +21,10 @@ from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
 from djl_python_neuronx.artifacts.store.place import URL_VARIABLE, CompilePlace, locate
 from djl_python_neuronx.artifacts.store.publish import is_writable
 from djl_python_neuronx.compile_process import CompileProgress, Forecast, compile_guarded
-from djl_python_neuronx.config.graph_facts import graph_options
+from djl_python_neuronx.config.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.config.loader import libraries
 from djl_python_neuronx.errors import ArtifactNotFoundError, UnknownFormatError
-from djl_python_neuronx.fitting import graph_target
+from djl_python_neuronx.fitting import flags_fit, graph_target
 from djl_python_neuronx.loading import Prepared
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def obtain(
         ArtifactError: what is there is damaged, or cannot be read or stored.
         BackendError: the backend cannot compile the model.
     """
-    facts = _facts(prepared)
+    facts = _facts(prepared, environ)
     options = {
         **prepared.options.model_dump(mode="json"),
         "model_loader": prepared.loader,
@@ -76,7 +76,8 @@ def obtain(
     elif reason := backends.uncompilable(prepared.loader, prepared.plan):
         logger.warning("graphs_not_kept reason=%r", reason)
     else:
-        folder = prepared.artifact.compiled if prepared.fits else None
+        fits = prepared.fits and flags_fit(prepared.artifact, prepared.options, environ)
+        folder = prepared.artifact.compiled if fits else None
         named = _named(prepared, environ)
         if isinstance(named, Path):
             folder = folder or _checked(named, facts)
@@ -90,9 +91,13 @@ def obtain(
     return Compiled(folder, facts, options, packages)
 
 
-def _facts(prepared: Prepared) -> CompileFacts:
+def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
     loader, plan = prepared.loader, prepared.plan
-    wanted = graph_options(prepared.options, loader)
+    wanted = {
+        **graph_options(prepared.options, loader),
+        **library_facts(loader),
+        **flag_facts(environ),
+    }
     if prepared.draft_dir is not None:
         wanted["speculative_draft_model"] = artifact_digest(prepared.draft_dir)
     package, version = backends.compiler(loader) if backends.compiles(loader) else ("none", "")

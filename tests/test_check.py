@@ -159,7 +159,9 @@ def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     assert "no weights" in warning
     assert "only planned" in warning
     assert not report.loadable
-    assert "the plan holds; its weights are not here and were not looked at: 1 warning" in printed(report)
+    assert "the plan holds; its weights are not here and were not looked at: 1 warning" in printed(
+        report
+    )
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):

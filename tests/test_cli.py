@@ -66,6 +66,37 @@ def test_options_of_the_command_line(pairs, expected):
         assert dict(parsed.option) == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "folder", "model_id", "name"),
+    [
+        (TINY, Path(TINY), None, "tiny-llama"),
+        ("/no/such/folder", Path("/no/such/folder"), None, "folder"),
+        ("s3://bucket/models/llama/", None, "s3://bucket/models/llama/", "llama"),
+        ("owner/name", None, "owner/name", "name"),
+    ],
+)
+def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
+    server = pytest.importorskip("djl_python_neuronx.server", reason="needs the `server` extra")
+    from djl_python_neuronx.service import Service
+
+    given = {}
+
+    def load(properties, model_dir, *, overrides, progress):
+        given.update(model_dir=model_dir, overrides=overrides)
+
+    def serve(load, *, folder_name, **_):
+        given.update(name=folder_name)
+        load()
+        return 0
+
+    monkeypatch.setattr(Service, "load", load)
+    monkeypatch.setattr(server, "serve", serve)
+    assert cli.main(["serve", target, "-o", "max_waiting=7"]) == 0
+    named = {} if model_id is None else {"model_id": model_id}
+    overrides = {**named, "max_waiting": "7"}
+    assert given == {"model_dir": folder, "overrides": overrides, "name": name}
+
+
 def test_a_port_of_sagemaker_is_checked(monkeypatch):
     monkeypatch.setenv("SAGEMAKER_BIND_TO_PORT", "http")
     with pytest.raises(ConfigError, match="SAGEMAKER_BIND_TO_PORT"):

@@ -86,6 +86,25 @@ def test_the_output_says_the_same(output):
     assert pinned.context_length_estimate == options.context_length_estimate
 
 
+def test_an_output_keeps_its_pins_by_its_name(output, tmp_path):
+    named = answer(tmp_path, model_id=str(output))[1]
+    assert (named.n_positions, named.max_rolling_batch_size) == (128, 2)
+    # Who sets another value has it.
+    assert answer(tmp_path, model_id=str(output), max_rolling_batch_size="3")[1] == (
+        named.model_copy(update={"max_rolling_batch_size": 3})
+    )
+
+
+def test_a_manifest_gives_no_leave_to_run_code(copied, tmp_path):
+    path = copied / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["effective_options"] |= {"trust_remote_code": True, "max_waiting": 7}
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "empty").mkdir()
+    options = answer(tmp_path / "empty", model_id=str(copied))[1]
+    assert (options.trust_remote_code, options.max_waiting) == (False, 7)
+
+
 def test_the_output_pins_what_followed_from_the_machine(output):
     settings = {setting.name: setting for setting in from_file(output)}
     assert settings["entryPoint"].value == "djl_python_neuronx.handler"
@@ -102,6 +121,15 @@ def test_a_changed_file_is_refused_though_its_size_is_right(copied, name):
     content[-2] ^= 1
     (copied / name).write_bytes(content)
     with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        Service.load(None, copied)
+
+
+def test_changed_pins_are_refused_though_their_size_is_right(copied):
+    pins = copied / "serving.properties"
+    text = pins.read_text()
+    assert "option.n_positions=128" in text
+    pins.write_text(text.replace("option.n_positions=128", "option.n_positions=256"))
+    with pytest.raises(ArtifactError, match=r"changed serving\.properties"):
         Service.load(None, copied)
 
 
@@ -130,6 +158,21 @@ def test_an_output_of_graphs_compiles_nothing(machine, options, tmp_path):
     anew = {**named, "max_rolling_batch_size": "4", "on_mismatch": "recompile"}
     anew["compiled_graph_path"] = options["compiled_graph_path"]
     assert load(machine, anew, tmp_path / "other") == (0, 1)
+    assert machine.compiled() == 2 * GRAPHS
+
+
+def test_an_output_keeps_to_its_compilers_flags(machine, options, tmp_path):
+    machine.set(NEURON_CC_FLAGS="-O1")
+    out = tmp_path / "out"
+    compile_model(str(TINY), str(out), environ=machine.environ, overrides=options)
+    assert load(machine, {}, out) == (0, 0)
+    machine.set(NEURON_CC_FLAGS="-O3")
+    with pytest.raises(ArtifactMismatchError) as caught:
+        load(machine, {}, out)
+    assert caught.value.differences == {"cc_flags": (("-O1",), ("-O3",))}
+    shutil.rmtree(tmp_path / "cache")
+    anew = {"compiled_graph_path": options["compiled_graph_path"]}
+    assert load(machine, {**anew, "on_mismatch": "recompile"}, out) == (0, 1)
     assert machine.compiled() == 2 * GRAPHS
 
 

@@ -15,8 +15,15 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from djl_python_neuronx.compile_process import CompileProgress
 from djl_python_neuronx.compiling import compile_model
-from djl_python_neuronx.config import instances
-from djl_python_neuronx.errors import ArtifactMismatchError, BackendError, CompileError
+from djl_python_neuronx.config import graph_facts, instances
+from djl_python_neuronx.config import loader as loaders
+from djl_python_neuronx.config.loader import Library
+from djl_python_neuronx.errors import (
+    ArtifactMismatchError,
+    BackendError,
+    CompileError,
+    InvalidOptionError,
+)
 from djl_python_neuronx.graphs import obtain
 from djl_python_neuronx.loading import LoadProgress, prepare
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -62,6 +69,45 @@ def test_another_compiler_names_itself(machine, options):
     with pytest.raises(ArtifactMismatchError) as caught:
         compiled(machine, options)
     assert caught.value.differences == {"compiler_version": ("1.0", "2.0")}
+
+
+def test_other_flags_of_the_compiler_name_themselves(machine, options):
+    machine.set(NEURON_CC_FLAGS="-O1 --model-type transformer")
+    compiled(machine, options)
+    # Where the compiler keeps its cache is no difference.
+    machine.set(
+        NEURON_CC_FLAGS=f"-O1 --cache_dir={options['compiled_graph_path']} --model-type transformer"
+    )
+    compiled(machine, options)
+    assert machine.compiled() == GRAPHS
+    machine.set(NEURON_CC_FLAGS="-O2")
+    with pytest.raises(ArtifactMismatchError) as caught:
+        compiled(machine, options)
+    before = ["-O1", "--model-type", "transformer"]
+    assert caught.value.differences == {"cc_flags": (before, ["-O2"])}
+    compiled(machine, {**options, "on_mismatch": "recompile"})
+    assert machine.compiled() == 2 * GRAPHS
+
+
+def test_flags_that_no_shell_takes_are_refused(machine, options):
+    machine.set(NEURON_CC_FLAGS="-O1 '--oops")
+    with pytest.raises(InvalidOptionError, match="NEURON_CC_FLAGS"):
+        compiled(machine, options)
+
+
+def test_another_version_of_the_library_names_itself(machine, options, monkeypatch):
+    def install(version):
+        library = Library("transformers-neuronx", version, "installed")
+        monkeypatch.setattr(
+            graph_facts, "libraries", lambda: {**loaders.libraries(), library.name: library}
+        )
+
+    install("0.12")
+    compiled(machine, options)
+    install("0.13")
+    with pytest.raises(ArtifactMismatchError) as caught:
+        compiled(machine, options)
+    assert caught.value.differences == {"library_version": ("0.12", "0.13")}
 
 
 def test_a_machine_of_another_kind_names_itself(machine, options):

@@ -109,7 +109,9 @@ _WITHOUT_GROUPS = _LLAMA_ONLY | {"bf16_rms_norm", "group_query_attention"}
 _NO_CACHE = {"kv_cache_quantize": "transformers-neuronx stores its KV cache in dtype only"}
 _NO_WEIGHTS = {"quantize": "transformers-neuronx has no quantised weights for it"}
 # Seen on the real library: gpt2, opt and bloom answer with other tokens, whatever the degree.
-_COLLECTIVES = "transformers-neuronx computes wrong values with BSH collectives in another attention layout"
+_COLLECTIVES = (
+    "transformers-neuronx computes wrong values with BSH collectives in another attention layout"
+)
 _NO_MOE_WEIGHTS = {
     "quantize": "transformers-neuronx fails to build its experts from quantised weights",
     "attention_layout": "transformers-neuronx has no BSH layout for experts",

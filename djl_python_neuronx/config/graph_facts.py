@@ -1,10 +1,17 @@
-"""The options that a compiled graph depends on: what names it in a store, and what must not differ when it is used."""
+"""What a compiled graph depends on: what names it in a store, and what must not differ when it is used."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
+from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.errors import InvalidOptionError
+
+_FLAGS = "NEURON_CC_FLAGS"
+_PLACE = "--cache_dir"
 
 _NOT_IN_GRAPHS = frozenset(
     {
@@ -36,3 +43,33 @@ def graph_options(options: ServingOptions, loader: str) -> dict[str, Any]:
         for name, value in options.model_dump(mode="json", include=names).items()
         if value is not None
     }
+
+
+def library_facts(loader: str) -> dict[str, Any]:
+    """The version of the library that traces the graphs, which changes them as the compiler's does; empty: unknown."""
+    package = NEURON_LOADERS.get(loader)
+    version = None if package is None else libraries()[package].version
+    return {} if version is None else {"library_version": version}
+
+
+def flag_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The compiler's flags that the environment adds to those of the options, in their order; empty: none.
+
+    Where the compiler keeps its cache (`--cache_dir`) changes no graph.
+
+    Raises:
+        InvalidOptionError: a quote is not closed.
+    """
+    text = environ.get(_FLAGS, "")
+    try:
+        words = iter(shlex.split(text))
+    except ValueError as error:
+        expected = "flags as a shell has them, each quote closed"
+        raise InvalidOptionError(_FLAGS, text, "environment", expected) from error
+    flags = []
+    for word in words:
+        if word == _PLACE:
+            next(words, None)  # its value
+        elif not word.startswith(f"{_PLACE}="):
+            flags.append(word)
+    return {"cc_flags": flags} if flags else {}

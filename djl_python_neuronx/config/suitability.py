@@ -255,11 +255,7 @@ def _batching(
         if loader == "tnx" and left and continuous_batching(options):
             problem = "continuous batching pads on the right; leave padding_side out"
             yield Finding(("padding_side", _SLOTS), problem)
-        if (
-            loader == "tnx"
-            and options.padding_side == "right"
-            and not continuous_batching(options)
-        ):
+        if loader == "tnx" and options.padding_side == "right" and not continuous_batching(options):
             yield Finding(("padding_side",), "static batches pad on the left; leave it out")
         return
     if options.rolling_batch_strategy == "continuous_batching":

@@ -240,6 +240,21 @@ def test_a_hub_that_cannot_be_reached(environ):
             hub.fetch("ours/llama", environ={**environ, "HF_ENDPOINT": url})
 
 
+@pytest.mark.parametrize("model", ["ours/none", "ours/gated", "ours/readme", "ours/broken"])
+def test_a_password_in_the_endpoint_is_told_to_nobody(server, environ, model, caplog):
+    server.models |= {"ours/gated": FILES, "ours/readme": {"README.md": b"x"}}
+    server.gated = {"ours/gated"}
+    url = server.url.replace("//", "//me:s3cr@t@")
+    if model == "ours/broken":
+        server.close()
+    caplog.set_level("INFO", "djl_python_neuronx")
+    with pytest.raises((ArtifactAccessError, ArtifactNotFoundError)) as caught:
+        hub.fetch(model, environ={**environ, "HF_ENDPOINT": url})
+    assert server.url in str(caught.value)
+    assert "s3cr" not in str(caught.value) + caplog.text
+    assert "me:" not in str(caught.value)
+
+
 def test_no_room(server, environ):
     class Endless(bytes):
         def __len__(self):

@@ -1,7 +1,10 @@
 """A compile store's twin in S3: moto's server behind the breaking proxy."""
 
+import json
+
 import pytest
 
+from djl_python_neuronx.artifacts.layouts.own_output import unfinished
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.compile_store import CompileStore
 from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
@@ -49,10 +52,15 @@ def test_one_machine_compiles_all_others_fetch(machine, bucket, tmp_path):
     }
 
 
-def test_a_push_that_was_cut_off_is_no_compile(machine, bucket, tmp_path):
+@pytest.mark.parametrize("left", [None, unfinished(expected_files())])
+def test_a_push_that_was_cut_off_is_no_compile(machine, bucket, tmp_path, left):
     journal = tmp_path / "journal"
     build(journal=journal, **machine("one"))
-    bucket.delete_object(Bucket="models", Key=f"compiled/{make_facts().key}/manifest.json")
+    manifest = {"Bucket": "models", "Key": f"compiled/{make_facts().key}/manifest.json"}
+    if left is None:
+        bucket.delete_object(**manifest)
+    else:
+        bucket.put_object(**manifest, Body=json.dumps(left).encode())
     build(journal=journal, **machine("two"))
     assert graphs_made(journal) == [0, 1, 2] * 2
     find_or_fail(CompileStore(**machine("three")), make_facts())

@@ -1,6 +1,8 @@
 """What a compilation ahead of time leaves is served as it is, and nothing of the user's is lost for it."""
 
+import errno
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.artifacts.formats import detect
+from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
+from djl_python_neuronx.artifacts.remote.selection import SERVING
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.output import properties_file, write_output
 from djl_python_neuronx.config.resolve import resolve
@@ -109,6 +113,34 @@ def test_the_output_is_detected_and_its_options_are_those_that_were_in_force(mod
     for name in set(OPTIONS) - {"cpu_threads", "model_id"}:
         assert getattr(resolved.options, name) == OPTIONS[name]
     assert resolved.options.model_id is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "added", "is_refused"),
+    [
+        ("link", "model-00001-of-00002.safetensors", True),
+        ("link", "model.safetensors.index.json", True),
+        ("link", "weights.bin", True),
+        ("link", "pytorch_model.bin.index.json", False),
+        ("link", "training_args.bin", False),
+        ("link", "notes.txt", False),
+        ("none", "model.safetensors", False),
+    ],
+)
+def test_weights_that_are_not_the_output_s_are_not_served(
+    model, tmp_path, weights, added, is_refused
+):
+    destination = tmp_path / "out"
+    write(model, destination, weights=weights)
+    if added == "model.safetensors":
+        shutil.copy(model / added, destination / added)
+    else:
+        (destination / added).write_text("{}")
+    if is_refused:
+        with pytest.raises(ArtifactError, match=rf"does not list: {added};"):
+            detect(destination)
+    else:
+        assert detect(destination).kind == "safetensors"
 
 
 def test_the_entry_point_and_djl_s_own_keys_are_there(model, tmp_path):
@@ -257,7 +289,9 @@ for last in range(1, 200):
 """
 
 
-def check_files_are_there(destination):
+def check_files_are_there_or_it_says_unfinished(destination):
+    if is_unfinished(json.loads((destination / "manifest.json").read_text())):
+        return
     missing = [
         name for name in manifests.read(destination).files if not (destination / name).exists()
     ]
@@ -291,7 +325,7 @@ subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(destination)], check=True)
 def on_event(event, args):
     # Nobody finds a manifest there before, or after, its files.
     if event in ("os.rename", "os.remove", "os.rmdir") and (destination / "manifest.json").exists():
-        test_output.check_files_are_there(destination)
+        test_output.check_files_are_there_or_it_says_unfinished(destination)
 sys.addaudithook(on_event)
 for positions in (64, 32):
     made = test_output.write(model, destination, options={"n_positions": positions})
@@ -314,6 +348,52 @@ def test_a_mounted_destination_is_written_in_place(model, tmp_path):
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.stdout == "done\n", ran.stderr
+
+
+def test_an_interrupted_move_is_not_served_and_is_taken_up_again(model, tmp_path, monkeypatch):
+    destination = tmp_path / "out"
+    write(model, destination)
+    rename = Path.rename
+
+    def is_cut(path, target):
+        if Path(target).name == "tokenizer.json":
+            raise OSError(errno.EIO, "the disk went away")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda path: path == destination)
+        patch.setattr(Path, "rename", is_cut)
+        with pytest.raises(ArtifactAccessError):
+            write(model, destination, options={"n_positions": 64})
+    with pytest.raises(ArtifactError, match="unfinished output"):
+        detect(destination)
+    (destination / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(ArtifactError, match=r"thesis\.txt"):
+        write(model, destination)
+    (destination / "thesis.txt").unlink()
+    write(model, destination)
+    check_whole(destination)
+
+
+def test_all_of_an_output_is_fetched_from_a_remote(model, compiled, tmp_path):
+    """Else it would be refused there: files that its manifest lists would be missing."""
+    for name in (
+        "training_args.bin",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "optimizer.bin",
+        "README.txt",
+    ):
+        (model / name).write_bytes(b"x")
+    adapter = model / "adapters" / "a"
+    adapter.mkdir(parents=True)
+    for name in ("adapter_model.safetensors", "adapter_model.bin", "README.md", ".hidden"):
+        (adapter / name).write_bytes(b"x")
+    (adapter / "runs").mkdir()
+    (adapter / "runs" / "events").write_bytes(b"x")
+    files = write(model, tmp_path / "out", compiled=compiled).files
+    assert set(SERVING.choose(files)) == set(files)
+    assert {"model.safetensors", "adapters/a/adapter_model.safetensors", "README.txt"} <= set(files)
 
 
 def test_an_output_that_is_being_written_is_left_alone(model, tmp_path):

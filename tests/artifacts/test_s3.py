@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
 
 import pytest
 
+from djl_python_neuronx.artifacts.formats import detect
+from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
 from djl_python_neuronx.artifacts.remote.partial import PIECE_BYTES
 from djl_python_neuronx.artifacts.remote.selection import Selection
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
@@ -203,16 +206,19 @@ def test_an_upload_sends_the_manifest_last_and_comes_back_the_same(proxy, bucket
     put(bucket, {"manifest.json": b"an older upload's"})
     s3.upload(source, URI, settings=settings(proxy))
     writes = [(r.method, r.path) for r in proxy.seen if r.method in {"PUT", "POST", "DELETE"}]
-    assert writes[0] == ("DELETE", "/models/llama/manifest.json")
+    assert writes[0] == ("PUT", "/models/llama/manifest.json")
     assert writes[-1] == ("PUT", "/models/llama/manifest.json")
     assert contents(fetch(proxy, tmp_path / "cache")) == files
     assert s3.read_object(URI, "manifest.json", settings=settings(proxy)) == b"{}"
 
 
-def test_an_upload_that_fails_leaves_no_manifest(proxy, bucket, tmp_path):
+def test_an_upload_that_fails_leaves_an_unfinished_one(proxy, bucket, tmp_path):
     (tmp_path / "manifest.json").write_bytes(b"{}")
     (tmp_path / "graph.neff").write_bytes(b"x")
-    put(bucket, {"manifest.json": b"an older upload's", "graph.neff": b"older"})
+    put(
+        bucket,
+        {"manifest.json": b"an older upload's", "graph.neff": b"older", "config.json": b"{}"},
+    )
     proxy.rules = [
         Fault(
             "error",
@@ -224,10 +230,48 @@ def test_an_upload_that_fails_leaves_no_manifest(proxy, bucket, tmp_path):
     ]
     with pytest.raises(ArtifactAccessError, match="s3:PutObject"):
         s3.upload(tmp_path, URI, settings=settings(proxy))
-    with pytest.raises(ArtifactNotFoundError):
-        s3.read_object(URI, "manifest.json", settings=settings(proxy))
+    left = json.loads(s3.read_object(URI, "manifest.json", settings=settings(proxy)))
+    assert is_unfinished(left)
+    with pytest.raises(ArtifactError, match="unfinished output"):
+        detect(fetch(proxy, tmp_path / "cache"))
     with pytest.raises(ArtifactNotFoundError, match=r"has no manifest.json"):
         s3.upload(tmp_path / "nothing", URI, settings=settings(proxy))
+
+
+def output_of(folder, files):
+    """A finished output of these small files."""
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    listed = {name: {"bytes": len(content)} for name, content in files.items()}
+    manifest = {"format": "djl_python_neuronx", "version": 1, "files": listed}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_upload_leaves_nothing_of_the_first_and_all_of_the_user_s(
+    proxy, bucket, tmp_path, killed
+):
+    first = {"config.json": b"1", "model-00001-of-00002.safetensors": b"old"}
+    second = {"config.json": b"2", "model.safetensors": b"new"}
+    third = {"config.json": b"3", "weights.bin": b"newest"}
+    put(bucket, {"mine.txt": b"mine"})
+    s3.upload(output_of(tmp_path / "1", first), URI, settings=settings(proxy))
+    refused = Fault(
+        "error", when=lambda r: r.method == "DELETE", times=100, status=403, code="AccessDenied"
+    )
+    if killed:  # the third has to clear away what the first left
+        proxy.rules = [refused]
+        with pytest.raises(ArtifactAccessError):
+            s3.upload(output_of(tmp_path / "2", second), URI, settings=settings(proxy))
+        proxy.rules = []
+    else:
+        s3.upload(output_of(tmp_path / "2", second), URI, settings=settings(proxy))
+    s3.upload(output_of(tmp_path / "3", third), URI, settings=settings(proxy))
+    found = contents(fetch(proxy, tmp_path / "cache"))
+    assert found.pop("manifest.json") == (tmp_path / "3" / "manifest.json").read_bytes()
+    assert found == {**third, "mine.txt": b"mine"}
 
 
 def test_uris():

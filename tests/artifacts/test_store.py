@@ -184,6 +184,20 @@ def test_a_damaged_compile_is_named_and_made_again_only_if_allowed(place, damage
     assert graphs_made(journal) == [0, 1, 2] * 2
 
 
+def test_a_damaged_compile_does_not_hide_a_whole_one(place, tmp_path):
+    root, journal = place
+    fallback = tmp_path / "own"
+    damaged = build(root, journal) / "graphs" / "1.neff"
+    whole = build(fallback, journal)
+    damaged.unlink()
+    store = CompileStore(root, fallback=fallback)
+    assert find_or_fail(store, make_facts()) == whole
+    # Of two damaged ones the first is named.
+    (whole / "graphs" / "2.neff").unlink()
+    with pytest.raises(ArtifactError, match=r"1\.neff"):
+        find_or_fail(store, make_facts())
+
+
 def content_with_one_bit_less(path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

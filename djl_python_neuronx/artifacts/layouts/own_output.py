@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,45 @@ from djl_python_neuronx.artifacts.layouts.folder import (
     some,
     unreadable,
 )
+from djl_python_neuronx.artifacts.remote.selection import SERVING
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "djl_python_neuronx"
 MANIFEST_VERSION = 1
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
+"""Of weights beside config.json; a folder `pytorch_model.bin` holds them too."""
+
+
+def unfinished(files: Iterable[str]) -> dict[str, Any]:
+    """What stands in the manifest's place while an output is written.
+
+    `files`: all that may be found there, of this output and of the one that it replaces: whoever writes the next one
+    knows from it what to clear away.
+    """
+    marker = {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "unfinished": True}
+    return {**marker, "files": {name: {} for name in sorted(files)}}
+
+
+def is_unfinished(manifest: object) -> bool:
+    """True for what `unfinished` gives."""
+    return (
+        isinstance(manifest, dict)
+        and manifest.get("format") == MANIFEST_FORMAT
+        and manifest.get("unfinished") is True
+    )
+
+
+def listed_files(raw: bytes) -> set[str]:
+    """The paths that a manifest of ours lists, unfinished or not; none if it is another's or damaged."""
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError):
+        return set()
+    if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
+        return set()
+    files = manifest.get("files")
+    return set(files) if isinstance(files, dict) else set()
 
 
 class OwnOutput:
@@ -45,6 +80,12 @@ class OwnOutput:
         """The other layout's facts, with what the manifest adds."""
         path, manifest = folder.path / MANIFEST, folder.json(MANIFEST)
         layout, compiled_for = manifest.get("layout"), manifest.get("compiled_for")
+        if is_unfinished(manifest):
+            msg = (
+                f"{folder.path} is an unfinished output: what wrote it there was interrupted, or is still at work. "
+                "Wait for it, or compile to that place again."
+            )
+            raise ArtifactError(msg)
         if manifest.get("version") != MANIFEST_VERSION:
             msg = (
                 f"{path} has version {manifest.get('version')!r}; expected {MANIFEST_VERSION}. "
@@ -94,6 +135,30 @@ def _check_files(folder: Folder, files: Any) -> None:  # noqa: ANN401
     if missing:
         msg = f"{len(missing)} of {len(files)} files that {path} lists are missing: {some(sorted(missing))}. {AGAIN}"
         raise ArtifactNotFoundError(msg)
+    _check_unlisted(folder, files)
+
+
+def _check_unlisted(folder: Folder, files: Mapping[str, Any]) -> None:
+    """Refuse weights that another output or model left: they could be loaded in place of the manifest's.
+
+    Where the manifest lists none, they were left out on purpose and added by hand.
+    """
+    listed = {name.split("/")[0] for name in files if _is_weight(name.split("/")[0])}
+    if not listed:
+        return
+    # What only other libraries read does no harm; DJL's partition copies every *.json of its source beside ours.
+    plain = SERVING.choose([*listed, *(folder.names - folder.folders)])
+    found = {name for name in {*plain, *folder.folders} if _is_weight(name)}
+    if extra := found - listed:
+        msg = (
+            f"{folder.path} holds weights that its {MANIFEST} does not list: {some(sorted(extra))}; expected its own "
+            "only, as these may be of another model. Remove them, or compile to an empty folder."
+        )
+        raise ArtifactError(msg)
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(WEIGHT_SUFFIXES)
 
 
 def _size(folder: Folder, name: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 _ON = frozenset({"1", "on", "yes", "true"})
 
 # All that the library's HTTP client raises: requests' errors are OSErrors; httpx', which came with 1.0, are not, but
@@ -50,7 +52,8 @@ def fetch(
     endpoint = env.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
     token = token or env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
     where = f"{repo_id} at {revision}" if revision else repo_id
-    with _translated(repo_id, revision, endpoint):
+    shown = _USERINFO.sub("", endpoint)  # it may hold a password
+    with _translated(repo_id, revision, shown):
         if constants.HF_HUB_OFFLINE or env.get("HF_HUB_OFFLINE", "").lower() in _ON:
             folder = snapshot_download(
                 repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True,
@@ -64,7 +67,7 @@ def fetch(
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         names = sorted(selection.choose(sizes.keys()))
         if not names:
-            msg = f"the model {where} on {endpoint} has {len(sizes)} files, none of which is a model's. Correct the id."
+            msg = f"the model {where} on {shown} has {len(sizes)} files, none of which is a model's. Correct the id."
             raise ArtifactNotFoundError(msg)
         wanted = {name: sizes[name] for name in names}
         _check_room(repo_id, info.sha, wanted, cache_dir)
@@ -151,4 +154,4 @@ def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     if not lines or "header" in lines[0].lower():
         return type(error).__name__  # a header that is wrong is quoted, and may hold the token
-    return lines[0][:300]
+    return _USERINFO.sub("", lines[0])[:300]

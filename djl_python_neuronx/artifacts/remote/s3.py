@@ -5,7 +5,7 @@ Needs boto3 (the extra `s3`); import it only when a URI asks for it.
 
 from __future__ import annotations
 
-import logging
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from botocore.config import Config
 from botocore.session import Session
 from s3transfer.subscribers import BaseSubscriber
 
+from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, listed_files, unfinished
 from djl_python_neuronx.artifacts.remote import cache, s3_crt
 from djl_python_neuronx.artifacts.remote.partial import PartialFolder, Piece, RemoteFile
 from djl_python_neuronx.artifacts.remote.progress import Progress, ProgressMeter
@@ -24,11 +25,6 @@ from djl_python_neuronx.artifacts.remote.s3_errors import translated
 from djl_python_neuronx.artifacts.remote.s3_pieces import NUM_THREADS, Download
 from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
-
-logger = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
-"""What says that a folder of our making is whole."""
 
 _MAX_READ_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10
@@ -158,8 +154,8 @@ def upload(
 ) -> None:
     """Copy a local folder of our making, which has a manifest.json, to `uri`; the manifest goes last.
 
-    A manifest that is there already is removed first, so that at no time one vouches for files of another upload.
-    Other objects below `uri` stay.
+    Until then one that says `unfinished` stands there, so that at no time one vouches for files of another upload.
+    What an earlier upload listed and this one does not have is removed; other objects below `uri` stay.
 
     Raises:
         ArtifactNotFoundError: no such bucket, or no manifest in the folder.
@@ -179,11 +175,32 @@ def upload(
         translated(remote.uri, action="s3:PutObject and s3:DeleteObject"),
         ProgressMeter(remote.uri, total, 0, progress) as meter,
     ):
-        remote.client.delete_object(
-            Bucket=remote.bucket, Key=remote.prefix + MANIFEST, **remote.request
+        earlier = listed(remote)
+        marker = json.dumps(unfinished(earlier | files.keys()))
+        remote.client.put_object(
+            Bucket=remote.bucket,
+            Key=remote.prefix + MANIFEST,
+            Body=marker.encode(),
+            **remote.request,
         )
+        for name in sorted(earlier - files.keys()):
+            remote.client.delete_object(
+                Bucket=remote.bucket, Key=remote.prefix + name, **remote.request
+            )
         _send(remote, files, meter)
         _send(remote, {MANIFEST: manifest}, meter)
+
+
+def listed(remote: S3Folder) -> set[str]:
+    """The files of the upload that is there, finished or not; none if what is there is not of our making."""
+    try:
+        response = remote.client.get_object(
+            Bucket=remote.bucket, Key=remote.prefix + MANIFEST, **remote.request
+        )
+    except remote.client.exceptions.NoSuchKey:
+        return set()
+    with response["Body"] as body:
+        return listed_files(body.read(_MAX_READ_BYTES)) - {MANIFEST}
 
 
 def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:

@@ -70,15 +70,27 @@ class CompileStore:
 
         Raises:
             ArtifactAccessError: it cannot be read.
-            ArtifactError: there is one that is damaged.
+            ArtifactError: there is one that is damaged, and no whole one.
         """
+        damage: ArtifactError | None = None
         for root in self._roots:
             folder = root / facts.key
-            if folder.is_dir():
+            if not folder.is_dir():
+                continue
+            try:
                 manifest = manifests.read(folder)
                 check_facts(facts, manifest.facts, where=str(folder))
                 manifests.verify(folder, manifest, hashes=self._hashes)
-                return folder
+            except ArtifactAccessError:
+                raise
+            except ArtifactError as error:
+                damage = damage or error
+                continue
+            if damage is not None:
+                logger.warning("compile_damaged key=%s used=%s error=%s", facts.key, folder, damage)
+            return folder
+        if damage is not None:
+            raise damage
         return None
 
     def nearest(self, facts: CompileFacts) -> tuple[str, CompileFacts] | None:

@@ -25,6 +25,7 @@ from djl_python_neuronx.artifacts.layouts.own_output import (
     MANIFEST,
     MANIFEST_FORMAT,
     MANIFEST_VERSION,
+    is_unfinished,
 )
 from djl_python_neuronx.artifacts.store.digest import sha256_of_each
 from djl_python_neuronx.artifacts.store.facts import CompileFacts, Options
@@ -147,6 +148,9 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
     Raises:
         ArtifactError: as `read`.
     """
+    if is_unfinished(value):
+        msg = f"{where} says that the folder is not finished: it is being written, or was cut off. Compile again."
+        raise ArtifactError(msg)
     number = value.get("version")
     if value.get("format") == MANIFEST_FORMAT and type(number) is int and number > MANIFEST_VERSION:
         msg = (

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
 from djl_python_neuronx.artifacts.store.manifest import Manifest
@@ -141,7 +142,7 @@ class Mirror:
         except ValueError as error:
             msg = f"{where} is not valid JSON: {error}. Remove the folder there, or compile again."
             raise ArtifactError(msg) from error
-        return manifests.parse(value, where)
+        return None if is_unfinished(value) else manifests.parse(value, where)
 
 
 def _link(source: str, target: str) -> None:

@@ -16,11 +16,23 @@ from typing import Literal
 
 import javaproperties
 
-from djl_python_neuronx.artifacts.layouts.folder import Folder, some
+from djl_python_neuronx.artifacts.layouts.folder import Folder, read_json, some
+from djl_python_neuronx.artifacts.layouts.own_output import (
+    WEIGHT_SUFFIXES,
+    is_unfinished,
+    unfinished,
+)
+from djl_python_neuronx.artifacts.remote.selection import SERVING
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.facts import CompileFacts
 from djl_python_neuronx.artifacts.store.manifest import Manifest
-from djl_python_neuronx.artifacts.store.publish import remove, replace_folder, storing, sync_tree
+from djl_python_neuronx.artifacts.store.publish import (
+    remove,
+    replace_folder,
+    storing,
+    sync_tree,
+    whole_file,
+)
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
@@ -30,7 +42,6 @@ COMPILED = "compiled"
 
 WeightsInOutput = Literal["none", "link", "copy"]
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 _SPLIT_WEIGHTS = "pytorch_model.bin"
 _ADAPTERS = "adapters"
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
@@ -145,6 +156,8 @@ def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> N
     if overwrite or is_free:
         return
     try:
+        if _is_interrupted(destination):
+            return
         manifests.verify(destination, manifests.read(destination), hashes=False)
     except ArtifactError as error:
         found = some(names) if names else "a file"
@@ -153,6 +166,26 @@ def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> N
             f"{error}) Expected an empty folder, or none. Name another, or allow to overwrite it."
         )
         raise ArtifactError(msg) from error
+
+
+def _is_interrupted(destination: Path) -> bool:
+    """True for what an interrupted `_move_into` left, if nobody has added to it."""
+    manifest = destination / manifests.FILE_NAME
+    marker = read_json(manifest) if manifest.is_file() else {}
+    if not is_unfinished(marker):
+        return False
+    staged = f".{destination.name}.output-"
+    known = {manifests.FILE_NAME, *marker.get("files", ())}
+    return all(name in known or name.startswith(staged) for name in _files(destination))
+
+
+def _files(folder: Path) -> set[str]:
+    """The paths of all in a folder that is not a folder itself."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
 
 
 @contextmanager
@@ -187,8 +220,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsInOutput) -> None:
     place: Callable[[str, str], object] = shutil.copyfile if weights == "copy" else _link_or_copy
-    files, folders = model.names - model.folders, model.folders
-    cut = {name for name in files if name.endswith(_WEIGHT_SUFFIXES)}
+    # What a server fetches from S3: a manifest that lists more would be refused there as incomplete.
+    files = set(SERVING.choose(model.names - model.folders))
+    cut = {name for name in files if name.endswith(WEIGHT_SUFFIXES)}
     small = {
         name
         for name in files - cut - {PROPERTIES, manifests.FILE_NAME}
@@ -199,9 +233,9 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     if weights != "none":
         for name in cut:
             place(str(model.path / name), str(target / name))
-        if _SPLIT_WEIGHTS in folders:
+        if _SPLIT_WEIGHTS in model.folders:
             _copy_tree(model.sub(_SPLIT_WEIGHTS).path, target / _SPLIT_WEIGHTS, place)
-    if _ADAPTERS in folders:
+    if _ADAPTERS in model.folders:
         _copy_tree(model.sub(_ADAPTERS).path, target / _ADAPTERS, shutil.copyfile)
     if compiled is not None:
         _copy_tree(compiled, target / COMPILED, _link_or_copy)
@@ -209,13 +243,12 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
 
 def _copy_tree(source: Path, target: Path, place: Callable[[str, str], object]) -> None:
     # Folders get this user's usual rights, whatever a read-only source has.
-    for path in sorted(source.rglob("*")):
-        copied = target / path.relative_to(source)
-        if path.is_dir():
-            copied.mkdir(parents=True, exist_ok=True)
-        else:
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            place(str(path), str(copied))
+    target.mkdir()
+    names = {name for name in _files(source) if (source / name).is_file()}
+    for name in sorted(SERVING.choose(names)):
+        copied = target / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        place(str(source / name), str(copied))
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -227,11 +260,17 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _move_into(new: Path, destination: Path, *, besides: Path) -> None:
-    """Replace what is in a mounted folder; without a manifest in it, nobody takes it for finished meanwhile."""
-    (destination / manifests.FILE_NAME).unlink(missing_ok=True)
+    """Replace what is in a mounted folder; its manifest says `unfinished` until all is there."""
+    manifest = destination / manifests.FILE_NAME
+    staged = f"{besides.name}/"
+    there = {name for name in _files(destination) if not name.startswith(staged)}
+    with whole_file(manifest) as temporary:
+        temporary.write_text(json.dumps(unfinished(there | _files(new))), encoding="utf-8")
     for path in destination.iterdir():
-        if path != besides:
+        if path not in {besides, manifest}:
             remove(path)
     for path in sorted(new.iterdir(), key=lambda path: path.name == manifests.FILE_NAME):
+        if path.name == manifests.FILE_NAME:
+            sync_tree(destination)
         path.rename(destination / path.name)
     sync_tree(destination)
