@@ -130,8 +130,8 @@ def prepare(
     tokenizer = load_tokenizer(
         artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
     )
-    if loader == "tnx" and draft_dir is not None:
-        msg = "speculative_draft_model: the tnx backend does not speculate yet; leave it out"
+    if draft_dir is not None and not backends.speculates(loader):
+        msg = f"speculative_draft_model: the {loader} backend does not speculate yet; leave it out"
         raise IncompatibleOptionsError(msg)
     plan = _plan(
         options, artifact, _eos_ids(artifact, tokenizer), planned.arguments, loader, fits=fits

@@ -27,6 +27,7 @@ from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
 
 logger = logging.getLogger(__name__)
 
+SPECULATES = False
 WEIGHTS = WHOLE | {"split"}
 """Kinds of weights that the library reads."""
 

@@ -116,8 +116,13 @@ def test_a_model_that_is_replaced_meanwhile_is_not_mixed(proxy, bucket, tmp_path
 
 def test_our_own_output_goes_up_and_comes_down_through_faults(proxy, bucket, tmp_path):
     source = build("djl_neuronx", tmp_path / "source")
-    is_put = [Fault(kind, when=lambda r: r.method == "PUT", times=2) for kind in ("error", "reset")]
-    proxy.rules = [*is_put, *(Fault(kind, times=2) for kind in KINDS)]
+    going_up = [
+        Fault(kind, when=lambda r: r.method == "PUT", times=2) for kind in ("error", "reset")
+    ]
+    going_up.append(Fault("reset", when=lambda r: r.method == "GET", times=2))
+    proxy.rules = list(going_up)
     s3.upload(source, URI, settings=settings(proxy))
+    coming_down = [Fault(kind, times=2) for kind in KINDS]
+    proxy.rules = list(coming_down)
     assert_same(load(proxy, tmp_path / "cache"), source)
-    assert {fault.done for fault in proxy.rules} == {2}
+    assert {fault.done for fault in [*going_up, *coming_down]} == {2}

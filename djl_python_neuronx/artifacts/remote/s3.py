@@ -5,6 +5,8 @@ Needs boto3 (the extra `s3`); import it only when a URI asks for it.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.session import Session
 from s3transfer.subscribers import BaseSubscriber
+from urllib3.exceptions import HTTPError
 
 from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, listed_files, unfinished
 from djl_python_neuronx.artifacts.remote import cache, s3_crt
@@ -27,6 +31,7 @@ from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 _MAX_READ_BYTES = 64 * 2**20
+_READ_ATTEMPTS = 4
 _CONNECT_TIMEOUT_S = 10
 _ATTEMPTS = 8
 """botocore's three are few for ten threads at once when S3 says SlowDown."""
@@ -139,14 +144,27 @@ def read_object(uri: str, name: str, *, settings: Settings = DEFAULTS) -> bytes:
     folder = S3Folder(uri, settings=settings)
     where = folder.uri + name
     with translated(where):
-        response = folder.client.get_object(
-            Bucket=folder.bucket, Key=folder.prefix + name, **folder.request
-        )
-        with response["Body"] as body:
-            if response["ContentLength"] <= _MAX_READ_BYTES:
-                return bytes(body.read())
-    msg = f"{where} has {response['ContentLength']} bytes; expected a small file. Correct the URI."
+        content = _content(folder, name)
+    if content is not None:
+        return content
+    msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
     raise ArtifactError(msg)
+
+
+def _content(folder: S3Folder, name: str) -> bytes | None:
+    """A small object, read again where its body breaks off, which botocore does not retry; None: it is not small."""
+    for attempt in itertools.count(1):
+        try:
+            response = folder.client.get_object(
+                Bucket=folder.bucket, Key=folder.prefix + name, **folder.request
+            )
+            with contextlib.closing(response["Body"]) as body:
+                small = response["ContentLength"] <= _MAX_READ_BYTES
+                return bytes(body.read()) if small else None
+        except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
+            if attempt == _READ_ATTEMPTS:
+                raise boto.ResponseStreamingError(error=error) from None
+    return None
 
 
 def upload(
@@ -194,13 +212,10 @@ def upload(
 def listed(remote: S3Folder) -> set[str]:
     """The files of the upload that is there, finished or not; none if what is there is not of our making."""
     try:
-        response = remote.client.get_object(
-            Bucket=remote.bucket, Key=remote.prefix + MANIFEST, **remote.request
-        )
+        content = _content(remote, MANIFEST)
     except remote.client.exceptions.NoSuchKey:
         return set()
-    with response["Body"] as body:
-        return listed_files(body.read(_MAX_READ_BYTES)) - {MANIFEST}
+    return set() if content is None else listed_files(content) - {MANIFEST}
 
 
 def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
