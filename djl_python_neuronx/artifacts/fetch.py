@@ -5,7 +5,6 @@ A kind of URI is one class under `@scheme`. What its library raises is translate
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import tempfile
@@ -17,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from djl_python_neuronx.artifacts.formats import read_json
+from djl_python_neuronx.artifacts.layouts.folder import parse_object
 from djl_python_neuronx.artifacts.remote.progress import Progress
 from djl_python_neuronx.artifacts.remote.selection import EVERYTHING, SERVING
 from djl_python_neuronx.errors import (
@@ -358,12 +358,4 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
     if len(content) > MAX_CONFIG_BYTES:
         msg = f"{where} is larger than {MAX_CONFIG_BYTES // 2**20} MiB; expected a model's configuration"
         raise ArtifactError(msg)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        msg = f"{where} is not valid JSON: {error}. Copy it again"
-        raise ArtifactError(msg) from error
-    if not isinstance(value, dict):
-        msg = f"{where} holds a JSON {type(value).__name__}; expected an object. Copy it again"
-        raise ArtifactError(msg)
-    return value
+    return parse_object(content, where)

@@ -120,13 +120,22 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     check_start(path, raw)
+    return parse_object(raw, str(path))
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in the content of a file that was read from `where`.
+
+    Raises:
+        ArtifactError: it is malformed.
+    """
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        msg = f"{path} is not valid JSON: {error}. Copy or download it again."
+        msg = f"{where} is not valid JSON: {error}. Copy or download it again."
         raise ArtifactError(msg) from error
     if not isinstance(value, dict):
-        msg = f"{path} holds a JSON {type(value).__name__}; expected an object. Copy or download it again."
+        msg = f"{where} holds a JSON {type(value).__name__}; expected an object. Copy or download it again."
         raise ArtifactError(msg)
     return value
 
