@@ -52,8 +52,10 @@ format: $(INSTALLED) ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## what is made from the option fields
+docs: $(INSTALLED) ## what is made from the option fields and from tables
 	$(BIN)/python -m djl_python_neuronx.config.document options > docs/options.md
+	$(BIN)/python -m djl_python_neuronx.config.document architectures > docs/architectures.md
+	$(BIN)/python -m djl_python_neuronx.config.document metrics > docs/metrics.md
 	$(BIN)/python -m djl_python_neuronx.config.document example > serving.properties.example
 
 clean: ## away with the environments

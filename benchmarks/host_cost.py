@@ -138,10 +138,12 @@ class TableTokenizer:
         raise NotImplementedError
 
 
-def measure(case: Case, *, num_tokens: int, device_s: float) -> dict[str, Any]:
-    """One row: the critical path and the whole CPU time of a step."""
+def measure(
+    case: Case, *, num_tokens: int, device_s: float, sampling: SamplingParams | None = None
+) -> dict[str, Any]:
+    """One row: the critical path and the whole CPU time of a step. `sampling` in place of the setting's."""
     backend = RingBackend(case, num_tokens=num_tokens, device_s=device_s)
-    cpu_s = _generate(case, backend, num_tokens)
+    cpu_s = _generate(case, backend, num_tokens, sampling)
     gaps = backend.gaps_ns[WARM_STEPS:]
     read_us = _read_us(backend.ring)
     critical_us = statistics.median(gaps) / 1e3
@@ -198,8 +200,11 @@ def under_load(vocab: int, batch: int) -> Iterator[dict[str, Any]]:
         yield {"front_end": "8k prompts" if busy else "idle", "device_ms": 5.0, **row}
 
 
-def _generate(case: Case, backend: RingBackend, num_tokens: int) -> float:
+def _generate(
+    case: Case, backend: RingBackend, num_tokens: int, sampling: SamplingParams | None = None
+) -> float:
     """Run a full batch to its end through loop, text and formatter; CPU seconds of the process."""
+    sampling = sampling or SETTINGS[case.setting]
     random = np.random.default_rng(1)
     loop = EngineLoop(
         Engine(backend),
@@ -215,9 +220,7 @@ def _generate(case: Case, backend: RingBackend, num_tokens: int) -> float:
         name = str(i)
         prompt = random.integers(0, case.vocab, PROMPT_LEN).tolist()
         requests.append(
-            GenerationRequest(
-                name, prompt, SETTINGS[case.setting], max_new_tokens=num_tokens, logprobs=lines
-            )
+            GenerationRequest(name, prompt, sampling, max_new_tokens=num_tokens, logprobs=lines)
         )
         formatters[name] = (
             LinesFormatter("", details=False, full_text=False, sse=False)

@@ -13,10 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.config import device, instances, sources
+from djl_python_neuronx.config import device, instances, nodes, sources
 from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.draft import ORIGIN, draft_settings
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries, preferred
+from djl_python_neuronx.config.mapping import drafting
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import NAMES, ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan
@@ -175,15 +177,19 @@ def check(
         return messages.into(Report(name, resolved=resolved))
     facts = ModelFacts.from_config(model.config, model.dtype)
     here = device.detect(environ=environ) if machine is None else machine
+    here = replace(here, local_degree=nodes.local_degree(environ))
     loader = _loader(resolved.options, facts, model, here, explicit=machine is not None)
     planned_for = _machine(resolved.options, here, loader, messages)
     _missing(loader, here if machine is None else None, messages)
-    draft = _draft(resolved, environ, messages)
+    draft_config = _draft(resolved, model, environ, messages)
+    draft = None if draft_config is None else ModelFacts.from_config(draft_config)
     resolved, problems = assess(
         resolved, model.config, planned_for, loader, model.dtype, draft=draft
     )
     messages.judge(resolved, problems)
     messages.add(resolved)
+    if draft_config is not None and drafting(resolved.options) and not problems:
+        _judge_draft(resolved, draft_config, planned_for, loader, messages)
     if loader == "cpu" and facts.num_parameters is None:
         kind = facts.model_type or "(config.json names none)"
         doubt = "whether transformers can load it, and what it takes, shows when it is loaded"
@@ -191,7 +197,7 @@ def check(
     plan = make_plan(
         resolved, facts, planned_for, loader, artifact_format=model.format, draft=draft
     )
-    lacking = tuple(_lacking(loader, model))
+    lacking = tuple(_lacking(loader, model, resolved.options, environ))
     return messages.into(Report(name, resolved, model, facts, plan, lacking=lacking))
 
 
@@ -305,21 +311,47 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _draft(
-    resolved: Resolved, environ: Mapping[str, str], messages: _Messages
-) -> ModelFacts | None:
-    """The facts of the draft model, if one is named and its configuration can be had."""
+    resolved: Resolved, model: Model, environ: Mapping[str, str], messages: _Messages
+) -> Mapping[str, Any] | None:
+    """The draft model's configuration, if one is named and it can be had.
+
+    Without its weights it is good for a plan, as the model is.
+    """
     name, model_dir = resolved.options.speculative_draft_model, resolved.options.model_dir
     if name is None:
         return None
     folder = fetch.local_folder(name, model_dir)
     try:
         if folder is None:
-            return ModelFacts.from_config(fetch.fetch_config(name, None, environ))
-        return ModelFacts.from_config(formats.read_json(folder / fetch.CONFIG))
+            return fetch.fetch_config(name, None, environ, origin="option.speculative_draft_model")
+        try:
+            formats.detect(folder, origin="option.speculative_draft_model")
+        except ArtifactNotFoundError as error:
+            if not (folder / fetch.CONFIG).is_file():
+                raise
+            level: Level = "error" if model.has_weights else "warning"
+            messages.tell(level, f"the draft model: {error}", ("speculative_draft_model",))
+        return formats.read_json(folder / fetch.CONFIG)
     except ServingError as error:
         problem = f"the draft model (option.speculative_draft_model): {error}"
         messages.tell("error", problem, ("speculative_draft_model",))
         return None
+
+
+def _judge_draft(
+    resolved: Resolved,
+    config: Mapping[str, Any],
+    machine: DeviceInfo,
+    loader: str,
+    messages: _Messages,
+) -> None:
+    """Tell what a load would refuse of the draft model, which is prepared as every model is."""
+    name = resolved.options.speculative_draft_model or ""
+    settings = draft_settings(resolved.options, loader, name)
+    examined, problems = examine(None, None, {}, settings, overrides_from=ORIGIN)
+    _, unsuitable = assess(examined, config, machine, loader)
+    for problem in (*problems, *unsuitable):
+        messages.tell("error", f"the draft model: {problem}", ("speculative_draft_model",))
 
 
 def _loader(
@@ -358,13 +390,16 @@ def _machine(
             messages.tell("note", here.assumed)
         return here
     degree = options.tensor_parallel_degree
-    candidates = [instances.named(name) for name in ASSUMED_INSTANCES]
+    candidates = [
+        replace(instances.named(name), local_degree=here.local_degree) for name in ASSUMED_INSTANCES
+    ]
     chosen = next(
         (
             one
             for one in candidates
             if isinstance(degree, int)
-            and degree in instances.legal_degrees(one.family, one.neuron_cores)
+            and degree // one.machines(degree)
+            in instances.legal_degrees(one.family, one.neuron_cores)
         ),
         candidates[0],
     )
@@ -399,9 +434,14 @@ def _has_backend(loader: str) -> bool:
     return loader in {module.name for module in pkgutil.iter_modules([folder])}
 
 
-def _lacking(loader: str, model: Model) -> Iterator[str]:
+def _lacking(
+    loader: str, model: Model, options: ServingOptions, environ: Mapping[str, str]
+) -> Iterator[str]:
     """What stands between a plan that holds and a load."""
     if not _has_backend(loader):
         yield f"this version cannot load with {loader} yet"
+    degree = options.tensor_parallel_degree
+    if loader != "cpu" and isinstance(degree, int) and (found := nodes.spanning(degree, environ)):
+        yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if not model.has_weights:
         yield "its weights are not here and were not looked at"

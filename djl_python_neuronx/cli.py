@@ -124,7 +124,10 @@ def _add_compile(commands: Commands) -> None:
     )
     compile.add_argument("model", help="model folder, Hugging Face id or s3:// URI")
     compile.add_argument(
-        "--output", required=True, metavar="DIR", help="new folder, or s3://bucket/folder"
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder or s3://bucket/folder: new, empty, or an unchanged output of this package, which is replaced",
     )
     compile.add_argument(
         "--weights",

@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.layouts.own_output import OwnOutput
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.manifest import Manifest
-from djl_python_neuronx.artifacts.store.output import WeightsInOutput, write_output
+from djl_python_neuronx.artifacts.store.output import DRAFT, WeightsInOutput, write_output
 from djl_python_neuronx.artifacts.store.publish import storing
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.graph_facts import graph_options
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DRAFT_OPTION = "speculative_draft_model"
 _DOORS = frozenset({"async_mode", "rolling_batch"})
 
 
@@ -127,20 +128,29 @@ def _write(
     ):
         msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
         raise BackendError(msg)
+    draft = prepared.draft
+    # What is served elsewhere needs the draft model's weights too, or neither's.
+    included = draft is not None and weights != "none"
+    options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
     compiled = obtain(prepared, environ=environ, count=_log_count, listener=progress.compile)
 
     def write(destination: Path) -> Manifest:
-        made = write_output(
-            _source(prepared),
-            destination,
-            facts=compiled.facts,
-            options=pinned(prepared),
-            packages=compiled.packages,
-            layout=layout,
-            compiled=compiled.folder,
-            weights=weights,
-            overwrite=overwrite,
-        )
+        with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
+            finished = Path(beside, DRAFT)
+            if draft is not None and included:
+                _write(draft, str(finished), environ, weights, progress, overwrite=False)
+            made = write_output(
+                _source(prepared),
+                destination,
+                facts=compiled.facts,
+                options=options,
+                packages=compiled.packages,
+                layout=layout,
+                compiled=compiled.folder,
+                draft=finished if included else None,
+                weights=weights,
+                overwrite=overwrite,
+            )
         if not own_properties:
             # DJL's script writes another one over it: the manifest must not vouch for ours.
             files = {name: entry for name, entry in made.files.items() if name != PROPERTIES}

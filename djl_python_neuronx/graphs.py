@@ -98,8 +98,6 @@ def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
         **library_facts(loader),
         **flag_facts(environ),
     }
-    if prepared.draft_dir is not None:
-        wanted["speculative_draft_model"] = artifact_digest(prepared.draft_dir)
     package, version = backends.compiler(loader) if backends.compiles(loader) else ("none", "")
     return CompileFacts(
         graph_options=wanted if backends.compiles(loader) else {},
@@ -169,18 +167,27 @@ def _from_store(
     count: Callable[[str], None],
     listener: Callable[[CompileProgress], None] | None,
 ) -> Path:
-    own = fetch.download_root(environ) / "compiled"
+    writable = fetch.download_root(environ) / "compiled"
     mirror = None
     if place.is_remote:
         mirror = Mirror(place.store, _transport(place.store, environ))
-    root = own if place.is_remote else Path(place.store)
-    store = CompileStore(root, fallback=None if root == own else own, mirror=mirror, count=count)
+    root = writable if place.is_remote else Path(place.store)
+    store = CompileStore(
+        root, fallback=None if root == writable else writable, mirror=mirror, count=count
+    )
     logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     planned = prepared.planned
-    forecast = Forecast(len(planned.graphs), planned.estimated_compile_s, listener)
+    # A draft model is compiled by itself.
+    own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
+    share = len(own) / max(1, len(planned.graphs))
+    forecast = Forecast(len(own), share * planned.estimated_compile_s, listener)
 
     def make(target: Path) -> None:
-        cache = place.neff_cache if place.is_remote else str(_writable(Path(place.neff_cache), own))
+        cache = (
+            place.neff_cache
+            if place.is_remote
+            else str(_writable(Path(place.neff_cache), writable))
+        )
         # The library is given the place that there is, not the option as it was written.
         arguments = prepared.plan.arguments
         placed = {**arguments.environment, URL_VARIABLE: cache}

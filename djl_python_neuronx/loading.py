@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +19,12 @@ from djl_python_neuronx.artifacts.remote.progress import Progress
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress
-from djl_python_neuronx.config import device
+from djl_python_neuronx.config import device, nodes, sources
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.device import DeviceInfo
+from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.config.loader import choose_loader, libraries
-from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.config.mapping import LibraryArguments, drafting, speculating
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan
@@ -33,7 +34,6 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     BackendError,
     ConfigError,
-    IncompatibleOptionsError,
     ServingError,
 )
 from djl_python_neuronx.fitting import check_fit, proved, with_recorded
@@ -69,8 +69,8 @@ class Prepared:
     tokenizer: Tokenizer
     fits: bool
     """What the folder has compiled is for these options; False: it is not, or there is nothing."""
-    draft_dir: Path | None
-    """The draft model's folder."""
+    draft: Prepared | None
+    """The draft model, for the same slots and lengths."""
 
     @property
     def options(self) -> ServingOptions:
@@ -94,11 +94,24 @@ def prepare(
     Raises:
         ServingError: what is wrong with the settings, the model's files or the machine.
     """
-    settings, problems = examine(properties, model_dir, environ, overrides)
-    _log_settings(settings)
+    examined = examine(properties, model_dir, environ, overrides)
+    _log_settings(examined[0])
     machine = device.detect(environ=environ) if machine is None else machine
+    machine = replace(machine, local_degree=nodes.local_degree(environ))
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
+    return _prepare(examined, environ, machine, progress)
+
+
+def _prepare(
+    examined: tuple[Resolved, list[ConfigError]],
+    environ: Mapping[str, str],
+    machine: DeviceInfo,
+    progress: Progress | None,
+    drafts_for: Prepared | None = None,
+) -> Prepared:
+    """As `prepare`. `drafts_for`: it is the draft model of this one, whose tokenizer is its own."""
+    settings, problems = examined
     try:
         artifact, loader = _chosen(settings, machine, environ, progress)
     except ServingError as error:
@@ -106,7 +119,11 @@ def prepare(
             raise
         raise ConfigError.collect([*problems, ConfigError(str(error))]) from error
     recorded = with_recorded(settings, artifact, loader)
-    draft_dir = _fetch_draft(recorded, environ, progress)
+    if drafts_for is not None:
+        recorded = replace(recorded, options=alone(recorded.options))
+    named_by_artifact = "speculative_draft_model" not in settings.origins
+    base = artifact.path if named_by_artifact else settings.options.model_dir
+    draft_dir = _fetch_draft(recorded, base, environ, progress)
     draft = None
     if draft_dir is not None:
         draft = ModelFacts.from_config(formats.read_json(draft_dir / fetch.CONFIG))
@@ -127,16 +144,50 @@ def prepare(
     _log_plan(artifact, planned)
     options = resolved.options
     fits = check_fit(artifact, options, loader, machine)
-    tokenizer = load_tokenizer(
-        artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
-    )
-    if draft_dir is not None and not backends.speculates(loader):
-        msg = f"speculative_draft_model: the {loader} backend does not speculate yet; leave it out"
-        raise IncompatibleOptionsError(msg)
+    tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
     plan = _plan(
         options, artifact, _eos_ids(artifact, tokenizer), planned.arguments, loader, fits=fits
     )
-    return Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, draft_dir)
+    prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
+    if draft_dir is None or not drafting(options):
+        return prepared
+    return _with_draft(prepared, _prepare_draft(prepared, draft_dir, environ, progress))
+
+
+def _with_draft(prepared: Prepared, draft: Prepared) -> Prepared:
+    cores = max(one.plan.tensor_parallel_degree for one in (prepared, draft))
+    return replace(
+        prepared,
+        plan=replace(prepared.plan, process_cores=cores),
+        draft=replace(draft, plan=replace(draft.plan, process_cores=cores)),
+    )
+
+
+def _prepare_draft(
+    prepared: Prepared, folder: Path, environ: Mapping[str, str], progress: Progress | None
+) -> Prepared:
+    """The draft model, as every model is prepared: what is compiled of it is used where it fits.
+
+    Its folder's `serving.properties` is for serving it, so it is not read.
+    """
+    settings = draft_settings(prepared.options, prepared.loader, str(folder.absolute()))
+    examined = examine(
+        None, None, sources.without_options(environ), settings, overrides_from=ORIGIN
+    )
+    try:
+        draft = _prepare(examined, environ, prepared.machine, progress, drafts_for=prepared)
+    except ServingError as error:
+        msg = f"the draft model (option.speculative_draft_model, {folder}): {error}"
+        raise ConfigError(msg) from error
+    # Graphs in a folder are somebody's choice. Those in the store are ours, of other lengths or another model's draft.
+    options = draft.options.model_copy(update={"on_mismatch": "recompile"})
+    return replace(draft, resolved=replace(draft.resolved, options=options))
+
+
+def _tokenizer(artifact: Artifact, options: ServingOptions) -> Tokenizer:
+    return load_tokenizer(
+        artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
+    )
 
 
 def _chosen(
@@ -163,35 +214,40 @@ def _chosen(
 
 
 def _fetch_draft(
-    resolved: Resolved, environ: Mapping[str, str], progress: Progress | None
+    resolved: Resolved,
+    base: Path | None,
+    environ: Mapping[str, str],
+    progress: Progress | None,
 ) -> Path | None:
+    """The draft model's folder; `base` is where a relative name starts."""
     name = resolved.options.speculative_draft_model
     if name is None:
         return None
-    return _fetched(name, "speculative_draft_model", resolved, environ, progress)
+    return _fetched(name, "speculative_draft_model", base, resolved, environ, progress)
 
 
 def _fetch(resolved: Resolved, environ: Mapping[str, str], progress: Progress | None) -> Artifact:
     model_id, model_dir = resolved.options.model_id, resolved.options.model_dir
     if model_id is None:
         return proved(formats.detect(model_dir or Path(), origin="the model_dir argument"))
-    folder = _fetched(model_id, "model_id", resolved, environ, progress)
+    folder = _fetched(model_id, "model_id", model_dir, resolved, environ, progress)
     return proved(formats.detect(folder, origin="option.model_id"))
 
 
 def _fetched(
     model_id: str,
     option: str,
+    base: Path | None,
     resolved: Resolved,
     environ: Mapping[str, str],
     progress: Progress | None,
 ) -> Path:
-    """The local folder of the model that an option names; relative ones are in the model folder."""
+    """The local folder of the model that an option names; relative ones are in `base`."""
     return fetch.fetch(
         model_id,
         environ=environ,
         root=fetch.download_root(environ),
-        model_dir=resolved.options.model_dir,
+        model_dir=base,
         revision=resolved.options.revision if option == "model_id" else None,
         progress=progress,
         origin=f"option.{option}, {resolved.origins.get(option, 'default')}",
@@ -247,6 +303,9 @@ def _plan(
         revision=options.revision,
         num_threads=options.cpu_threads,
         eos_ids=eos_ids,
+        num_drafts=options.speculative_length if speculating(options) else 0,
+        mixed_steps=bool(options.enable_chunked_prefill),
+        default_top_k=options.on_device_default_top_k,
         arguments=arguments or LibraryArguments(),
     )
 

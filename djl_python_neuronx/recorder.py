@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from djl_python_neuronx.engine.core import StepInfo
+from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.streams import Stream
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.telemetry import Metrics
@@ -18,6 +18,7 @@ class Recorder:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._generated = metrics["generated_tokens_total"]
+        self._reencoded = metrics["reencoded_tokens_total"]
         self._decode_seconds = metrics["decode_seconds"]
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
@@ -25,11 +26,20 @@ class Recorder:
         self._generated.inc(num_tokens)
         if info is None:
             return
-        if info.prefill:
-            self._metrics["prefill_seconds"].labels(info.bucket).observe(info.device_s)
-            self._metrics["padding_tokens_total"].inc(max(0, info.rows * info.bucket - info.tokens))
+        self._reencoded.inc(info.num_reencoded)
+        if info.drafts_s:
+            self._metrics["draft_seconds"].observe(info.drafts_s)
+        if info.draft_failed:
+            self._metrics["draft_failures_total"].inc()
+        if info.kind in {"prefill", "mixed"}:
+            self._metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)
+            columns = info.bucket * (info.rows if info.kind == "prefill" else 1)
+            self._metrics["padding_tokens_total"].inc(max(0, columns - info.tokens))
         else:
             self._decode_seconds.observe(info.device_s)
+        if info.drafted:
+            self._metrics["draft_tokens_total"].inc(info.drafted)
+            self._metrics["accepted_draft_tokens_total"].inc(info.accepted)
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""

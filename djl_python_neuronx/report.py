@@ -178,7 +178,9 @@ def _machine(plan: ServingPlan, report: Report) -> str:
         else " of unknown memory"
     )
     degree = report.resolved.options.tensor_parallel_degree if report.resolved else None
-    return f"{name}: {degree} of {device.visible_cores} NeuronCores{capacity}"
+    machines = device.machines(degree) if isinstance(degree, int) else 1
+    name = f"{machines} x {name}" if machines > 1 else name
+    return f"{name}: {degree} of {machines * device.visible_cores} NeuronCores{capacity}"
 
 
 def _graphs(plan: ServingPlan) -> str:
@@ -186,7 +188,8 @@ def _graphs(plan: ServingPlan) -> str:
     for graph in plan.graphs:
         kinds[graph.kind, graph.batch].append(str(graph.bucket))
     return "; ".join(
-        f"{kind} {', '.join(buckets)} x {rows}" for (kind, rows), buckets in kinds.items()
+        f"{kind} {', '.join(buckets)} x {rows}{' blocks' * (kind == 'mixed')}"
+        for (kind, rows), buckets in kinds.items()
     )
 
 

@@ -206,11 +206,14 @@ class Sampler:
         row: Float32Array = self._device_rows[slot].copy()
         return row
 
-    def sample(self, logits: Float32Array, slots: Int32Array, positions: Int32Array) -> Int32Array:
+    def sample(
+        self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True
+    ) -> Int32Array:
         """int32[B]: the next token of each slot, entered into its history; -1 where no distribution exists.
 
         That is a row with a NaN, with +inf, or without any finite logit. `logits`, float32[B, V] with contiguous rows,
         is only read. `positions`, int32[B], is the index of the new token within its sequence; the draw depends on it.
+        Without `note` the history stays as it is: a draft is not yet a token.
         """
         if not self._elaborate:
             # argmax finds the first NaN, if there is one.
@@ -233,7 +236,7 @@ class Sampler:
                     position = positions[i : i + 1]
                     tokens[i] = self._draw_whole(logits[i], slots[i], position, uniforms[i])
         noted = self._penalised[slots] & (tokens >= 0)
-        if noted.any():
+        if note and noted.any():
             self._seen[slots[noted], tokens[noted]] = True
         return tokens
 

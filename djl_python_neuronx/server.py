@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import BackendUnavailableError, RequestError, ServingError
 from djl_python_neuronx.protocol.serving import generate, parse_beside
 from djl_python_neuronx.responses import (
@@ -102,6 +103,21 @@ class Application:
         body = b"" if self.service is None else self.service.metrics.exposition()
         return Response(body, media_type="text/plain; version=0.0.4")
 
+    async def info(self, _request: Request) -> Response:
+        """What is served: lengths, slots, where and how tokens are sampled, and what else shapes a step."""
+        service = self.ready()
+        spec = service.backend.spec
+        facts = {
+            "model": self.model_name,
+            "max_model_len": spec.max_model_len,
+            "longest_prompt": longest_prompt(spec),
+            "num_slots": spec.num_slots,
+            "sampling": sampling_facts(spec),
+            "speculation": service.speculation,
+            "chunked_prefill": spec.mixed_steps,
+        }
+        return Response(orjson.dumps(facts), media_type="application/json")
+
     async def predictions(self, request: Request) -> Response:
         """DJL's route: the model is named in the path."""
         name = request.path_params["model"]
@@ -147,6 +163,7 @@ def create_app(application: Application) -> Starlette:
         routes=[
             Route("/ping", application.ping, methods=["GET"]),
             Route("/metrics", application.metrics, methods=["GET"]),
+            Route("/info", application.info, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model}", application.predictions, methods=["POST"]),
         ],

@@ -17,12 +17,19 @@ from djl_python_neuronx.backends.base import Backend, ModelSpec, Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.draft_model import DraftModel
+from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
-from djl_python_neuronx.errors import BackendError, ServingError, StepError
+from djl_python_neuronx.errors import (
+    BackendError,
+    IncompatibleOptionsError,
+    ServingError,
+    StepError,
+)
 from djl_python_neuronx.graphs import obtain
-from djl_python_neuronx.loading import SILENT, LoadProgress, prepare
+from djl_python_neuronx.loading import SILENT, LoadProgress, Prepared, prepare
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.recorder import Recorder
@@ -44,17 +51,27 @@ class Service:
         backend: Backend,
         tokenizer: Tokenizer,
         *,
+        proposer: Proposer | None = None,
         warm_up: bool = False,
         on_death: Callable[[ServingError], None] | None = None,
     ) -> None:
-        """Start the engine, after a first run of every graph if asked. `on_death`: see `EngineLoop`."""
+        """Start the engine, after a first run of every graph if asked. `on_death`: see `EngineLoop`.
+
+        `proposer` drafts for a backend that verifies, and is closed with it.
+        """
         self.options = options
         self.backend = backend
+        self._proposer = proposer
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self._ids = itertools.count(1)
         self._max_prompt_chars = _max_prompt_chars(backend.spec, tokenizer)
-        engine = Engine(backend, decode_interleave=options.decode_interleave)
+        engine = Engine(
+            backend,
+            decode_interleave=options.decode_interleave,
+            max_join_wait_s=options.max_join_wait_ms / 1000,
+            proposer=proposer,
+        )
         if warm_up:
             self._warm_up(engine)
         self.loop = EngineLoop(
@@ -74,14 +91,14 @@ class Service:
         try:
             cold = run_every_graph(engine)
         except StepError as error:
-            self.backend.close()
+            self._close_models()
             msg = f"the first run of every graph failed: {error}"
             raise BackendError(msg) from error
         except BaseException:
-            self.backend.close()
+            self._close_models()
             raise
         seconds = time.monotonic() - started_s
-        logger.info("warmed_up seconds=%.2f cold_decode_buckets=%s", seconds, cold)
+        logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
 
     @classmethod
     def load(
@@ -107,13 +124,25 @@ class Service:
             properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
         )
         counts = Counter[str]()
-        compiled = obtain(
-            prepared,
-            environ=environ,
-            count=lambda metric: counts.update([metric]),
-            listener=progress.compile,
-        )
-        backend = backends.load(prepared.loader, prepared.plan, compiled.folder)
+
+        def graphs(one: Prepared) -> Path | None:
+            compiled = obtain(
+                one,
+                environ=environ,
+                count=lambda metric: counts.update([metric]),
+                listener=progress.compile,
+            )
+            return compiled.folder
+
+        # Both before either is loaded: a compilation needs the cores that a loaded model holds.
+        compiled, draft = graphs(prepared), prepared.draft
+        compiled_draft = None if draft is None else graphs(draft)
+        backend = backends.load(prepared.loader, prepared.plan, compiled)
+        try:
+            proposer = _proposer(prepared, backend.spec, compiled_draft)
+        except BaseException:
+            backend.close()
+            raise
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
             prepared.loader,
@@ -125,7 +154,12 @@ class Service:
         )
         options = prepared.options
         service = cls(
-            options, backend, prepared.tokenizer, warm_up=not options.skip_warmup, on_death=on_death
+            options,
+            backend,
+            prepared.tokenizer,
+            proposer=proposer,
+            warm_up=not options.skip_warmup,
+            on_death=on_death,
         )
         for metric, number in counts.items():
             service.metrics[metric].inc(number)
@@ -161,6 +195,23 @@ class Service:
             raise
         return parsed
 
+    @property
+    def speculation(self) -> dict[str, object] | None:
+        """Who drafts, how many tokens at a time, and whether still, in plain values; None: nobody."""
+        if self._proposer is None:
+            return None
+        from_model = isinstance(self._proposer, DraftModel)
+        return {
+            "drafts": self.backend.spec.max_drafts,
+            "from": "draft model" if from_model else "prompt lookup",
+            "active": self.loop.engine.proposer is not None,
+        }
+
+    def _close_models(self) -> None:
+        self.backend.close()
+        if self._proposer is not None:
+            self._proposer.close()
+
     def count_rejected(self, error: ServingError) -> None:
         """Note a request that never got into the queue."""
         self.metrics["rejected_requests_total"].labels(error.code).inc()
@@ -168,11 +219,33 @@ class Service:
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         if self.loop.close(drain_s):
-            self.backend.close()
+            self._close_models()
         else:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Path | None) -> Proposer | None:
+    """Who drafts for a model that verifies drafts; a draft model, of which `compiled` are the graphs, is loaded now."""
+    draft = prepared.draft
+    if not spec.max_drafts:
+        return None
+    if draft is None:
+        return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
+    backend = backends.load(draft.loader, draft.plan, compiled)
+    problem = None
+    if backend.spec.vocab_size != spec.vocab_size:
+        problem = (
+            f"gives logits of {backend.spec.vocab_size} tokens and the model of {spec.vocab_size}"
+        )
+    elif Want.LOGITS not in backend.spec.outputs:
+        problem = "samples on the device and gives no logits"
+    if problem is not None:
+        backend.close()
+        msg = f"the draft model {problem}. Take another speculative_draft_model"
+        raise IncompatibleOptionsError(msg)
+    return DraftModel(backend)
 
 
 def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:

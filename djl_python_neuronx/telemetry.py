@@ -53,13 +53,26 @@ METRICS: dict[str, Metric] = {
     "padding_tokens_total": Metric(
         "counter", "Prompt columns computed for nothing, up to the bucket's length."
     ),
+    "reencoded_tokens_total": Metric(
+        "counter",
+        "Tokens encoded again although they were cached: in static batches a joiner costs that.",
+    ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
         "histogram", "Mean time between the tokens of a request, after the first."
     ),
     "request_seconds": Metric("histogram", "From submission to the last token."),
     "prefill_seconds": Metric("histogram", "Device time of a prefill call.", ("bucket",)),
-    "decode_seconds": Metric("histogram", "Device time of a decode step."),
+    "decode_seconds": Metric(
+        "histogram", "Device time of a decode step, whether it verifies drafts or not."
+    ),
+    "mixed_seconds": Metric(
+        "histogram", "Device time of a step of prompt chunks and decodes.", ("bucket",)
+    ),
+    "draft_tokens_total": Metric("counter", "Drafts that were verified."),
+    "accepted_draft_tokens_total": Metric("counter", "Drafts that stand in a text."),
+    "draft_seconds": Metric("histogram", "Time that drafting for a step took."),
+    "draft_failures_total": Metric("counter", "Steps without drafts because drafting failed."),
     "slots_in_use": Metric("gauge", "Sequences that hold a slot."),
     "waiting_requests": Metric("gauge", "Sequences that wait for a slot."),
     "compile_cache_hits_total": Metric(

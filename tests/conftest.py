@@ -1,6 +1,8 @@
 """What the markers mean: a test whose needs are not met is skipped, and says what is missing."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,26 @@ def _missing_library(name):
     return None if loader.libraries()[name].state == "installed" else f"{name} is not installed"
 
 
+def _missing_tnx():
+    """Imported by a process of its own: the library's sources alone are found and do not import."""
+    why = _missing_library("transformers-neuronx")
+    if why is None:
+        command = [sys.executable, "-c", "import transformers_neuronx"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        why = ran.stderr.strip().rpartition("\n")[2] if ran.returncode else None
+    return why and (
+        "needs transformers-neuronx on a machine with a Neuron device, or a checkout of it ($TNX_SRC) and its CPU rig, "
+        f"both on the path (PYTHONPATH=<rig>:$TNX_SRC/src); here: {why}"
+    )
+
+
 def _missing(marker, config):
     """Why tests with this marker cannot run here; None if they can."""
     match marker:
         case "slow":
             return None if config.getoption("--slow") else "--slow was not given"
         case "tnx":
-            return _missing_library("transformers-neuronx")
+            return _missing_tnx()
         case "nxdi":
             return _missing_library("neuronx-distributed-inference")
         case "neuron":

@@ -81,7 +81,9 @@ class Driver:
         slots = sorted(prompts)
         for slot in slots:
             assert self.backend.acquire(slot, prompts[slot], 0) == 0
-        size = self.backend.spec.max_prefill_batch
+        spec = self.backend.spec
+        # With mixed steps the tokens of a call count, not its rows.
+        size = 1 if spec.mixed_steps else spec.max_prefill_batch
         for i in range(0, len(slots), size):
             batch = {slot: prompts[slot] for slot in slots[i : i + size]}
             for slot, row in zip(

@@ -262,7 +262,13 @@ class Peer:
             Path(engine),
         )
         self._sock_path = Path(sock_dir) / "djl_sock.19000"
-        self._env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})}
+        search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._env = {
+            **os.environ,
+            "PYTHONPATH": search_path,
+            "PYTHONUNBUFFERED": "1",
+            **(env or {}),
+        }
         self._process = self._channel = None
         self._state = threading.RLock()
         self._sending = threading.Lock()

@@ -78,6 +78,8 @@ def test_every_error_has_a_code_of_its_own():
 def test_generated_pages_are_current():
     pages = {
         "docs/options.md": document.options_page(),
+        "docs/architectures.md": document.architectures_page(),
+        "docs/metrics.md": document.metrics_page(),
         "serving.properties.example": document.example_file(),
     }
     for name, text in pages.items():

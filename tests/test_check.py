@@ -343,6 +343,14 @@ def test_a_draft_model_that_is_not_there_is_an_error(environ):
     assert any("draft" in error and "nobody/nothing" in error for error in report.errors)
 
 
+def test_a_draft_model_by_a_wrong_path_is_told_by_its_own_option(environ):
+    for name in ("/no/such/folder", "ftp://nowhere/model", "nobody/nothing"):
+        report = run(TINY, environ, "inf2.xlarge", speculative_draft_model=name)
+        (error,) = (error for error in report.errors if name in error)
+        assert "option.speculative_draft_model" in error
+        assert "option.model_id" not in error
+
+
 INF2 = instances.named("inf2.xlarge")
 BOTH = {"nxdi": "installed", "tnx": "installed"}
 LOADERS = [
@@ -663,3 +671,32 @@ def test_a_model_in_s3_is_a_target(laptop):
     assert report.errors == ()
     assert report.plan.loader == "tnx"
     assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
+
+
+def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
+    config = json.loads((MODELS / "llama-3-70b.json").read_text())
+    target = folder(tmp_path, config=config)
+    wanted = {"model_loader": "tnx", "tensor_parallel_degree": "64", "n_positions": "4096"}
+    alone = run(target, machine="trn1.32xlarge", **wanted)
+    assert any("64 NeuronCores are asked for" in error for error in alone.errors)
+    for machine in ("trn1.32xlarge", None):
+        environ = {"NEURON_LOCAL_TP": "32", "NEURON_RANK_ID": "0"}
+        report = run(target, environ, machine, **wanted)
+        assert report.errors == ()
+        assert report.plan.memory.fits
+        assert not report.loadable
+        told = printed(report)
+        assert "2 x trn1.32xlarge: 64 of 64 NeuronCores" in told
+        assert "several machines (NEURON_LOCAL_TP=32) is not served" in " ".join(told.split())
+
+
+def test_a_draft_model_is_judged_as_it_would_be_loaded(environ, tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    config = json.loads((TINY / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    named = {"model_loader": "cpu", "speculative_draft_model": str(draft), "n_positions": "128"}
+    errors = run(TINY, environ, **named).errors
+    assert any("no weights" in error for error in errors)
+    assert any("64 positions" in error and "draft" in error for error in errors)
+    assert not any("command line" in error for error in errors if error.startswith("the draft"))

@@ -94,7 +94,9 @@ def test_a_draft_model_is_fetched_too(aws, bucket, options):
     options = {**options, "speculative_draft_model": "s3://models/tiny"}
     options["max_rolling_batch_size"] = "1"
     prepared = prepare(None, TINY, environ=aws.environ, overrides=options)
-    assert (prepared.draft_dir / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
+    assert (prepared.draft.plan.model_dir / "config.json").read_bytes() == (
+        TINY / "config.json"
+    ).read_bytes()
 
 
 def test_a_model_of_the_hub_is_served(machine, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 import uvicorn  # noqa: E402
 
+from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
+from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
+from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
 from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
+from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
 
@@ -69,8 +75,10 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def toy_service(backend: ToyBackend, **options: Any) -> Service:
-    return Service(ServingOptions(model_id="toy", **options), backend, TOKENIZER)
+def toy_service(
+    backend: ToyBackend, *, proposer: Proposer | None = None, **options: Any
+) -> Service:
+    return Service(ServingOptions(model_id="toy", **options), backend, TOKENIZER, proposer=proposer)
 
 
 @pytest.fixture
@@ -127,6 +135,116 @@ def test_json_and_streams_give_the_same_text(server: Running) -> None:
         json.loads(events.text.rstrip().split("\n\n")[-1].removeprefix("data: "))["generated_text"]
         == text
     )
+
+
+DYNAMIC = replace(TOY_SPEC, outputs=Want.TOKENS, largest_top_k=64)
+GREEDY = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(1.0, 1.0, 1.0))
+FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
+
+
+@contextmanager
+def serving(spec: ModelSpec) -> Iterator[str]:
+    """The URL of a server with a toy of this spec."""
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(spec))
+    running = Running(application)
+    yield running.url
+    running.close()
+    application.service.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sampling"),
+    [
+        (TOY_SPEC, {"place": "host"}),
+        (GREEDY, {"place": "device", "mode": "greedy"}),
+        (
+            FIXED,
+            {"place": "device", "mode": "fixed", "top_k": 50.0, "top_p": 0.5, "temperature": 2.0},
+        ),
+        (
+            DYNAMIC,
+            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": "refused"},
+        ),
+        (
+            replace(DYNAMIC, default_top_k=64),
+            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": 64},
+        ),
+    ],
+)
+def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
+    with serving(spec) as url:
+        assert httpx.get(url + "/info").json() == {
+            "model": "toy",
+            "max_model_len": 128,
+            "longest_prompt": 64,
+            "num_slots": 4,
+            "sampling": sampling,
+            "speculation": None,
+            "chunked_prefill": False,
+        }
+
+
+def test_info_tells_of_chunks() -> None:
+    with serving(replace(TOY_SPEC, mixed_steps=True)) as url:
+        assert httpx.get(url + "/info").json()["chunked_prefill"] is True
+
+
+VERIFYING = replace(TOY_SPEC, max_drafts=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
+DRAFTING = replace(TOY_SPEC, outputs=Want.LOGITS)
+
+
+@pytest.mark.parametrize("source", ["draft model", "prompt lookup"])
+def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
+    draft = ToyBackend(DRAFTING)
+    draft.fail_at = dict.fromkeys(range(1000), RuntimeError("told to"))
+    proposer = DraftModel(draft) if source == "draft model" else PromptLookup(VERIFYING, 3)
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(VERIFYING), proposer=proposer)
+    running = Running(application)
+    told = []
+    for _ in range(2):
+        told.append(httpx.get(running.url + "/info").json()["speculation"])
+        response = httpx.post(running.url + "/invocations", json=body([5, 6], 20))
+        assert response.json() == {"generated_text": answer([5, 6], 20)}
+    running.close()
+    application.service.close()
+    active = [True, source == "prompt lookup"]
+    assert told == [{"drafts": 3, "from": source, "active": now} for now in active]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"seed": 1}, "deploy without option.on_device_generation"),
+        ({"repetition_penalty": 1.1}, "deploy without option.on_device_generation"),
+        ({"min_p": 0.1}, "deploy without option.on_device_generation"),
+        ({"details": True}, "deploy without option.on_device_generation"),
+        ({"do_sample": True}, "option.on_device_default_top_k=global_top_k"),
+        ({"do_sample": True, "top_k": 0}, "option.on_device_default_top_k=global_top_k"),
+        ({"top_k": 65}, "deploy without option.on_device_generation"),
+        ({"frequency_penalty": 0.5}, "is not supported"),
+        ({"presence_penalty": 0.5}, "is not supported"),
+        ({"grammar": {"type": "regex", "value": "a"}}, "is not supported"),
+        ({"top_n_tokens": 2}, "is not supported"),
+        ({"logit_bias": {"5": 1.0}}, "unknown parameter"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_device_cannot_sample_is_refused(parameters: dict[str, Any], says: str) -> None:
+    with serving(DYNAMIC) as url:
+        for stream in (False, True):
+            response = httpx.post(
+                url + "/invocations", json=body([5, 6], parameters=parameters, stream=stream)
+            )
+            assert response.status_code == 400
+            assert says in response.json()["error"]
+            assert response.json()["type"] == "unsupported_parameter"
+        assert httpx.post(url + "/invocations", json=body([5, 6])).status_code == 200
+    if "default_top_k" in says:
+        with serving(replace(DYNAMIC, default_top_k=64)) as url:
+            response = httpx.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+            assert response.status_code == 200
 
 
 def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) -> None:
@@ -303,6 +421,32 @@ def test_metrics_count(server: Running) -> None:
     assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
     assert "djl_neuronx_padding_tokens_total 12.0" in text
     assert "djl_neuronx_slots_in_use 0.0" in text
+
+
+@pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
+def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: int) -> None:
+    """The second request comes during the first one's second token: it joins then, or after its end."""
+    spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reencode")
+    backend = ToyBackend(spec)
+    backend.hang_at = {1}
+    service = toy_service(backend, max_join_wait_ms=wait_ms)
+    inbox = Inbox()
+    try:
+        service.loop.submit(
+            GenerationRequest("a", [5, 6, 7], max_new_tokens=8, ignore_eos=True), inbox
+        )
+        assert backend.hanging.wait(PATIENCE_S)
+        service.loop.submit(
+            GenerationRequest("b", [8, 9], max_new_tokens=3, ignore_eos=True), inbox
+        )
+        backend.resume.set()
+        wait_until(lambda: not service.loop.engine.has_work and service.loop.num_streams == 0)
+        text = service.metrics.exposition().decode()
+        assert f"djl_neuronx_reencoded_tokens_total {reencoded}.0" in text
+        assert backend.violations == []
+    finally:
+        backend.resume.set()
+        service.close()
 
 
 def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend) -> None:

@@ -60,6 +60,8 @@ class StepRecord:
     lens: tuple[int, ...]
     bucket: int
     wants: Want
+    sampling: tuple[tuple[float, ...], ...]
+    """top_k, top_p and temperature of each row."""
 
 
 class ToyBackend:
@@ -71,9 +73,16 @@ class ToyBackend:
     """
 
     def __init__(
-        self, spec: ModelSpec = TOY_SPEC, *, step_s: float = 0.0, prefill_s: float = 0.0
+        self,
+        spec: ModelSpec = TOY_SPEC,
+        *,
+        step_s: float = 0.0,
+        prefill_s: float = 0.0,
+        rewinds: bool = False,
     ) -> None:
         self.spec = spec
+        self.rewinds = rewinds or spec.max_drafts > 0
+        """A decode may write again what is cached behind its start, as drafts need it."""
         self.step_s = step_s
         self.prefill_s = prefill_s
         self.fail_at: dict[int, Exception] = {}
@@ -149,24 +158,56 @@ class ToyBackend:
 
     def _run(self, step: Step) -> StepOutput:
         number, self.num_steps = self.num_steps, self.num_steps + 1
-        if isinstance(step, Mixed):
-            self._break("a mixed step was given to a model without mixed_steps")
         self._check_alive()
-        rows = step.rows
-        kind = "prefill" if isinstance(step, Prefill) else "decode"
+        if isinstance(step, Mixed):
+            self._require(self.spec.mixed_steps, "a mixed step was given to a model without them")
+            parts: list[Prefill | Decode] = [Prefill(step.prefill), Decode(step.decode)]
+        else:
+            parts = [step]
+        records = [self._check(part) for part in parts]
+        if self.spec.mixed_steps:
+            self._check_budget(records)
+        self.steps += records
+        prefill = any(record.kind == "prefill" for record in records)
+        self._wait(number, self.prefill_s if prefill else self.step_s)
+        error = self.fail_at.get(number)
+        if error is not None:
+            self._fail(error, [slot for record in records for slot in record.slots])
+        if isinstance(step, Decode) and not self.spec.mixed_steps:
+            self._spoil_left_out(records[0].slots)
+        if isinstance(step, Mixed):
+            return self._join(self._compute(step.prefill), self._compute(step.decode))
+        output = self._compute(step.rows)
+        if self.spec.joins == "reencode" and isinstance(step, Prefill):
+            others = self._live.difference(records[0].slots)
+            output.num_reencoded = sum(self._filled[slot] for slot in others)
+        return output
+
+    def _check(self, part: Prefill | Decode) -> StepRecord:
+        rows, kind = part.rows, "prefill" if isinstance(part, Prefill) else "decode"
         self._check_rows(rows)
         bucket = self._check_prefill(rows) if kind == "prefill" else self._check_decode(rows)
         slots, starts, lens = (
             tuple(array.tolist()) for array in (rows.slots, rows.starts, rows.lens)
         )
-        self.steps.append(StepRecord(kind, slots, starts, lens, bucket, rows.wants))
-        self._wait(number, self.prefill_s if kind == "prefill" else self.step_s)
-        error = self.fail_at.get(number)
-        if error is not None:
-            self._fail(error, slots)
-        if isinstance(step, Decode):
-            self._spoil_left_out(slots)
-        return self._compute(rows)
+        sampling = tuple(map(tuple, rows.sampling.tolist()))
+        return StepRecord(kind, slots, starts, lens, bucket, rows.wants, sampling)
+
+    def _check_budget(self, records: list[StepRecord]) -> None:
+        tokens = sum(sum(record.lens) for record in records)
+        most = self.spec.prefill_buckets[-1]
+        self._require(tokens <= most, f"a step of {tokens} tokens; expected at most {most}")
+        slots = [slot for record in records for slot in record.slots]
+        self._require(len(set(slots)) == len(slots), f"slots {slots} are in a step twice")
+
+    def _join(self, first: StepOutput, second: StepOutput) -> StepOutput:
+        """Rows of both parts; those of a prefill that wants nothing are not numbers."""
+        assert isinstance(first, HostLogits)
+        assert isinstance(second, HostLogits)
+        values = first.values
+        if not values.shape[1]:
+            values = np.full((len(values), 1, self.spec.vocab_size), np.nan, np.float32)
+        return HostLogits(np.concatenate([values, second.values]))
 
     def _wait(self, number: int, seconds: float) -> None:
         if seconds:
@@ -192,7 +233,7 @@ class ToyBackend:
             start, length = int(rows.starts[i]), int(rows.lens[i])
             self._cache[slot, start : start + length] = rows.input_ids[i, :length]
             self._filled[slot] = start + length
-            if rows.wants:
+            if rows.wants or self.rewinds:
                 self._live.add(slot)
             for column in range(length) if every else [length - 1]:
                 seen = self._cache[slot, : start + column + 1]
@@ -257,7 +298,10 @@ class ToyBackend:
 
     def _check_prefill(self, rows: Rows) -> int:
         count, longest = len(rows.slots), int(rows.lens.max())
-        self._require(count <= self.spec.max_prefill_batch, f"{count} prompts in a prefill")
+        self._require(
+            self.spec.mixed_steps or count <= self.spec.max_prefill_batch,
+            f"{count} prompts in a prefill",
+        )
         self._require(
             longest <= self.spec.prefill_buckets[-1],
             f"a prompt of {longest} exceeds the largest bucket",
@@ -272,18 +316,19 @@ class ToyBackend:
         return choose_bucket(longest, self.spec.prefill_buckets)
 
     def _check_decode(self, rows: Rows) -> int:
-        self._require(
-            rows.input_ids.shape[1] == 1,
-            f"a decode of {rows.input_ids.shape[1]} columns; expected 1",
-        )
+        width, drafts = rows.input_ids.shape[1], self.spec.max_drafts
+        verifies = drafts and width == drafts + 1 and rows.wants == Want.ALL_LOGITS
+        self._require(width == 1 or bool(verifies), f"a decode of {width} columns; expected 1")
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
             self._require(slot in self._live, f"slot {slot} decodes but holds no prompt")
+            filled = self._filled[slot]
             self._require(
-                start == self._filled[slot],
-                f"slot {slot} decodes at {start}, not at {self._filled[slot]}",
+                start == filled or (self.rewinds and 0 < start < filled),
+                f"slot {slot} decodes at {start}, not at {filled}",
             )
+        limit = self.spec.max_model_len
         return choose_bucket(
-            int(rows.starts.max()) + 1, self.spec.token_buckets or (self.spec.max_model_len,)
+            min(int(rows.starts.max()) + width, limit), self.spec.token_buckets or (limit,)
         )
 
     def _spoil_left_out(self, slots: Sequence[int]) -> None:

@@ -171,6 +171,7 @@ def fetch(
                 revision=revision,
                 selection=EVERYTHING if everything else SERVING,
                 environ=environ,
+                origin=origin,
             )
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     logger.info(
@@ -198,6 +199,8 @@ def fetch_config(
     model_id: str,
     revision: str | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
+    *,
+    origin: str = "option.model_id",
 ) -> dict[str, Any]:
     """The content of config.json of a Hugging Face id or of the folder that a URI names; some kilobytes are loaded.
 
@@ -210,18 +213,18 @@ def fetch_config(
         ArtifactError: the id makes no sense, a package is missing, or the content is malformed.
     """
     environ = _told(environ)
-    remote = _remote(model_id, "option.model_id")
+    remote = _remote(model_id, origin)
     if remote is None:
-        _require_hub_id(model_id, "option.model_id")
+        _require_hub_id(model_id, origin)
         from djl_python_neuronx.artifacts.remote import hub_config
 
-        return read_json(hub_config.fetch_config(model_id, revision, environ))
+        return read_json(hub_config.fetch_config(model_id, revision, environ, origin=origin))
     where = f"{model_id.rstrip('/')}/{CONFIG}"
     try:
         with _no_secrets(model_id):
             content = remote.read(model_id, CONFIG, environ)
     except ArtifactNotFoundError as error:
-        msg = f"there is no {CONFIG} in {model_id}; expected a model folder. Correct option.model_id. {error}"
+        msg = f"there is no {CONFIG} in {model_id}; expected a model folder. Correct {origin}. {error}"
         raise ArtifactNotFoundError(msg) from error
     return _parsed(content, where)
 

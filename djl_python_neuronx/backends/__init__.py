@@ -2,7 +2,7 @@
 
 A module has `supports(artifact)` and `load(plan)`; one that compiles also `compile(plan, target)`,
 `compiler_version()` and `load(plan, compiled)`, and `uncompilable(plan)` where not all of its graphs can be kept; it
-has `WEIGHTS` where it reads other kinds of weights than whole ones, and `SPECULATES = False` where it refuses drafts.
+has `WEIGHTS` where it reads other kinds of weights than whole ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = [
     "compiles",
     "load",
     "names",
-    "speculates",
     "supports",
     "uncompilable",
     "weight_kinds",
@@ -37,7 +36,16 @@ COMPILER = "neuronx-cc"
 _SHARED = frozenset(
     {
         *("attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"),
-        *("tnx_continuous", "tnx_errors", "tnx_model", "tnx_sampling", "tnx_slots", "tnx_static"),
+        *(
+            "tnx_cache",
+            "tnx_continuous",
+            "tnx_errors",
+            "tnx_model",
+            "tnx_paged",
+            "tnx_sampling",
+            "tnx_slots",
+            "tnx_static",
+        ),
     }
 )
 """Modules of the folder that backends share; every other one is a backend."""
@@ -66,15 +74,6 @@ def weight_kinds(name: str) -> frozenset[WeightsKind]:
     """
     kinds: frozenset[WeightsKind] = getattr(_module(name), "WEIGHTS", WHOLE)
     return kinds
-
-
-def speculates(name: str) -> bool:
-    """False if a backend would have to refuse a draft model: its `SPECULATES`.
-
-    Raises:
-        BackendUnavailableError: the backend does not exist or a package of it is missing.
-    """
-    return bool(getattr(_module(name), "SPECULATES", True))
 
 
 def compiles(name: str) -> bool:

@@ -40,7 +40,8 @@ class ModelSpec:
     max_model_len: int
     """Tokens per slot, prompt and output together."""
     prefill_buckets: tuple[int, ...]
-    """Ascending; the last is the longest prompt."""
+    """Ascending; the last is the longest prompt, or with `mixed_steps` the most tokens of one step: prompts then come
+    in chunks and are as long as the slot."""
     vocab_size: int
     eos_ids: frozenset[int] = frozenset()
     max_prefill_batch: int = 1
@@ -51,14 +52,23 @@ class ModelSpec:
     """What the model can return per step; TOKENS alone: it samples on the device and gives no logits."""
     largest_top_k: int | None = None
     """Where the device samples each row with parameters of its own: their top_k is from 1 to this."""
+    default_top_k: int | None = None
+    """The top_k of a row that sets none (0), at most `largest_top_k`; None: the device cannot sample such a row."""
     fixed_sampling: tuple[float, float, float] | None = None
     """Where the device samples every row alike: the top_k, top_p and temperature that are compiled in."""
     mixed_steps: bool = False
     """Prompt chunks and decodes can run in one call."""
     joins: Literal["free", "reencode"] = "free"
     """`reencode`: static batching, a joiner costs everyone a prefill, so joiners are gathered."""
+    cache_buckets: tuple[int, ...] = ()
+    """With `mixed_steps`, where graphs are also told apart by the columns of the cache that a step's sequences use
+    together: those numbers, ascending."""
+    cache_block: int = 1
+    """Columns that a sequence takes of the cache at a time, for `cache_buckets`."""
+    max_drafts: int = 0
+    """Drafts that a decode can verify beside each row's own token; its rows then have `max_drafts` + 1 columns."""
     lookahead: int = 0
-    """Free positions that a step needs beyond its own token (speculation)."""
+    """Free positions that a step needs beyond its own token."""
     prefix_block: int = 0
     """Granularity of prefix reuse in tokens; 0: none."""
     can_fork: bool = False
@@ -97,14 +107,22 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """One token for every live slot: a slot left out may be overwritten by the device."""
+    """One token for every live slot: a slot left out may be overwritten by the device.
+
+    To verify drafts, rows have `ModelSpec.max_drafts` + 1 columns: the newest token, then drafts. What is cached of
+    drafts that turn out wrong is written again by the next step, whose `starts` say so.
+    """
 
     rows: Rows
 
 
 @dataclass
 class Mixed:
-    """Prompt chunks and decodes in one call; only where `ModelSpec.mixed_steps`."""
+    """Prompt chunks and decodes in one call; only where `ModelSpec.mixed_steps`.
+
+    All valid tokens together are at most `prefill_buckets[-1]`. No slot is in both parts. The output has a column for
+    every row, which means nothing where the prompt goes on.
+    """
 
     prefill: Rows
     decode: Rows
@@ -119,6 +137,8 @@ class HostLogits:
 
     values: Float32Array
     """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted."""
+    num_reencoded: int = 0
+    """Tokens that the step encoded again although they had been in the cache (static batches)."""
 
 
 @dataclass
@@ -129,6 +149,8 @@ class DeviceTokens:
     """int32[B, K]; -1: none."""
     logprobs: Float32Array | None = None
     """float32[B, K]"""
+    num_reencoded: int = 0
+    """As in `HostLogits`."""
 
 
 StepOutput = Union[HostLogits, DeviceTokens]

@@ -38,7 +38,13 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.backends.checkpoint import check_version, load_checkpoint
 from djl_python_neuronx.backends.cores import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
-from djl_python_neuronx.backends.shapes import check_rows, choose_bucket, pad_to_bucket, refuse
+from djl_python_neuronx.backends.shapes import (
+    check_budget,
+    check_rows,
+    choose_bucket,
+    pad_to_bucket,
+    refuse,
+)
 from djl_python_neuronx.backends.slot_cache import SlotCache
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -117,6 +123,8 @@ class CpuBackend:
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
+            max_drafts=plan.num_drafts,
+            mixed_steps=plan.mixed_steps,
         )
 
     @property
@@ -154,8 +162,19 @@ class CpuBackend:
             error = StepError(message)
             error.fatal = True
             raise error
-        if isinstance(step, Mixed):
+        if self.spec.mixed_steps:
+            parts = [step.prefill, step.decode] if isinstance(step, Mixed) else [step.rows]
+            check_budget(parts, self.spec)
+        if not isinstance(step, Mixed):
+            return HostLogits(self._run(step))
+        if not self.spec.mixed_steps:
             refuse("a mixed step", "Prefill or Decode")
+        prompts, decodes = self._run(Prefill(step.prefill)), self._run(Decode(step.decode))
+        if not prompts.shape[1]:
+            prompts = np.zeros((len(prompts), *decodes.shape[1:]), np.float32)
+        return HostLogits(np.concatenate((prompts, decodes)))
+
+    def _run(self, step: Prefill | Decode) -> Float32Array:
         rows = step.rows
         check_rows(rows, self.spec)
         width, reach = self._shapes(step)
@@ -166,7 +185,7 @@ class CpuBackend:
         except Exception as error:
             raise _translate(error, f"a {type(step).__name__} of {len(rows.slots)} rows") from error
         self._filled[rows.slots] += rows.lens
-        return HostLogits(values)
+        return values
 
     def _shapes(self, step: Prefill | Decode) -> tuple[int, int]:
         """Columns of the step's rows, and columns of the cache that attention reads."""

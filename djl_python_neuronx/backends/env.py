@@ -8,7 +8,10 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 
+from djl_python_neuronx.config import nodes
+from djl_python_neuronx.config.device import CoreLimit, core_limit
 from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +19,13 @@ _FLAGS = "NEURON_CC_FLAGS"
 _NUM_CORES = "NEURON_RT_NUM_CORES"
 # The library loads pickles with torch.load's own default, which ran their code before torch 2.6.
 _SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
-_PLACED_BY = (_NUM_CORES, "NEURON_RT_VISIBLE_CORES")
+
+
+class _Runtime:
+    """The Neuron runtime of this process: it takes its cores when it starts, and keeps them until the process ends."""
+
+    limit: CoreLimit | None = None
+    """What it was started with by a load of ours."""
 
 
 def variables(
@@ -32,10 +41,36 @@ def variables(
     missing = [flag for flag in arguments.compiler_flags if flag not in there]
     if missing:
         wanted[_FLAGS] = shlex.join([*there, *missing])
-    if not any(name in current for name in _PLACED_BY):
-        # The runtime takes every core of the machine otherwise, and no second model finds one.
-        wanted[_NUM_CORES] = str(int(current.get("NEURON_LOCAL_TP", num_cores)))
+    if core_limit(current) is None:
+        # The runtime takes every core of the machine otherwise, and no second process finds one.
+        wanted[_NUM_CORES] = str(num_cores)
     return {name: value for name, value in wanted.items() if current.get(name) != value}
+
+
+def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) -> str | None:
+    """Why a process has fewer than `num_cores` cores; None: as far as is known here it has them.
+
+    `limit` is what its variables say now, `started` what its runtime was started with.
+    """
+    if started is not None and started.num_cores is not None:
+        if started.num_cores >= num_cores:
+            return None
+        return (
+            f"{num_cores} NeuronCores are needed, and the runtime of this process was started with {started}, which it "
+            "keeps. Load the model with the largest tensor_parallel_degree first, start the process with "
+            f"{_NUM_CORES}={num_cores}, or serve this model from a process of its own"
+        )
+    if (
+        started is not None
+        or limit is None
+        or limit.num_cores is None
+        or limit.num_cores >= num_cores
+    ):
+        return None
+    return (
+        f"{num_cores} NeuronCores are needed, and {limit} gives this process {limit.num_cores}. Give it "
+        f"{num_cores}, or lower tensor_parallel_degree"
+    )
 
 
 @contextlib.contextmanager
@@ -43,15 +78,26 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     """Set them in this process, for the libraries read them nowhere else, and put the old values back.
 
     Compilers run inside a load and the runtime looks at its variables when it starts, so that a second model of the
-    process is not compiled with the flags of the first.
+    process is not compiled with the flags of the first. Models of one process share its first cores, so `num_cores`
+    is the largest degree among those that are loaded together.
+
+    Raises:
+        IncompatibleOptionsError: variables say that the model lies on several machines.
+        BackendUnavailableError: the process has fewer cores, by its variables or since its runtime was started.
     """
+    if reason := nodes.obstacle(num_cores, os.environ):
+        raise IncompatibleOptionsError(reason)
     wanted = variables(arguments, num_cores, os.environ)
+    limit = core_limit({**os.environ, **wanted})
+    if reason := lacking(num_cores, limit, _Runtime.limit):
+        raise BackendUnavailableError(reason)
     before = {name: os.environ.get(name) for name in wanted}
     for name, value in wanted.items():
         logger.info("environment name=%s value=%r", name, value)
     os.environ.update(wanted)
     try:
         yield
+        _Runtime.limit = _Runtime.limit or limit
     finally:
         for name, old in before.items():
             if old is None:

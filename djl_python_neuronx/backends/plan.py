@@ -41,12 +41,20 @@ class LoadPlan:
     """Which weight files are the model's; a folder may hold others, which are not looked at."""
     tensor_parallel_degree: int = 1
     """NeuronCores of one model; the CPU has none."""
+    process_cores: int = 0
+    """NeuronCores that all models of the process share, where this one is not alone."""
     trust_remote_code: bool = False
     revision: str | None = None
     """Revision of the remote code, where it is trusted."""
     num_threads: int | None = None
     """CPU threads of one step; None: one per physical core that the process may use, but for one."""
     eos_ids: frozenset[int] = frozenset()
+    num_drafts: int = 0
+    """Drafts that a decode verifies; 0: it does not."""
+    mixed_steps: bool = False
+    """Prompts come in chunks, beside decodes; the prefill buckets are then numbers of tokens of a whole step."""
+    default_top_k: Literal["global_top_k"] | None = None
+    """What a row without top_k samples among, where the device samples; None: such a row is refused."""
     presharded: bool = False
     """Where programs are compiled: store the weights beside them, as each core takes its part."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)
@@ -66,5 +74,10 @@ class LoadPlan:
                 yield f"{name}_buckets are {buckets}; expected ascending lengths from 1 to {limit}"
         if not self.prefill_buckets:
             yield "prefill_buckets are empty; expected at least one length"
+        if self.mixed_steps and self.prefill_buckets and self.prefill_buckets[-1] <= self.num_slots:
+            yield (
+                f"a step has room for {self.prefill_buckets[-1]} tokens (context_length_estimate), which the decodes "
+                f"of {self.num_slots} slots use up; expected more, or fewer slots (max_rolling_batch_size)"
+            )
         if self.token_buckets and self.token_buckets[-1] != limit:
             yield f"token_buckets end with {self.token_buckets[-1]}; expected max_model_len {limit}"

@@ -61,6 +61,20 @@ def check_rows(rows: Rows, spec: ModelSpec) -> None:
         refuse(f"{rows.wants}", f"{spec.outputs}, what the model can return")
 
 
+def check_budget(parts: Sequence[Rows], spec: ModelSpec) -> None:
+    """Refuse the parts of a step whose tokens, or slots, do not go together where steps are mixed.
+
+    Raises:
+        StepError: the first limit that is broken, with what was asked.
+    """
+    slots = np.concatenate([part.slots for part in parts])
+    if len(np.unique(slots)) < len(slots):
+        refuse(f"slots {slots.tolist()}", "each slot once")
+    tokens, most = sum(int(part.lens.sum()) for part in parts), spec.prefill_buckets[-1]
+    if tokens > most:
+        refuse(f"{tokens} tokens", f"at most {most} in one step")
+
+
 def refuse(asked: str, expected: str) -> NoReturn:
     """Raise the error of a step that the engine should not have built."""
     message = f"a step asks for {asked}; expected {expected}. The step was not run"

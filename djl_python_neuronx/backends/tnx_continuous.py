@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Rows
+from djl_python_neuronx.backends.base import Rows, Want
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.tnx_cache import clear
 from djl_python_neuronx.backends.tnx_slots import SlotBackend
 
 
@@ -25,7 +26,9 @@ class ContinuousBackend(SlotBackend):
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         """Take a model on the device over."""
         super().__init__(model, plan)
-        self.spec = replace(self.spec, max_prefill_batch=1)
+        self.spec = replace(self.spec, max_prefill_batch=1, max_drafts=plan.num_drafts)
+        if plan.num_drafts:
+            self.spec = replace(self.spec, outputs=self.spec.outputs | Want.ALL_LOGITS)
         # The arrays share their memory with the tensors that the model is given at every decode.
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
         self._positions = np.zeros((plan.num_slots, 1), np.int32)
@@ -78,23 +81,37 @@ class ContinuousBackend(SlotBackend):
             answer: torch.Tensor = self._model(*self._tensors)
         return answer[slot : slot + 1]
 
+    def _verify(self, rows: Rows) -> torch.Tensor:
+        """float32[B, K, V] after every column, each slot at its own position.
+
+        Free slots get what the next prompt writes over. Columns without a draft are written over by the next step;
+        those behind the slot's end share its last position, where no decode writes: a token there fits no text.
+        """
+        shape, last = (self.spec.num_slots, rows.input_ids.shape[1]), self.spec.max_model_len - 1
+        ids, starts = np.zeros(shape, np.int32), np.ones((shape[0], 1), np.int32)
+        ids[rows.slots], starts[rows.slots, 0] = rows.input_ids, rows.starts
+        positions = np.minimum(starts + np.arange(shape[1], dtype=np.int32), last)
+        answer: torch.Tensor = self._model.speculative_forward(
+            torch.from_numpy(ids), torch.from_numpy(positions), self._tensors[2], shape[1]
+        )
+        # What later calls leave these slots out of finds them as they are.
+        self._ids[rows.slots, 0], self._positions[rows.slots, 0] = rows.input_ids[:, 0], rows.starts
+        return answer.permute(2, 0, 1)[torch.from_numpy(rows.slots).long()]
+
     def _decode(self, rows: Rows) -> torch.Tensor:
+        if rows.input_ids.shape[1] > 1:
+            return self._verify(rows)
         slots = rows.slots
         self._ids[slots, 0] = rows.input_ids[:, 0]
         self._positions[slots, 0] = rows.starts
         answer: torch.Tensor = self._model(*self._tensors)
         return answer if len(slots) == len(answer) else answer[torch.from_numpy(slots).long()]
 
-    def _scrub(self, slot: int) -> None:
-        from transformers_neuronx import ops
+    def _decode_empty(self, position: int) -> torch.Tensor:
+        shape = (self.spec.num_slots, 1)
+        ids, positions = (torch.full(shape, value, dtype=torch.int32) for value in (0, position))
+        answer: torch.Tensor = self._model(ids, positions, torch.arange(len(ids)))
+        return answer
 
-        axis = 0 if self._model.neuron_config.bsh_cache_layout else 1
-        for layer in self._model.decoder_lm_head.layers:
-            for caches in (layer.attn_k_cache, layer.attn_v_cache):
-                for cache in caches.values():
-                    # A core has all slots of its heads. There is no call that writes a part of a tensor.
-                    shards = [shard.clone() for shard in ops.parallel_cpu(cache)]
-                    for shard in shards:
-                        shard.select(axis, slot).zero_()
-                    ops.parallel_write(cache, shards)
-        self._spoiled[slot] = False
+    def _scrub(self, slot: int) -> None:
+        clear(self._model, slot)

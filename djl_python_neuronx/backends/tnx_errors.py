@@ -21,20 +21,54 @@ _COMPILER = re.compile(
 )
 
 
+_Kind = Literal["memory", "cores", "busy", "lost", "neff", "version", "invalid"]
+
+
 class _Fault(NamedTuple):
     pattern: re.Pattern[str]
-    kind: Literal["memory", "cores", "lost", "neff", "version"]
+    kind: _Kind
     advice: str
 
 
-def _fault(
-    pattern: str, kind: Literal["memory", "cores", "lost", "neff", "version"], advice: str
-) -> _Fault:
+def _fault(pattern: str, kind: _Kind, advice: str) -> _Fault:
     return _Fault(re.compile(pattern, re.IGNORECASE), kind, advice)
 
 
-# Source: AWS Neuron documentation, nrt_status.h and "Neuron Runtime troubleshooting"; the runtime's texts carry the
-# names, the libraries around it at times the bare numbers (`status=4`).
+# Source: AWS Neuron documentation, nrt_status.h. Some libraries around the runtime give the number alone
+# (`nrt_load_collectives status=4 message="Allocation Failure"`), which stands for the name. Those that need nothing
+# but another try or that are the input's are left out.
+_STATUS = re.compile(
+    r"(?:\bnrt\w*:?|load the model) status(?:[ _]code)?[=: ]+(?P<code>\d+)\b", re.IGNORECASE
+)
+_NAMES = {
+    2: "NRT_INVALID",
+    3: "NRT_INVALID_HANDLE",
+    4: "NRT_RESOURCE",
+    5: "NRT_TIMEOUT",
+    6: "NRT_HW_ERROR",
+    9: "NRT_LOAD_NOT_ENOUGH_NC",
+    10: "NRT_UNSUPPORTED_NEFF_VERSION",
+    11: "NRT_FAIL_HOST_MEM_ALLOC",
+    13: "NRT_UNINITIALIZED",
+    14: "NRT_CLOSED",
+    101: "NRT_EXEC_UNIT_UNRECOVERABLE",
+    1005: "NRT_EXEC_NC_BUSY",
+    1200: "NRT_EXEC_HW_ERR_COLLECTIVES",
+    1201: "NRT_EXEC_HW_ERR_HBM_UE",
+    1202: "NRT_EXEC_HW_ERR_NC_UE",
+    1203: "NRT_EXEC_HW_ERR_DMA_ABORT",
+    1204: "NRT_EXEC_SW_NQ_OVERFLOW",
+    1205: "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
+    1206: "NRT_NETWORK_PROXY_FAILURE",
+}
+_HOST_MEMORY = _fault(
+    r"NRT_FAIL_HOST_MEM_ALLOC|cannot allocate memory|\bENOMEM\b",
+    "memory",
+    "The memory of the host is short, not that of the device: lower compilation_worker_count, or take a machine with "
+    "more",
+)
+# Source of the texts: AWS Neuron documentation, "Neuron Runtime troubleshooting", and what users of these libraries
+# report. The first that matches counts.
 _FAULTS = (
     _fault(
         r"no matching NEFF|find a matching NEFF",
@@ -42,32 +76,50 @@ _FAULTS = (
         "Compile it again with these options, or serve with those that it was compiled with",
     ),
     _fault(
-        r"NRT_UNSUPPORTED_NEFF_VERSION|\bstatus[=: ]+10\b",
+        r"NRT_UNSUPPORTED_NEFF_VERSION|NEFF version mismatch",
         "version",
         "Compile it again with the compiler of this image",
     ),
     _fault(
-        r"LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|(?<!exit )\bstatus[=: ]+9\b",
+        r"NRT_LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|could not open the nd\d",
         "cores",
         "Lower tensor_parallel_degree, give the process more cores (NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES), or "
         "end the process that holds them (neuron-ls shows it)",
     ),
+    # torch-neuronx says no more than this of a start of the runtime that failed; the reason is in the runtime's log.
     _fault(
-        r"device or resource busy|NRT_EXEC_NC_BUSY|\bEBUSY\b|in use by (?:another )?process",
+        r"runtime (?:could not|cannot) be initialized|in nrt_init\b|neuron driver version|no neuron device available",
+        "cores",
+        "The runtime's log, just before this, says why: another process holds the cores (neuron-ls shows it; end it, "
+        "or choose others with NEURON_RT_VISIBLE_CORES), there are fewer than were asked for, or the driver is missing",
+    ),
+    _fault(
+        r"device or resource busy|\bEBUSY\b|in use by (?:another )?process",
         "cores",
         "End the process that holds the device (neuron-ls shows it), or choose others with NEURON_RT_VISIBLE_CORES",
     ),
     _fault(
-        r"NRT_RESOURCE|HOST_MEM_ALLOC|RESOURCE_EXHAUSTED|out of memory|failed to allocate|cannot allocate memory|"
-        r"allocate memory|(?<!exit )\bstatus[=: ]+(?:4|11)\b",
+        r"NRT_EXEC_NC_BUSY",
+        "busy",
+        "Another model or thread of this process runs on the core: serve each model from a process of its own",
+    ),
+    _HOST_MEMORY,
+    _fault(
+        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory",
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
     ),
     _fault(
-        r"NRT_(?:TIMEOUT|HW_ERROR|UNINITIALIZED|CLOSED|INVALID_HANDLE|EXEC_UNIT_UNRECOVERABLE|EXEC_HW_ERR\w*|"
-        r"NETWORK_PROXY_FAILURE)|\bstatus[=: ]+(?:5|6|13|14|101|120\d)\b",
+        r"NRT_(?:TIMEOUT|HW_ERROR|UNINITIALIZED|CLOSED|INVALID_HANDLE|NETWORK_PROXY_FAILURE|EXEC_HW_ERR\w*|"
+        r"EXEC_SW_NQ_OVERFLOW|EXEC_UNIT_(?:UNRECOVERABLE|DISABLED))",
         "lost",
         "The device is lost to this process: start it again; if that does not help, replace the instance",
+    ),
+    _fault(
+        r"\bNRT_INVALID\b|unsupported topology",
+        "invalid",
+        "The runtime's log, just before this, says why. Where it names the topology, set a tensor_parallel_degree that "
+        "the machine takes (djl-neuronx check tells); else compile again with the compiler of this image",
     ),
 )
 
@@ -87,7 +139,7 @@ def of_load(error: Exception, what: str) -> ServingError:
         return ArtifactError(message)
     if fault.kind == "memory":
         return DeviceMemoryError(message)
-    return BackendUnavailableError(message)
+    return BackendError(message) if fault.kind == "invalid" else BackendUnavailableError(message)
 
 
 def of_step(error: Exception, what: str) -> BackendError:
@@ -105,8 +157,11 @@ def of_step(error: Exception, what: str) -> BackendError:
 
 def _find(error: Exception) -> _Fault | None:
     if isinstance(error, MemoryError):
-        return next(fault for fault in _FAULTS if fault.kind == "memory")
-    return next((fault for fault in _FAULTS if fault.pattern.search(str(error))), None)
+        return _HOST_MEMORY
+    text = str(error)
+    names = [_NAMES.get(int(found["code"]), "") for found in _STATUS.finditer(text)]
+    said = " ".join([text, *names])
+    return next((fault for fault in _FAULTS if fault.pattern.search(said)), None)
 
 
 def _tail(text: str) -> str:

@@ -6,13 +6,15 @@ import importlib
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.config.capabilities import TNX
+from djl_python_neuronx.config.capabilities import TNX, TNX_UNREADABLE
 from djl_python_neuronx.config.loader import SETUP_GUIDE, libraries
+from djl_python_neuronx.config.mapping import context_lengths
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
@@ -36,10 +38,7 @@ CLASSES: Mapping[str, str] = MappingProxyType(
         "opt": "OPTForSampling",
     }
 )
-"""`model_type` to the class that serves it.
-
-Not gpt_bigcode: gpt2's class expects its transposed weights, and a checkpoint of it has them the other way round
-(transformers-neuronx 0.13, gpt2/model.py)."""
+"""`model_type` to the class that serves it."""
 
 _AMP = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})
 
@@ -82,8 +81,8 @@ def refusal(model_type: str | None) -> str | None:
     """Why the library cannot serve an architecture; None: it can."""
     if model_type in CLASSES:
         return None
-    if model_type in TNX:
-        return f"{PACKAGE} reads no checkpoint of {model_type} as Hugging Face writes it"
+    if reason := TNX_UNREADABLE.get(model_type or ""):
+        return f"{PACKAGE} reads no checkpoint of {model_type}: {reason}"
     return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(CLASSES)}"
 
 
@@ -94,11 +93,10 @@ def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
     if reason := refusal(model_type):
         message = f"the tnx backend cannot serve {plan.model_dir}: {reason}"
         raise BackendError(message)
-    shared = plan.arguments.neuron_config.get("continuous_batching")
-    if isinstance(shared, Mapping) and shared.get("optimized_paged_attention"):
+    if _shared_cache(plan).get("optimized_paged_attention") and block_size_of(plan) is None:
         message = (
-            "is_block_kv_layout and enable_chunked_prefill need a cache in blocks, which the tnx backend does not "
-            "drive; leave both out"
+            "is_block_kv_layout keeps the KV cache in blocks, which the tnx backend drives only for prompts in chunks; "
+            "set enable_chunked_prefill=true, or leave is_block_kv_layout out"
         )
         raise IncompatibleOptionsError(message)
     config = _neuron_config(library, plan)
@@ -111,6 +109,12 @@ def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
     return getattr(library, CLASSES[model_type]).from_pretrained(
         str(plan.model_dir), neuron_config=config, **keywords
     )
+
+
+def block_size_of(plan: LoadPlan) -> int | None:
+    """Tokens in a block where the cache is kept in blocks, for prompts in chunks; None: each slot has a row."""
+    shared = _shared_cache(plan)
+    return int(shared["block_size"]) if shared.get("enable_chunked_prefill") else None
 
 
 def generation_of(plan: LoadPlan) -> dict[str, Any] | None:
@@ -129,6 +133,12 @@ def generation_of(plan: LoadPlan) -> dict[str, Any] | None:
     return generation
 
 
+def _shared_cache(plan: LoadPlan) -> Mapping[str, Any]:
+    """Keywords of the library's ContinuousBatchingConfig, and of its `init_cache_engine`; empty: static batches."""
+    written = plan.arguments.neuron_config.get("continuous_batching")
+    return written if isinstance(written, Mapping) else {}
+
+
 def _shapes(plan: LoadPlan, model_type: str) -> dict[str, Any]:
     """Batch and buckets as keywords, in the form that the class takes them."""
     capability = TNX[model_type]
@@ -136,7 +146,11 @@ def _shapes(plan: LoadPlan, model_type: str) -> dict[str, Any]:
     if capability.token_buckets:
         shapes["n_positions"] = list(_token_buckets(plan))
     if capability.context_buckets:
-        shapes["context_length_estimate"] = list(plan.prefill_buckets)
+        continuous = "continuous_batching" in plan.arguments.neuron_config
+        lengths = context_lengths(
+            plan.prefill_buckets, plan.max_model_len, plan.num_slots, continuous=continuous
+        )
+        shapes["context_length_estimate"] = list(lengths)
     if model_type == "gpt2":
         shapes["prompt_batch_size"] = plan.num_slots
     return shapes
@@ -150,6 +164,9 @@ def _token_buckets(plan: LoadPlan) -> tuple[int, ...]:
     rows share a position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on.
     """
     lengths = plan.token_buckets or (plan.max_model_len,)
+    if size := block_size_of(plan):
+        # A graph takes `length * slots // size` blocks: all that slots of this length can fill only if they are whole.
+        return tuple(sorted({-(-length // size) * size for length in lengths}))
     config = plan.arguments.neuron_config
     if not config.get("shard_over_sequence") or "continuous_batching" not in config:
         return lengths
@@ -165,7 +182,7 @@ def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
     makers = {
         "quant": library.QuantizationConfig,
         "kv_cache_quant": classes.KVCacheQuantizationConfig,
-        "continuous_batching": library.ContinuousBatchingConfig,
+        "continuous_batching": partial(_batching, library.ContinuousBatchingConfig),
         "on_device_generation": library.GenerationConfig,
     }
     keywords = dict(plan.arguments.neuron_config)
@@ -178,3 +195,16 @@ def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
         if isinstance(written, Mapping):
             keywords[name] = maker(**written)
     return library.NeuronConfig(**keywords)
+
+
+def _batching(
+    config: type[Any],
+    *,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    **keywords: object,
+) -> Any:  # noqa: ANN401
+    batching = config(**keywords)
+    if block_size is not None:
+        batching.init_cache_engine(block_size, num_blocks)
+    return batching

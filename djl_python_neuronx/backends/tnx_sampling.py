@@ -35,7 +35,8 @@ class DeviceSampling:
         """Most tokens that a row may choose among; None: rows have no parameters of their own."""
         if not self._dynamic:
             return None
-        return int(self._fixed.get("global_top_k") or _UNBOUNDED_TOP_K)
+        vocab_size = int(self._model.config.vocab_size)
+        return min(int(self._fixed.get("global_top_k") or _UNBOUNDED_TOP_K), vocab_size)
 
     @property
     def fixed(self) -> tuple[float, float, float] | None:

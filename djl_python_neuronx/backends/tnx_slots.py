@@ -25,6 +25,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_rows, refuse
+from djl_python_neuronx.backends.tnx_cache import is_spoiled, sampled_from_nan
 from djl_python_neuronx.backends.tnx_errors import of_step
 from djl_python_neuronx.backends.tnx_model import generation_of
 from djl_python_neuronx.backends.tnx_sampling import DeviceSampling
@@ -54,8 +55,14 @@ class SlotBackend(ABC):
         )
         if self._sampling:
             largest, fixed = self._sampling.largest_top_k, self._sampling.fixed
-            spec = replace(spec, largest_top_k=largest, fixed_sampling=fixed)
+            default = largest if plan.default_top_k else None
+            spec = replace(spec, largest_top_k=largest, default_top_k=default, fixed_sampling=fixed)
         self.spec = spec
+        self._of_nan = (
+            sampled_from_nan(model, self._decode_empty, spec.token_buckets)
+            if self._sampling
+            else None
+        )
 
     @abstractmethod
     def _prefill(self, rows: Rows) -> torch.Tensor:
@@ -66,8 +73,12 @@ class SlotBackend(ABC):
         """As `_prefill`, one token for each row."""
 
     @abstractmethod
+    def _decode_empty(self, position: int) -> torch.Tensor:
+        """What the model answers to token 0 at this position of every slot."""
+
+    @abstractmethod
     def _scrub(self, slot: int) -> None:
-        """Leave nothing in a free slot's cache that is not a number: masked, it still spoils what is read with it."""
+        """Leave nothing in a free slot's cache that is not a number."""
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
@@ -81,11 +92,7 @@ class SlotBackend(ABC):
             error = StepError(message)
             error.fatal = True
             raise error
-        if isinstance(step, Mixed):
-            refuse("a mixed step", "Prefill or Decode")
-        rows = step.rows
-        check_rows(rows, self.spec)
-        self._check(step)
+        rows = self._rows_of(step)
         run = self._decode if isinstance(step, Decode) else self._prefill
         try:
             if self._sampling:
@@ -105,9 +112,13 @@ class SlotBackend(ABC):
         self._filled[slot] = 0
         if self._spoiled[slot]:
             try:
-                self._scrub(slot)
+                # Logits are evidence, a token is only suspect. Clearing moves the whole cache, 1 to 2 ms per MiB and so
+                # seconds for 4 GiB; the last layer's values are 1 part in (4 * layers) of that (2 vCPU, 2026-11-22).
+                if not self._sampling or is_spoiled(self._model, slot):
+                    self._scrub(slot)
             except Exception as error:
                 raise of_step(error, f"clearing slot {slot}") from error
+            self._spoiled[slot] = False
         return 0
 
     def fork(self, slot: int, into: int) -> None:
@@ -124,34 +135,54 @@ class SlotBackend(ABC):
         self._sampling = None
         gc.collect()  # its parts refer to one another
 
+    def _rows_of(self, step: Step) -> Rows:
+        """The rows of a step, once they are known to keep the limits of the spec."""
+        if isinstance(step, Mixed):
+            refuse("a mixed step", "Prefill or Decode")
+        check_rows(step.rows, self.spec)
+        self._check(step)
+        return step.rows
+
     def _check(self, step: Prefill | Decode) -> None:
         rows, cached = step.rows, self._filled[step.rows.slots]
         if (rows.starts > cached).any():
             refuse(f"starts {rows.starts.tolist()}", f"at most the cached {cached.tolist()}")
         width = rows.input_ids.shape[1]
         if isinstance(step, Decode):
-            if width != 1:
-                refuse(f"a decode of {width} columns", "one token for each row")
+            drafts = rows.wants == Want.ALL_LOGITS and self.spec.max_drafts
+            if width != 1 + drafts:
+                refuse(f"a decode of {width} columns", f"{1 + drafts} for each row")
             if not rows.starts.all():
                 refuse(f"a decode of slots {rows.slots.tolist()}", "slots that hold a prompt")
+        elif Want.ALL_LOGITS in rows.wants:
+            refuse("the logits of every column of a prompt", "those of the last")
         elif int(rows.lens.max()) > self.spec.prefill_buckets[-1]:
             refuse(f"a prompt of {rows.lens.max()} tokens", f"{self.spec.prefill_buckets[-1]}")
 
     def _answer(self, output: torch.Tensor, rows: Rows) -> StepOutput:
-        """float32[B, V] logits or int32[B] tokens, in arrays that are the caller's."""
+        """float32[B, K, V] or float32[B, V] logits or int32[B] tokens, in arrays that are the caller's."""
         num_rows, columns = len(rows.slots), int(rows.wants != Want.NOTHING)
         if self._sampling:
-            return DeviceTokens(output.reshape(num_rows, 1)[:, :columns].to(torch.int32).numpy())
-        values = torch.empty((num_rows, columns, self.spec.vocab_size), dtype=torch.float32)
-        # The library answers with a transposed view of [V, B], of which rows have to be made: in pieces that the cores'
-        # caches hold, 8 rows of 128 256 take 0.5 ms, as a whole 1.0 (torch 2.13, 2 vCPU, 2026-11-21).
-        for start in range(0, self.spec.vocab_size * columns, _PIECE):
+            ids = output.reshape(num_rows, 1)[:, :columns].to(torch.int32).numpy()
+            if columns:
+                # Once it has been sampled from NaN, a sequence gets the same token to its end: the newest one tells.
+                self._spoiled[rows.slots] = self._of_nan is None or ids[:, 0] == self._of_nan
+            # The vocabulary is padded to a multiple of the cores; only NaN makes a token of the padding.
+            return DeviceTokens(np.where(ids < self.spec.vocab_size, ids, -1).astype(np.int32))
+        if columns:
+            output = output[:, None] if output.ndim < 3 else output
+            columns = output.shape[1]
+        found = output.float().numpy()
+        logits = np.empty((num_rows, columns, self.spec.vocab_size), np.float32)
+        # The library answers with a transposed view of [V, B], of which rows have to be made, in pieces that the cores'
+        # caches hold: 8 rows of 128 256 take 0.39 ms, as a whole 0.51 (numpy 2.4, 2 vCPU, 2026-11-22). Not with torch,
+        # whose threads are no faster, take 3 ms of CPU to wait for one another, and stall where a core is busy.
+        for start in range(0, self.spec.vocab_size * (columns > 0), _PIECE):
             piece = slice(start, start + _PIECE)
-            values[:, 0, piece] = output[:, piece]
-        logits = values.numpy()
+            logits[..., piece] = found[..., piece]
         # The output layer spreads what is not a number over the whole vocabulary: one column tells.
-        if columns and not np.isfinite(logits[:, 0, 0]).all():
-            self._spoiled[rows.slots] |= ~np.isfinite(logits[:, 0, 0])
+        if columns and not np.isfinite(logits[:, :, 0]).all():
+            self._spoiled[rows.slots] |= ~np.isfinite(logits[:, :, 0]).all(axis=1)
         return HostLogits(logits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Rows
+from djl_python_neuronx.backends.base import Rows, Step, StepOutput
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx_slots import SlotBackend
 
@@ -32,8 +32,14 @@ class StaticBackend(SlotBackend):
         self._next = np.zeros((plan.num_slots, 1), np.int32)
         self._end = _NOWHERE
         self._pads = torch.zeros(plan.num_slots, dtype=torch.int32)
-        self.num_reencoded = 0
-        """Tokens that were encoded again although they had been in the cache."""
+        self._num_reencoded = 0
+
+    def run(self, step: Step) -> StepOutput:
+        """As `SlotBackend.run`; the output tells what was encoded again."""
+        self._num_reencoded = 0
+        output = super().run(step)
+        output.num_reencoded = self._num_reencoded
+        return output
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; what runs in their rows from now on is padding."""
@@ -74,8 +80,14 @@ class StaticBackend(SlotBackend):
         position = torch.zeros(1, dtype=torch.int32) if width == 1 else None
         answer: torch.Tensor = self._model(torch.from_numpy(ids), position, self._pads)
         self._end = width
-        self.num_reencoded += int(lens.sum() - rows.lens.sum())
+        self._num_reencoded = int(lens.sum() - rows.lens.sum())
         return answer[torch.from_numpy(rows.slots).long()]
+
+    def _decode_empty(self, position: int) -> torch.Tensor:
+        ids = torch.zeros((self.spec.num_slots, 1), dtype=torch.int32)
+        pads = torch.zeros(len(ids), dtype=torch.int32)
+        answer: torch.Tensor = self._model(ids, torch.tensor([position], dtype=torch.int32), pads)
+        return answer
 
     def _scrub(self, slot: int) -> None:  # noqa: ARG002  (all at once, for the next step encodes everyone anew)
         getattr(self._model, "decoder_lm_head", self._model).reset()

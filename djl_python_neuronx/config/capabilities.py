@@ -72,7 +72,8 @@ _ROWS_MIXED = {
 }
 _OF_GROUPS = {**_INT8_CACHE, **_ROWS_MIXED}
 
-# What only llama's code reads, of the options that transformers-neuronx has.
+# What only llama's code reads, of the options that transformers-neuronx has. Blocks of the cache and prompts in chunks:
+# seen right with llamas of all kinds of heads; a mistral fails while its graph is traced, which has no mask for them.
 _LLAMA_ONLY = frozenset(
     {
         "attn_output_transposed",
@@ -120,6 +121,8 @@ _NO_MOE_WEIGHTS = {
 _GPT2 = Capability(
     continuous_batching=False,
     token_buckets=False,
+    # The library has it for one sequence at a time, in static batches only.
+    speculation=False,
     unread=_WITHOUT_GROUPS,
     refused=_NO_CACHE,
     collectives_follow=_COLLECTIVES,
@@ -200,6 +203,14 @@ TNX: Mapping[str, Capability] = MappingProxyType(
     }
 )
 """Architectures of transformers-neuronx, by `model_type`."""
+
+TNX_UNREADABLE: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt_bigcode": "gpt2's class, which would be its own, expects the projections transposed, as gpt2's "
+        "checkpoints have them, and stops while it builds its graphs"
+    }
+)
+"""Architectures that transformers-neuronx computes and whose checkpoints it cannot read, to the reason. Seen."""
 
 _NO_WINDOW = {WINDOW_IGNORED: "NxD Inference attends to all tokens, beyond the model's window"}
 _IMAGES = "NxD Inference does not have it for models with images"

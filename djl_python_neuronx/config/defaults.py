@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from djl_python_neuronx.config import division, memory
 from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.graph_options import OnDeviceGeneration
 from djl_python_neuronx.config.instances import DeviceInfo, legal_degrees, on_single_cores
 from djl_python_neuronx.config.mapping import honoured
 from djl_python_neuronx.config.memory import CoreMemory, Load
@@ -17,6 +19,9 @@ MAX_ROLLING_BATCH_SIZE = 32
 MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
 SMALLEST_BUCKET = 128
+MOST_BLOCKS = 256
+"""transformers-neuronx unrolls a loop over all blocks: 48 instructions for each, where a layer has 154 (seen, tp 1).
+Large blocks cost little, for none is shared: the last of a sequence lies half empty, and is read all the same."""
 
 Filled = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
@@ -34,32 +39,40 @@ def fill(
 
     In this order, each within what the ones before leave: dtype, tensor_parallel_degree, n_positions,
     max_rolling_batch_size, context_length_estimate. Where nothing fits they are the smallest; `suitability` says so.
+    What the device chooses among is no more than the vocabulary, which the libraries' graphs take for granted.
     `draft`: the facts of the draft model, if they are known.
     """
     filled: Filled = {}
     device = on_single_cores(device, options.logical_nc_config)
-    if draft is not None and draft.max_positions:
+    whose = "the model's limit"
+    if draft and draft.max_positions and draft.max_positions < (facts.max_positions or sys.maxsize):
         # Both models read the same sequence.
-        limit = min(draft.max_positions, facts.max_positions or draft.max_positions)
-        facts = replace(facts, max_positions=limit)
+        whose = f"the limit of the draft model ({options.speculative_draft_model})"
+        facts = replace(facts, max_positions=draft.max_positions)
     dtype, why = _dtype(options, facts, loader)
     if dtype != options.dtype:
         filled["dtype"] = dtype, why
     room = _Room.of(options, facts, device, loader, dtype, draft)
+    wanted = _wanted_positions(options, facts, loader, whose)
     degree = options.tensor_parallel_degree
     if not isinstance(degree, int):
-        degree, why = _degree(degree == "max", room, _wanted_positions(options, facts, loader)[0])
+        degree, why = _degree(degree == "max", room, wanted[0])
         filled["tensor_parallel_degree"] = degree, why
     positions = options.max_model_len
     if positions is None:
-        positions, why = _positions(options, room, degree)
+        positions, why = _positions(options, room, degree, *wanted)
         filled["n_positions"] = positions, why
-    if options.max_rolling_batch_size is None:
-        filled["max_rolling_batch_size"] = _slots(options, room, degree, positions)
+    slots = options.max_rolling_batch_size
+    if slots is None:
+        slots, why = _slots(options, room, degree, positions)
+        filled["max_rolling_batch_size"] = slots, why
     if options.context_length_estimate is None and (
-        buckets := _buckets(options, facts, loader, positions)
+        buckets := _buckets(options, facts, loader, positions, slots)
     ):
         filled["context_length_estimate"] = buckets
+    filled.update(_blocks(options, facts, loader, positions, slots))
+    if generation := _generation(options, facts):
+        filled["on_device_generation"] = generation
     return filled
 
 
@@ -172,24 +185,27 @@ def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
     return chosen, why
 
 
-def _wanted_positions(options: ServingOptions, facts: ModelFacts, loader: str) -> tuple[int, str]:
-    """Tokens per slot before memory is looked at."""
+def _wanted_positions(
+    options: ServingOptions, facts: ModelFacts, loader: str, whose: str
+) -> tuple[int, str]:
+    """Tokens per slot before memory is looked at; `whose` says whose limit `facts` have."""
     if options.max_model_len is not None:
         return options.max_model_len, ""
     cap = MAX_POSITIONS_CPU if loader == "cpu" else MAX_POSITIONS
     limit = facts.max_positions or cap
     prompt = (options.context_length_estimate or (0,))[-1]
     if prompt > min(limit, cap):
-        why = "what context_length_estimate asks for, within the model's limit"
+        why = f"what context_length_estimate asks for, within {whose}"
         return min(prompt, facts.max_positions or prompt), why
     if limit < cap:
-        return limit, "the model's limit"
-    return cap, f"the model's limit, but unasked at most {cap}"
+        return limit, whose
+    return cap, f"{whose}, but unasked at most {cap}"
 
 
-def _positions(options: ServingOptions, room: _Room, degree: int) -> tuple[int, str]:
+def _positions(
+    options: ServingOptions, room: _Room, degree: int, wanted: int, why: str
+) -> tuple[int, str]:
     """Tokens per slot: halved until the slots that were asked for, or one, fit."""
-    wanted, why = _wanted_positions(options, room.facts, room.loader)
     slots = options.max_rolling_batch_size or 1
     prompt = (options.context_length_estimate or (0,))[-1]
     least = min(max(SMALLEST_BUCKET, prompt), wanted)
@@ -207,8 +223,6 @@ def _positions(options: ServingOptions, room: _Room, degree: int) -> tuple[int, 
 
 
 def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) -> tuple[int, str]:
-    if options.speculative_draft_model is not None and room.loader == "tnx":
-        return 1, "transformers-neuronx speculates for one sequence at a time"
     if options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1:
         return options.batch_size, "batch_size, which DJL Serving collects without a rolling batch"
     slots = MAX_ROLLING_BATCH_SIZE
@@ -227,14 +241,36 @@ def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) ->
 
 
 def _buckets(
-    options: ServingOptions, facts: ModelFacts, loader: str, positions: int
+    options: ServingOptions, facts: ModelFacts, loader: str, positions: int, slots: int
 ) -> tuple[tuple[int, ...], str] | None:
     capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
     if capability is not None and not capability.context_buckets:
         return None
-    if loader == "tnx" and options.cache_layout == "BSH" and not options.enable_chunked_prefill:
+    if options.enable_chunked_prefill:
+        why = "tokens of a step: room for one of each slot, and for chunks of prompts beside them"
+        return make_steps(slots, positions), why
+    if loader == "tnx" and options.cache_layout == "BSH":
         return (positions,), "cache_layout=BSH takes a single length"
     return make_buckets(positions), "powers of two up to n_positions"
+
+
+def _blocks(
+    options: ServingOptions, facts: ModelFacts, loader: str, positions: int, slots: int
+) -> Filled:
+    """Layout and size of the blocks of a cache, where transformers-neuronx encodes prompts in chunks."""
+    filled: Filled = {}
+    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    if loader != "tnx" or not honoured(options, capability).enable_chunked_prefill:
+        return filled
+    if options.cache_layout is None:
+        filled["cache_layout"] = "BSH", "how blocks of the KV cache are laid out"
+    if options.pa_block_size is None:
+        size, below = SMALLEST_BUCKET, 1 << (max(positions - 1, 1).bit_length() - 1)
+        while size * MOST_BLOCKS < positions * slots:
+            size *= 2
+        why = f"a power of two below n_positions, from {SMALLEST_BUCKET} on, for at most {MOST_BLOCKS} blocks"
+        filled["pa_block_size"] = min(size, below), why
+    return filled
 
 
 def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
@@ -254,6 +290,16 @@ def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ..
     return (*(length for length in doubling if length < max_len), max_len)
 
 
+def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
+    """Tokens of a step without chunks of prompts, and of one with them; at most `max_len`.
+
+    128 tokens are what one pass of a NeuronCore's 128 x 128 array takes, and cost hardly more than reading the weights.
+    The first is the power of two that holds a token of each slot, and 2 at least: a graph of one token is no prompt's.
+    """
+    alone = 1 << max(num_slots - 1, 1).bit_length()
+    return tuple(sorted({min(alone, max_len), min(max(SMALLEST_BUCKET, 2 * alone), max_len)}))
+
+
 def dtype_of(facts: ModelFacts, loader: str) -> str:
     """What `auto` computes in: the checkpoint's type, but no float16 on a CPU and no float32 on a Neuron device."""
     dtype = facts.dtype or "float32"
@@ -264,3 +310,15 @@ def dtype_of(facts: ModelFacts, loader: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _generation(
+    options: ServingOptions, facts: ModelFacts
+) -> tuple[OnDeviceGeneration, str] | None:
+    """Sampling on the device with no more candidates than there are tokens; None: it has none."""
+    sampled, tokens = options.on_device_generation, facts.vocab_size
+    if sampled is None or tokens is None or max(sampled.top_k, sampled.global_top_k or 0) <= tokens:
+        return None
+    candidates = sampled.global_top_k and min(sampled.global_top_k, tokens)
+    changes = {"top_k": min(sampled.top_k, tokens), "global_top_k": candidates}
+    return sampled.model_copy(update=changes), f"the vocabulary has {tokens} tokens and no more"

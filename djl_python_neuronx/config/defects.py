@@ -9,6 +9,7 @@ from typing import NamedTuple
 from djl_python_neuronx.config import capabilities
 from djl_python_neuronx.config.capabilities import Capability
 from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.mapping import context_lengths, continuous_batching
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 
@@ -25,7 +26,9 @@ def _mixed_rows(options: ServingOptions, facts: ModelFacts) -> bool:
 
 
 def _long_prompts(options: ServingOptions, facts: ModelFacts) -> bool:
-    lengths = options.context_length_estimate or (options.max_model_len or 0,)
+    limit, slots = options.max_model_len or 0, options.max_rolling_batch_size
+    prompts = options.context_length_estimate or (limit,)
+    lengths = context_lengths(prompts, limit, slots, continuous=continuous_batching(options))
     return facts.sliding_window is not None and lengths[-1] > facts.sliding_window
 
 
@@ -60,7 +63,7 @@ _MATTERS: Mapping[
         capabilities.WINDOW_PREFILL: (
             ("n_positions", "context_length_estimate"),
             _long_prompts,
-            "set context_length_estimate to the window at most",
+            "set context_length_estimate, for static batches n_positions, to the window at most",
         ),
     }
 )
@@ -152,6 +155,11 @@ TRAITS: Mapping[str, Mapping[str, tuple[Trait, ...]]] = MappingProxyType(
 
 Source: transformers-neuronx 0.13, `<architecture>/config.py`, `model.py` and `hlo.py`; run on a CPU.
 """
+
+
+def options_of(defect: str) -> tuple[str, ...]:
+    """The options that decide whether a defect matters; `model_loader`: it always does."""
+    return _MATTERS[defect][0]
 
 
 def of_model(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Finding]:

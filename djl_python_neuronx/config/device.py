@@ -10,15 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from djl_python_neuronx.config.instances import FAMILIES, DeviceInfo, Family, Instance, known
 
-__all__ = ["DeviceInfo", "detect"]
+__all__ = ["CoreLimit", "DeviceInfo", "core_limit", "detect"]
 
 _TIMEOUT_S = 20.0
 _MOST_CORES = 4096
 """More than any machine has; a longer list of cores is a typing error, not a wish."""
+
+
+class CoreLimit(NamedTuple):
+    """What a variable lets the Neuron runtime take; as text, the variable and its value."""
+
+    name: str
+    value: str
+    num_cores: int | None
+    """None: the value is not understood, or asks for all cores."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,7 @@ def detect(
     """The machine's facts from `/dev/neuron*`, `neuron-ls -j`, the firmware's product name and the host's memory.
 
     Never raises. `root` and `search_path` (None: `$PATH`) tell where to look; of `environ` the variables that limit
-    the cores of this process count: `NEURON_RT_VISIBLE_CORES`, else `NEURON_RT_NUM_CORES`, as DJL Serving sets them,
-    and `NEURON_LOGICAL_NC_CONFIG`.
+    the cores of this process count: that of `core_limit`, and `NEURON_LOGICAL_NC_CONFIG`.
     """
     nodes = [
         path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
@@ -66,6 +77,21 @@ def detect(
         visible_cores=visible,
         assumed=assumed,
     )
+
+
+def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
+    """The limit on the cores of a process: `NEURON_RT_VISIBLE_CORES`, else `NEURON_RT_NUM_CORES`; None: none is set.
+
+    Source: AWS Neuron documentation, "Neuron Runtime configuration".
+    """
+    listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if listed:
+        return CoreLimit("NEURON_RT_VISIBLE_CORES", listed, _count_of_list(listed) or None)
+    count = environ.get("NEURON_RT_NUM_CORES", "").strip()
+    if not count:
+        return None
+    understood = count.isdecimal() and len(count) < 6
+    return CoreLimit("NEURON_RT_NUM_CORES", count, (understood and int(count)) or None)
 
 
 def _corrected(
@@ -100,18 +126,13 @@ def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
 
 def _visible(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
     """Cores that this process may use, and the words about a limit that was set."""
-    name = "NEURON_RT_VISIBLE_CORES"
-    text = environ.get(name, "").strip()
-    count = _count_of_list(text)
-    if not text:
-        name = "NEURON_RT_NUM_CORES"
-        text = environ.get(name, "").strip()
-        count = int(text) if text.isdecimal() and len(text) < 6 else None
-    if not text:
+    limit = core_limit(environ)
+    if limit is None:
         return cores, ""
-    if not count:
-        return cores, f", {name} is not understood and left aside"
-    return min(count, cores) if cores else count, f", {name} allows {count} cores"
+    if limit.num_cores is None:
+        return cores, f", {limit.name} is not understood and left aside"
+    count = limit.num_cores
+    return min(count, cores) if cores else count, f", {limit.name} allows {count} cores"
 
 
 def _count_of_list(text: str) -> int | None:

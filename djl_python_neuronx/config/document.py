@@ -1,7 +1,7 @@
-"""docs/options.md and serving.properties.example, made from the fields of `ServingOptions`.
+"""The generated pages: serving.properties.example and docs/options.md, architectures.md and metrics.md.
 
-``python -m djl_python_neuronx.config.document options`` (or ``example``) writes to standard output; `make docs`
-puts both in place.
+``python -m djl_python_neuronx.config.document options`` (or ``example``, ``architectures``, ``metrics``) writes to
+standard output; `make docs` puts all in place.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.capabilities import TNX, TNX_UNREADABLE, Capability
+from djl_python_neuronx.config.defects import TRAITS, options_of
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option, OptionGroup
+from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 LIBRARIES: Mapping[str, str] = {
     "tnx": "transformers-neuronx",
@@ -79,6 +82,90 @@ engine=Python
 option.entryPoint=djl_python_neuronx.handler
 option.async_mode=true
 """
+
+
+_ARCHITECTURES_HEAD = """\
+# Architectures of transformers-neuronx
+
+Made from `djl_python_neuronx/config/capabilities.py` by `make docs`; edit that file, not this one.
+
+What version 0.13 of the library can do with each `model_type`, compared with Hugging Face's logits on tiny models with
+random weights and an emulated device. What an architecture cannot do is refused or, where only speed and memory change,
+left out with a note: `djl-neuronx check` tells. [options.md](options.md) explains the options.
+"""
+
+_METRICS_HEAD = """\
+# Metrics
+
+Made from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`; edit that table, not this page.
+
+The embedded server gives these on `/metrics`, in Prometheus' text format. Of a histogram there are `_bucket`, `_sum`
+and `_count`; times are in seconds.
+"""
+
+_CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
+    "continuous batching": lambda entry: entry.continuous_batching,
+    "`context_length_estimate`": lambda entry: entry.context_buckets,
+    "several `n_positions`": lambda entry: entry.token_buckets,
+    "degrees that do not divide the heads": lambda entry: entry.pads_heads,
+    "`attention_layout=BSH`": lambda entry: entry.attention_bsh,
+    "`collectives_layout=BSH`": lambda entry: (
+        not {"collectives_layout"} & {*entry.unread, *entry.refused}
+    ),
+    "greedy on the device": lambda entry: entry.on_device_greedy,
+    "`on_device_generation=true`": lambda entry: entry.on_device_sampling,
+    "`quantize`": lambda entry: entry.int8,
+    "`kv_cache_quantize`": lambda entry: (
+        not {"kv_cache_quantize"} & {*entry.unread, *entry.refused}
+    ),
+    "`shard_over_sequence`": lambda entry: "shard_over_sequence" not in entry.unread,
+    "`enable_chunked_prefill`": lambda entry: "enable_chunked_prefill" not in entry.unread,
+    "`speculative_draft_model`": lambda entry: entry.speculation,
+}
+
+_ACCEPTED = "refused unless `allow_known_defects=true`"
+
+
+def architectures_page() -> str:
+    """What docs/architectures.md says."""
+    columns = [*TNX, *TNX_UNREADABLE]
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for title, can in _CAPABILITIES.items():
+        cells = ["yes" if name in TNX and can(TNX[name]) else "–" for name in columns]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    whose: dict[str, list[str]] = {}
+    for name in columns:
+        for note in _notes(name):
+            whose.setdefault(note, []).append(name)
+    notes = "".join(f"- {', '.join(names)}: {note}.\n" for note, names in whose.items())
+    return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes])
+
+
+def metrics_page() -> str:
+    """What docs/metrics.md says."""
+    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
+    for name, metric in METRICS.items():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
+    return "\n".join([_METRICS_HEAD, *lines, ""])
+
+
+def _notes(name: str) -> Iterator[str]:
+    """What the table does not say of an architecture."""
+    if name in TNX_UNREADABLE:
+        yield f"not served; {TNX_UNREADABLE[name]}"
+        return
+    entry = TNX[name]
+    if not entry.continuous_batching:
+        yield "static batches: when a sequence joins, all are encoded anew"
+    for defect, reason in entry.defects.items():
+        names = ", ".join(f"`{option}`" for option in options_of(defect))
+        yield f"{reason} ({names}; {_ACCEPTED})"
+    for trait in TRAITS["tnx"].get(name, ()):
+        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'refused'})"
+    if entry.collectives_follow:
+        yield f"{entry.collectives_follow}: `collectives_layout=BSH` needs `attention_layout=BSH`"
+    yield from (f"`{option}` is refused: {reason}" for option, reason in entry.refused.items())
 
 
 def descriptions() -> Mapping[str, str]:
@@ -196,8 +283,13 @@ def _shown(default: object) -> str:
 
 
 def main(which: str) -> None:
-    """Write one of the two files to standard output."""
-    pages: Mapping[str, Callable[[], str]] = {"options": options_page, "example": example_file}
+    """Write one of the files to standard output."""
+    pages: Mapping[str, Callable[[], str]] = {
+        "options": options_page,
+        "example": example_file,
+        "architectures": architectures_page,
+        "metrics": metrics_page,
+    }
     sys.stdout.write(pages[which]())
 
 

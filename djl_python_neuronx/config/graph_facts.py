@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries
+from djl_python_neuronx.config.mapping import speculating
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import InvalidOptionError
 
@@ -22,6 +23,7 @@ _NOT_IN_GRAPHS = frozenset(
     }
 )
 """Options that the libraries take and no graph depends on."""
+_OF_DRAFTS = frozenset({"speculative_length", "draft_model_tp_size", "ngram_prompt_lookup_max"})
 _OURS = frozenset({"rolling_batch_strategy"})
 """Options that no library takes by name and that decide what it is given."""
 
@@ -38,6 +40,11 @@ def graph_options(options: ServingOptions, loader: str) -> dict[str, Any]:
         and name not in _NOT_IN_GRAPHS
         and not (getattr(options, name) is False and entry.default is False)
     }
+    if not speculating(options):
+        names -= _OF_DRAFTS
+    elif loader == "tnx":
+        # The draft model is compiled by itself, and how many drafts are verified is all that the large one knows.
+        names -= _OF_DRAFTS - {"speculative_length"}
     return {
         name: value
         for name, value in options.model_dump(mode="json", include=names).items()

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.values import (
+    AMOUNT,
     COUNT,
     DTYPES,
     OBJECT,
@@ -116,7 +117,7 @@ class CompilerOptions(NxdiOptions):
         bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True)
     ] = False
     """The old engine's graph defaults for a model on several machines: `fuse_mlp` and `mlp_out_weight_transpose` are
-    on unless set. The machines themselves are told by `NEURON_RANK_ID` and `NEURON_LOCAL_TP`."""
+    on unless set. A model on several machines is planned and not served: docs/neuron.md."""
     override_neuron_config: Annotated[
         Object | None,
         Option(allowed=OBJECT, to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True),
@@ -184,13 +185,20 @@ class SpeculationOptions(ArtifactOptions):
     speculative_length: Annotated[
         Amount,
         Option(
-            allowed="a whole number of at least 0",
+            allowed=AMOUNT,
             aliases=("spec_length",),
             to={"tnx": "enable_speculative_decoder()", "nxdi": "speculation_length"},
         ),
     ] = 5
-    """Tokens that are drafted at a time; 0 is no speculation. NxDI counts the large model's own token too, which is
-    added for it."""
+    """Tokens that are drafted at a time; 0 is no speculation. Up to rounding of the dtype, what is served does not
+    depend on it, nor on the drafts: a draft stands only if the model itself would have chosen it. NxDI counts the
+    large model's own token too, which is added for it."""
+    ngram_prompt_lookup_max: Annotated[
+        Count | None,
+        Option(allowed=COUNT, to={"tnx": "enable_speculative_decoder()"}),
+    ] = None
+    """Draft without a draft model: what followed the newest tokens when they last occurred in prompt or text. This is
+    the longest run of tokens that is looked for; 3 suits summaries, code and answers from documents."""
     draft_model_tp_size: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "tp_degree", "nxdi": "tp_degree"}, tunes=True),
@@ -200,7 +208,7 @@ class SpeculationOptions(ArtifactOptions):
         bool | None,
         Option(to={"tnx": "is_eagle_target", "nxdi": "enable_eagle_speculation"}),
     ] = None
-    """The draft model is an EAGLE one: it drafts from the large model's hidden states."""
+    """The draft model is an EAGLE one: it drafts from the large model's hidden states. With NxDI alone."""
 
 
 class PrecisionOptions(SpeculationOptions):
@@ -370,6 +378,12 @@ class GraphOptions(PrecisionOptions):
     ] = None
     """Sample on the device, which saves reading all logits back: faster, and without seeds, penalties, log
     probabilities and constraints. `true` serves each request with its own top_k, top_p and temperature."""
+    on_device_default_top_k: Annotated[
+        Literal["global_top_k"] | None, Lower, Option(allowed="global_top_k")
+    ] = None
+    """top_k of requests that sample without one, where the device samples with each request's own parameters
+    (`on_device_generation` with `dynamic`). A device cannot choose among the whole vocabulary: such a request is
+    refused, or with `global_top_k` chooses among that many of the most likely tokens."""
     padding_side: Annotated[
         Literal["left", "right"] | None,
         Lower,
@@ -387,17 +401,19 @@ class GraphOptions(PrecisionOptions):
         ),
     ] = None
     """Keep the KV cache in blocks instead of one row for each slot (paged attention). NxDI has it for prefix caching
-    alone, which implies it."""
+    alone, transformers-neuronx is served with it for `enable_chunked_prefill` alone; both imply it."""
     pa_block_size: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"}),
     ] = None
-    """Tokens in a block of the KV cache; with `is_block_kv_layout`."""
+    """Tokens in a block of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` a power of two below
+    `n_positions`; the default is at least 128 and leaves at most 256 blocks, for graphs grow with their number."""
     pa_num_blocks: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"}),
     ] = None
-    """Blocks of the KV cache; with `is_block_kv_layout`."""
+    """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
+    take at their full length, and fewer are refused."""
     enable_prefix_caching: Annotated[
         bool, Option(aliases=("is_prefix_caching",), to={"nxdi": "is_prefix_caching"})
     ] = False
@@ -409,8 +425,10 @@ class GraphOptions(PrecisionOptions):
             to={"tnx": "continuous_batching.enable_chunked_prefill"},
         ),
     ] = False
-    """Encode long prompts in chunks beside running streams. It implies `is_block_kv_layout`; NxDI 0.9 raises
-    NotImplementedError."""
+    """Encode prompts in chunks beside running streams, so that a long prompt does not silence them: every step has a
+    token of each stream, and prompts share what is left of the tokens of `context_length_estimate`. Where a chunk ends
+    depends on who else is there; what is served does not, up to rounding of the dtype. For llama on
+    transformers-neuronx, where it implies `is_block_kv_layout`, and on the CPU; NxDI 0.9 raises NotImplementedError."""
     pipeline_parallel_degree: Annotated[
         Count,
         Option(

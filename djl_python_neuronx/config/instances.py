@@ -36,6 +36,8 @@ class DeviceInfo:
     """Logical cores that this process may use; all of `neuron_cores` unless told otherwise."""
     assumed: str | None = None
     """What was assumed because it could not be seen, as a sentence; None: nothing."""
+    local_degree: int | None = None
+    """Cores that each of several machines gives to one tensor parallel group; None: a group lies on one machine."""
 
     def __post_init__(self) -> None:
         if self.visible_cores == _AS_MANY_AS_THERE_ARE:
@@ -45,6 +47,14 @@ class DeviceInfo:
     def has_neuron(self) -> bool:
         """True on a machine with a Neuron device, whether or not it works."""
         return self.neuron_devices > 0
+
+    def machines(self, degree: int) -> int:
+        """Machines like this one that a tensor parallel group of so many cores lies on."""
+        return -(-degree // self.local_degree) if self.local_degree else 1
+
+    def cores_for(self, degree: int) -> int:
+        """Cores that such a group can be laid on, on all of its machines; 0: not known."""
+        return self.visible_cores * self.machines(degree)
 
 
 @dataclass(frozen=True)

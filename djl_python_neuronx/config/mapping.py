@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
+from djl_python_neuronx.config import memory
 from djl_python_neuronx.config.capabilities import Capability
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions, option
@@ -168,16 +169,38 @@ def honoured(options: ServingOptions, capability: Capability | None) -> ServingO
 def continuous_batching(options: ServingOptions) -> bool:
     """True if new sequences join a running batch without encoding the others anew, as far as options decide it.
 
-    One slot needs no batching. What the model's architecture can do is not asked here.
+    One slot needs no batching, unless it verifies drafts or its prompts come in chunks. What the model's architecture
+    can do is not asked here.
     """
     if options.rolling_batch_strategy is not None:
         return options.rolling_batch_strategy == "continuous_batching"
-    return (options.max_rolling_batch_size or 0) > 1
+    several = (options.max_rolling_batch_size or 0) > 1
+    return several or speculating(options) or options.enable_chunked_prefill
+
+
+def drafting(options: ServingOptions) -> bool:
+    """True if a draft model is to be used."""
+    return options.speculative_draft_model is not None and options.speculative_length > 0
+
+
+def context_lengths(
+    prompts: tuple[int, ...] | None, limit: int | None, slots: int | None, *, continuous: bool
+) -> tuple[int, ...]:
+    """The prompt lengths that transformers-neuronx compiles where prompts of `prompts` are served, ascending.
+
+    A sequence that joins a static batch has everyone encoded anew, however long they have become. What is beyond the
+    largest length would run token by token, so sequences of `limit` tokens have a graph there. Without `prompts` there
+    are no prompt graphs.
+    """
+    if continuous or not prompts or not limit or (slots or 1) == 1:
+        return prompts or ()
+    return tuple(sorted({*prompts, limit}))
 
 
 def speculating(options: ServingOptions) -> bool:
-    """True if a draft model is to be used."""
-    return options.speculative_draft_model is not None and options.speculative_length > 0
+    """True if drafts are to be verified, wherever they come from."""
+    looking_up = options.ngram_prompt_lookup_max is not None and options.speculative_length > 0
+    return looking_up or drafting(options)
 
 
 def unmapped(options: ServingOptions, loader: str) -> tuple[str, ...]:
@@ -228,13 +251,17 @@ def _tnx(options: ServingOptions, continuous: bool) -> LibraryArguments:
         compiler_flags=tuple(_tnx_flags(options)), environment=_environment(options)
     )
     amp = _AMP.get(options.dtype)
+    slots = options.max_rolling_batch_size
+    lengths = context_lengths(
+        options.context_length_estimate, options.max_model_len, slots, continuous=continuous
+    )
     _put(
         arguments.constructor,
         tp_degree=_degree(options),
-        batch_size=options.max_rolling_batch_size,
+        batch_size=slots,
         amp=amp,
         n_positions=_plain(options.n_positions),
-        context_length_estimate=_plain(options.context_length_estimate),
+        context_length_estimate=list(lengths) or None,
         unroll=options.unroll,
     )
     config = arguments.neuron_config
@@ -245,7 +272,6 @@ def _tnx(options: ServingOptions, continuous: bool) -> LibraryArguments:
     ):
         if bits is not None:
             config[keyword] = _put({}, quant_dtype=_TNX_8_BITS[bits], dequant_dtype=amp)
-    slots = options.max_rolling_batch_size
     if continuous and slots is not None:
         config["continuous_batching"] = _shared_cache(options, slots)
     if options.on_device_generation is not None:
@@ -261,11 +287,16 @@ def _tnx(options: ServingOptions, continuous: bool) -> LibraryArguments:
 def _shared_cache(options: ServingOptions, slots: int) -> dict[str, object]:
     # The other name of it, max_num_seqs, is unknown to libraries before 0.12.
     cache: dict[str, object] = {"batch_size_for_shared_caches": slots}
+    length, size = options.max_model_len, options.pa_block_size
     if options.is_block_kv_layout or options.enable_chunked_prefill:
         cache["optimized_paged_attention"] = True
-        _put(cache, max_model_len=options.max_model_len)
+        _put(cache, max_model_len=length)
     if options.enable_chunked_prefill:
         cache["enable_chunked_prefill"] = True
+    if options.enable_chunked_prefill and length is not None and size is not None:
+        # What `init_cache_engine` takes. Block 0 is for padding.
+        blocks = options.pa_num_blocks or memory.blocks_of(length, slots, size) + 1
+        cache.update(block_size=size, num_blocks=blocks)
     return cache
 
 
@@ -310,7 +341,7 @@ def _nxdi(options: ServingOptions, continuous: bool) -> LibraryArguments:
         config["is_prefix_caching"] = True
     if options.is_block_kv_layout or options.enable_prefix_caching:
         config["is_block_kv_layout"] = True
-    if speculating(options):
+    if drafting(options):
         config["enable_fused_speculation"] = True
         # TNX counts drafts; NxDI counts tokens of a step, of which the last is the large model's own.
         config["speculation_length"] = options.speculative_length + 1

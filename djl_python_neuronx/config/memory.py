@@ -95,7 +95,7 @@ class Load:
     in_blocks: bool = False
     """The KV cache is kept in blocks, and one more than are asked for."""
     num_blocks: int | None = None
-    """None: one for each slot."""
+    """None: what all slots at their full length take."""
     block_size: int | None = None
     """Tokens; None: `max_model_len`."""
     draft: ModelFacts | None = None
@@ -133,7 +133,8 @@ class Load:
                 or options.enable_prefix_caching
                 or options.enable_chunked_prefill
             ),
-            num_blocks=options.pa_num_blocks,
+            # transformers-neuronx counts the one more among them.
+            num_blocks=options.pa_num_blocks and options.pa_num_blocks - (loader == "tnx"),
             block_size=options.pa_block_size,
             draft=draft,
             draft_degree=options.draft_model_tp_size,
@@ -244,9 +245,15 @@ def cache_bytes(facts: ModelFacts, load: Load) -> int:
     """The KV cache of all slots, nothing padded or copied; 0: not known."""
     tokens = load.max_model_len * load.num_slots
     if load.in_blocks:
-        blocks = load.num_blocks or load.num_slots
-        tokens = (blocks + 1) * (load.block_size or load.max_model_len)
+        size = load.block_size or load.max_model_len
+        blocks = load.num_blocks or blocks_of(load.max_model_len, load.num_slots, size)
+        tokens = (blocks + 1) * size
     return (facts.cache_values_per_token or 0) * tokens * _WIDTHS[load.kv_dtype or load.dtype]
+
+
+def blocks_of(max_model_len: int, num_slots: int, block_size: int) -> int:
+    """Blocks that all slots at their full length take."""
+    return num_slots * -(-max_model_len // block_size)
 
 
 def _tensors(facts: ModelFacts) -> tuple[int, int, int]:

@@ -73,7 +73,7 @@ class ModelFacts:
         # A vision tower's tensors are not counted, and a count without them would be a wrong one.
         tensors = None if isinstance(top.get("vision_config"), Mapping) else count(config, sizes)
         told = (config.get("dtype"), config.get("torch_dtype"), checkpoint_dtype)
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in told)
+        dtypes = (text.removeprefix("torch.") for text in told if isinstance(text, str))
         return cls(
             model_type=_text(top.get("model_type")),
             architecture=_architecture(top),

@@ -17,11 +17,13 @@ from pydantic import Field
 
 from djl_python_neuronx.config.graph_options import GraphOptions
 from djl_python_neuronx.config.values import (
+    AMOUNT,
     BUCKETS,
     COUNT,
     DTYPES,
     POSITIONS,
     SECONDS,
+    Amount,
     AutoDtype,
     Buckets,
     Count,
@@ -68,7 +70,8 @@ class BatchingOptions(GraphOptions):
         ),
     ] = None
     """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
-    longest prompt. The default is chosen from `n_positions`."""
+    longest prompt. The default is chosen from `n_positions`. With `enable_chunked_prefill` these are the tokens of a
+    step, and prompts are as long as `n_positions` allows; the default is chosen from `max_rolling_batch_size`."""
     rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Lower, Option()] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
     at each step. `disable`: one request (or `batch_size`) at a time. Recent DJL Serving turns `auto` into `disable`
@@ -92,6 +95,12 @@ class BatchingOptions(GraphOptions):
     decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
     """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
     smoother and new requests wait longer."""
+    max_join_wait_ms: Annotated[Amount, Option(allowed=AMOUNT)] = 100
+    """Milliseconds that new requests wait for one another before they join a static batch, where each join has every
+    running sequence encoded anew; the decode steps of `decode_interleave` come first all the same. Nobody waits while
+    nothing runs, or once the free slots can be filled; 0: never. Where joining costs the others nothing it has no
+    effect. 100 ms is how long DJL Serving collects a batch: mostly less than the prompt step that it saves, and hardly
+    noticed before a first token."""
 
 
 class ServingOptions(BatchingOptions):

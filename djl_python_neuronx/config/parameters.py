@@ -30,6 +30,12 @@ def first_size(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((value for value in values if type(value) is int and 0 < value < 2**63), None)
 
 
+def model_type(config: Mapping[str, Any]) -> str:
+    """The architecture's name in `config.json`; empty: there is none."""
+    told = config.get("model_type")
+    return told if isinstance(told, str) else ""
+
+
 @dataclass(frozen=True)
 class Dimensions:
     """The sizes that tensors have; None where the configuration does not say."""
@@ -47,7 +53,7 @@ class Dimensions:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
         """Sizes from the content of `config.json`, under any of the names that architectures give them."""
-        kind = str(config.get("model_type"))
+        kind = model_type(config)
         attention, experts = _part(config, "attn_config"), _part(config, "ffn_config")
         hidden = first_size(config, "n_embed", "hidden_size", "n_embd", "d_model")
         heads = first_size(config, "num_attention_heads", "n_head", "n_heads")
@@ -92,7 +98,7 @@ class Tensors(NamedTuple):
 
 def count(config: Mapping[str, Any], dimensions: Dimensions) -> Tensors | None:
     """The numbers in all tensors; None for an architecture that is not known here or a size that is missing."""
-    counter = _COUNTERS.get(str(config.get("model_type")))
+    counter = _COUNTERS.get(model_type(config))
     sizes = _Sizes.of(dimensions)
     return counter(config, sizes) if counter and sizes else None
 
@@ -135,7 +141,7 @@ class _Sizes(NamedTuple):
 def _kv_heads(
     config: Mapping[str, Any], attention: Mapping[str, Any], heads: int | None
 ) -> int | None:
-    kind = str(config.get("model_type"))
+    kind = model_type(config)
     if kind == "falcon" and config.get("new_decoder_architecture") is True:
         return first_size(config, "num_kv_heads") or heads
     if heads and _flag(config, "multi_query", kind in {"gpt_bigcode", "falcon"}):

@@ -10,7 +10,7 @@ from djl_python_neuronx.config import division, memory
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.instances import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
-from djl_python_neuronx.config.mapping import speculating
+from djl_python_neuronx.config.mapping import context_lengths, continuous_batching, drafting
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 
@@ -34,7 +34,7 @@ def findings(
         return
     lost = fits(options, facts, device, loader, draft) is False
     yield from _degree("tensor_parallel_degree", degree, device)
-    if speculating(options) and options.draft_model_tp_size is not None:
+    if drafting(options) and options.draft_model_tp_size is not None:
         yield from _degree("draft_model_tp_size", options.draft_model_tp_size, device)
     yield from _world(options, facts, degree, device, loader, draft)
     if not division.takes(facts, degree, loader):
@@ -64,6 +64,15 @@ def fits(
 
 
 def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
+    machines = device.machines(degree)
+    if machines > 1 and degree != machines * (device.local_degree or 0):
+        problem = (
+            f"each machine gives {device.local_degree} cores (NEURON_LOCAL_TP); set a multiple of that, or another "
+            "NEURON_LOCAL_TP"
+        )
+        yield Finding((name,), problem)
+        return
+    degree //= machines
     families = _families(device)
     documented = sorted({legal for family in families for legal in family.degrees})
     where = " or ".join(family.name for family in families)
@@ -90,7 +99,7 @@ def _world(
     loader: str,
     draft: ModelFacts | None,
 ) -> Iterator[Finding]:
-    cores = device.visible_cores
+    cores, machines = device.cores_for(degree), device.machines(degree)
     sizes = {
         "tensor_parallel_degree": degree,
         "pipeline_parallel_degree": options.pipeline_parallel_degree,
@@ -100,8 +109,11 @@ def _world(
     world = 1
     for size in factors.values():
         world *= size
-    drafting = options.draft_model_tp_size if speculating(options) else None
+    draft_degree = options.draft_model_tp_size if drafting(options) else None
     machine = f" on {device.instance_type}" if device.instance_type else ""
+    machine = f" on {machines} machines" if machines > 1 else machine
+    if 0 < device.visible_cores < device.neuron_cores:
+        machine += f", of {device.neuron_cores}: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process"
     if cores and world > cores:
         names = tuple(factors)
         problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"
@@ -110,7 +122,7 @@ def _world(
             fit = memory.smallest_fit(facts, load, device, loader)
             problem += f" (smallest that fits: {fit})" if fit else "; nothing known holds it"
         yield Finding(names or ("tensor_parallel_degree",), problem)
-    if cores and drafting is not None and drafting > cores:
+    if cores and draft_degree is not None and draft_degree > cores:
         problem = f"{cores} NeuronCores can be used{machine}; lower it, or take more cores"
         yield Finding(("draft_model_tp_size",), problem)
 
@@ -201,7 +213,11 @@ def _flash_decoding(
 ) -> Iterator[Finding]:
     """Cores that share a KV head divide its tokens among them, so there have to be several, and as many for each.
 
-    Source: transformers-neuronx 0.13, decoder.py; neuronx-distributed-inference 0.9, modules/flashdecode/utils.py.
+    Where each KV head has one core, transformers-neuronx makes masks for a cache that is divided by the degree, and the
+    cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores.
+
+    Source: transformers-neuronx 0.13, decoder.py and llama/hlo.py (`cores_per_kv_head`); neuronx-distributed-inference
+    0.9, modules/flashdecode/utils.py.
     """
     capability = CAPABILITIES[loader].get(facts.model_type or "")
     if not options.shard_over_sequence or (capability and _FLASH in capability.unread):
@@ -210,10 +226,20 @@ def _flash_decoding(
     names = (_FLASH, "tensor_parallel_degree")
     sharing = degree if loader == "tnx" else min(degree, heads)
     if loader == "tnx" and heads == kv_heads:
-        problem = f"each of the {heads} heads has keys and values of its own: transformers-neuronx switches it off"
-        yield Finding((_FLASH,), f"{problem}; leave it out", "warning")
+        problem = f"each of the {heads} heads has keys and values of its own: transformers-neuronx"
+        if options.group_query_attention is None:
+            yield Finding((_FLASH,), f"{problem} switches it off; leave it out", "warning")
+        else:
+            problem += " stops at it while group_query_attention is set"
+            yield Finding((_FLASH, _GQA), f"{problem}; leave both out")
     elif sharing % kv_heads != 0:
         problem = f"the cores have to be a multiple of the {kv_heads} KV heads; set such a degree, or leave it out"
+        yield Finding(names, problem)
+    elif loader == "tnx" and 1 < degree == kv_heads:
+        problem = (
+            f"each of the {kv_heads} KV heads has one core, which leaves nothing to divide, and transformers-neuronx "
+            f"stops at it; set a larger multiple of {kv_heads}, or leave it out"
+        )
         yield Finding(names, problem)
 
 
@@ -229,12 +255,17 @@ def _widths(
         )
         yield Finding(("weight_tiling",), problem)
     yield from _tiled_qkv(options, facts, degree)
-    yield from _too_few_blocks(options)
+    yield from _blocks(options)
     if options.fuse_mlp and (facts.intermediate_size or 0) % degree:
         problem = f"the degree has to divide the MLP's width {facts.intermediate_size}; set such a one, or leave it out"
         yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
     threshold = options.sequence_parallel_norm_threshold or 2048
-    prompts = options.context_length_estimate or ()
+    prompts = context_lengths(
+        options.context_length_estimate,
+        options.max_model_len,
+        options.max_rolling_batch_size,
+        continuous=continuous_batching(options),
+    )
     uneven = [length for length in prompts if length > threshold and length % degree]
     if options.sequence_parallel and uneven:
         problem = f"the degree has to divide prompt lengths above {threshold}, and not {_listed(uneven)}; round them up"
@@ -257,15 +288,21 @@ def _tiled_qkv(options: ServingOptions, facts: ModelFacts, degree: int) -> Itera
         yield Finding(("qkv_tiling", "tensor_parallel_degree"), problem)
 
 
-def _too_few_blocks(options: ServingOptions) -> Iterator[Finding]:
+def _blocks(options: ServingOptions) -> Iterator[Finding]:
     blocks, size = options.pa_num_blocks, options.pa_block_size
     length, slots = options.max_model_len or 0, options.max_rolling_batch_size or 1
-    if options.enable_chunked_prefill and blocks and size and length * slots // size > blocks:
+    if not options.enable_chunked_prefill or not blocks or not size:
+        return
+    used = memory.blocks_of(length, slots, size) + 1
+    told = f"all slots at their full length take {used} blocks of {size} tokens, the one for padding among them"
+    if blocks < used:
         problem = (
-            f"all slots at their full length take {length * slots // size} blocks of {size} tokens, and "
-            "transformers-neuronx asks for as many; raise it, or lower max_rolling_batch_size or n_positions"
+            f"{told}, and no sequence is put off for another; leave it out, or lower max_rolling_batch_size or "
+            "n_positions"
         )
         yield Finding(("pa_num_blocks",), problem)
+    elif blocks > used:
+        yield Finding(("pa_num_blocks",), f"{told}; more are never used, leave it out", "warning")
 
 
 def _needed(
@@ -289,7 +326,7 @@ def _needed(
         degree=degree,
         core_memory_bytes=device.core_memory_bytes,
         loader=loader,
-        cores=device.visible_cores,
+        cores=device.cores_for(degree),
     )
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from djl_python_neuronx.config.options import ServingOptions
     from djl_python_neuronx.config.resolve import Resolved
 
-Kind: TypeAlias = Literal["prefill", "decode", "speculation", "draft prefill", "draft decode"]
+Kind: TypeAlias = Literal[
+    "prefill", "decode", "mixed", "speculation", "draft prefill", "draft decode"
+]
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
@@ -37,9 +39,9 @@ class Graph:
 
     kind: Kind
     bucket: int
-    """Tokens: the prompt's for a prefill, the sequence's for the others."""
+    """Tokens: the prompt's for a prefill, the step's for a mixed one, the sequence's for the others."""
     batch: int
-    """Rows of one call."""
+    """Rows of one call; of a mixed step the blocks of the KV cache that it reads."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +102,29 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     """The programs that a load compiles; none on a CPU, and none before n_positions is known.
 
     Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
-    decode graph per token bucket; with continuous batching a prefill runs one row. Where transformers-neuronx takes no
-    list of token buckets it doubles from 128 by itself. NxD Inference (modules/autobucketing.py) makes a prefill for
-    each length of a cached prefix, none included, and a decode graph for each number of sequences.
+    decode graph per token bucket; with continuous batching a prefill runs one row, without it sequences of any length
+    are encoded anew when one joins (`mapping.context_lengths`). Where transformers-neuronx takes no
+    list of token buckets it doubles from 128 by itself. For prompts in chunks it makes no decode graph, and a mixed one
+    for each number of tokens and of blocks that all slots at one of the lengths take. NxD Inference
+    (modules/autobucketing.py) makes a prefill for each length of a cached prefix, none included, and a decode graph for
+    each number of sequences.
     """
     if loader == "cpu" or options.max_model_len is None:
         return
     capability = CAPABILITIES[loader].get(facts.model_type or "")
     slots = options.max_rolling_batch_size or 1
-    rows = 1 if _continuous(options, facts, loader) else slots
+    continuous = _continuous(options, facts, loader)
+    rows = 1 if continuous else slots
     options = mapping.honoured(options, capability)
     length = options.max_model_len or 0
     lengths = options.token_buckets or make_buckets(length)
     prompts = options.context_length_estimate or ()
+    if loader == "tnx" and options.enable_chunked_prefill and options.pa_block_size:
+        yield from _mixed(prompts, lengths, slots, options.pa_block_size)
+        return
     batches = [slots]
+    if loader == "tnx":
+        prompts = mapping.context_lengths(prompts, length, slots, continuous=continuous)
     if loader == "nxdi":
         batches = sorted({*(options.token_generation_batches or ()), slots})
         if options.enable_prefix_caching:
@@ -128,8 +139,16 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
     if separate:
         yield from (Graph("speculation", bucket, slots) for bucket in lengths)
+    if separate and mapping.drafting(options):
         yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
         yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
+
+
+def _mixed(
+    steps: tuple[int, ...], lengths: tuple[int, ...], slots: int, block_size: int
+) -> Iterator[Graph]:
+    for blocks in sorted({memory.blocks_of(length, slots, block_size) for length in lengths}):
+        yield from (Graph("mixed", tokens, blocks) for tokens in steps)
 
 
 def _continuous(options: ServingOptions, facts: ModelFacts, loader: str) -> bool:
@@ -146,18 +165,19 @@ def _memory(
     loader: str,
     draft: ModelFacts | None,
 ) -> CoreMemory | None:
-    degree = options.tensor_parallel_degree
+    on_cpu = loader == "cpu"
+    told = options.tensor_parallel_degree
+    degree = told if isinstance(told, int) and not on_cpu else 1
     if facts.num_parameters is None:
         return None
-    on_cpu = loader == "cpu"
     options = mapping.honoured(options, CAPABILITIES.get(loader, {}).get(facts.model_type or ""))
     return memory.needed(
         facts,
         Load.of(options, loader, draft),
-        degree=degree if isinstance(degree, int) and not on_cpu else 1,
+        degree=degree,
         core_memory_bytes=_host_memory(device) if on_cpu else device.core_memory_bytes,
         loader=loader,
-        cores=0 if on_cpu else device.visible_cores,
+        cores=0 if on_cpu else device.cores_for(degree),
     )
 
 

@@ -155,18 +155,20 @@ def examine(
     overrides: Mapping[str, str] = _NOTHING,
     *,
     file: Path | None = None,
+    overrides_from: str = sources.COMMAND_LINE,
 ) -> tuple[Resolved, list[ConfigError]]:
     """Options from everything that can set them, and every problem; what is not valid is left at its default.
 
-    The earlier of these wins: `overrides` (command line), `properties` (what DJL Serving passes, None outside it),
-    SageMaker's variables, `option.*` in `serving.properties` of `model_dir` (or in `file`, if given), the variables
-    that name a model of the hub, `OPTION_*`, DJL's arguments in file and environment, fallbacks such as
-    `TENSOR_PARALLEL_DEGREE`. Empty values count as not given.
+    The earlier of these wins: `overrides` (of the command line, or `overrides_from`), `properties` (what DJL Serving
+    passes, None outside it), SageMaker's variables, `option.*` in `serving.properties` of `model_dir` (or in `file`, if
+    given), the variables that name a model of the hub, `OPTION_*`, DJL's arguments in file and environment, fallbacks
+    such as `TENSOR_PARALLEL_DEGREE`. Empty values count as not given.
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))
     reading = _Reading(ignored={}, problems=[])
-    written = _written(properties, model_dir, environ, overrides, file, reading)
+    strongest = sources.from_overrides(overrides, overrides_from)
+    written = _written(properties, model_dir, environ, strongest, file, reading)
     passed = sources.from_djl(properties or {}, written)
     reading.all_cores = any(
         NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
@@ -284,7 +286,7 @@ def _written(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
-    overrides: Mapping[str, str],
+    strongest: list[Setting],
     file: Path | None,
     reading: _Reading,
 ) -> list[Setting]:
@@ -292,7 +294,7 @@ def _written(
     in_file = _from_file(model_dir, file, reading)
     options = [setting for setting in in_file if setting.by_user]
     arguments = [setting for setting in in_file if not setting.by_user]
-    stronger = [*sources.from_overrides(overrides), *sources.from_sagemaker(environ), *options]
+    stronger = [*strongest, *sources.from_sagemaker(environ), *options]
     hub: list[Setting] = []
     silent: dict[str, str] = {}
     if djl_serving.wrote(in_file, environ):

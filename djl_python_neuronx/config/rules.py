@@ -91,6 +91,7 @@ def _too_many_candidates(options: ServingOptions) -> bool:
 
 _DRAFT = "speculative_draft_model"
 _NO_DRAFT = "nothing is drafted without speculative_draft_model; set that, or leave this out"
+_LOOKUP = "ngram_prompt_lookup_max"
 _NO_BLOCKS = "the KV cache is not kept in blocks; set is_block_kv_layout=true, or leave this out"
 _NO_8_BITS = "no weight is quantised; set quantize, or leave this out"
 _NEEDS_BLOCKS = "it keeps the KV cache in blocks; leave is_block_kv_layout out or set it to true"
@@ -152,6 +153,11 @@ _REQUESTS = (
         "requests of one batch would wait for each other's slots; raise max_rolling_batch_size or lower batch_size",
         "warning",
     ),
+    Rule(
+        ("max_join_wait_ms", "predict_timeout"),
+        lambda options: options.max_join_wait_ms / 1000 >= options.predict_timeout,
+        "requests would time out while they gather; lower max_join_wait_ms, or raise predict_timeout",
+    ),
     # Source: djl-serving, inputs.py get_batches: the keys batch_iii.* have three digits.
     Rule(
         ("max_rolling_batch_size", "rolling_batch"),
@@ -199,14 +205,15 @@ _SPECULATION = (
         "speculative_length=0 drafts nothing; set at least 1, or leave the draft model out",
     ),
     Rule(
-        ("speculative_length", _DRAFT),
+        ("speculative_length", _DRAFT, _LOOKUP),
         # 5 is the default and 0 asks for none.
         lambda options: (
             options.speculative_length not in {0, 5}
             and options.speculative_draft_model is None
+            and options.ngram_prompt_lookup_max is None
             and not options.is_medusa
         ),
-        _NO_DRAFT,
+        f"nothing is drafted without {_DRAFT} or {_LOOKUP}; set one of them, or leave this out",
         "warning",
     ),
     lacking("draft_model_tp_size", _DRAFT, _NO_DRAFT),
@@ -217,6 +224,19 @@ _SPECULATION = (
         _DRAFT,
         "EAGLE needs its draft model; set speculative_draft_model",
         "error",
+    ),
+    Rule(
+        (_LOOKUP, "speculative_length"),
+        lambda options: (
+            options.ngram_prompt_lookup_max is not None and options.speculative_length == 0
+        ),
+        "speculative_length=0 drafts nothing; set at least 1, or leave the lookup out",
+    ),
+    excluding(_LOOKUP, _DRAFT, "drafts come from one of them; leave the other out"),
+    excluding(
+        _LOOKUP,
+        "enable_chunked_prefill",
+        "a step with chunks of prompts has no room for drafts; leave one of them out",
     ),
     excluding(
         _DRAFT,
@@ -261,6 +281,15 @@ _SAMPLING = (
         ("on_device_generation",),
         _useless_sampling,
         "top_p and temperature do nothing without do_sample or dynamic; set do_sample=true, or leave them out",
+        "warning",
+    ),
+    Rule(
+        ("on_device_default_top_k", "on_device_generation"),
+        lambda options: (
+            options.on_device_default_top_k is not None
+            and not (options.on_device_generation and options.on_device_generation.dynamic)
+        ),
+        "it is for devices that sample with each request's own top_k; set on_device_generation=true, or leave it out",
         "warning",
     ),
 )

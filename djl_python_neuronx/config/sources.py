@@ -88,6 +88,17 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables but those that set options of a model, for a second model of the process."""
+    fields = {variable for name in ServingOptions.model_fields for variable in option(name).env}
+    named = {*SAGEMAKER, *HUB, *TGI, *fields}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in named and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
+    }
+
+
 def from_file(model_dir: Path) -> list[Setting]:
     """Settings of the folder's `serving.properties`, as `from_properties` reads them; none without the file.
 
@@ -292,11 +303,9 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
     ]
 
 
-def from_overrides(overrides: Mapping[str, str]) -> list[Setting]:
-    """Settings of the command line."""
-    return [
-        Setting(name, value, COMMAND_LINE, COMMAND_LINE, True) for name, value in overrides.items()
-    ]
+def from_overrides(overrides: Mapping[str, str], origin: str = COMMAND_LINE) -> list[Setting]:
+    """Settings that win over all others: those of the command line, unless `origin` says where else they come from."""
+    return [Setting(name, value, origin, COMMAND_LINE, True) for name, value in overrides.items()]
 
 
 def _from_variables(

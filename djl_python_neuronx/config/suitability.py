@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from djl_python_neuronx.config import defects, memory, placement
-from djl_python_neuronx.config.capabilities import CAPABILITIES, Capability
+from djl_python_neuronx.config.capabilities import CAPABILITIES, TNX_UNREADABLE, Capability
 from djl_python_neuronx.config.findings import Finding, asked
 from djl_python_neuronx.config.instances import GIB, DeviceInfo, on_single_cores
 from djl_python_neuronx.config.mapping import (
     continuous_batching,
+    drafting,
     honoured,
     speculating,
     unmapped,
@@ -26,12 +27,19 @@ DJL_ROWS = 32
 _LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
 )
-_ON_CPU = frozenset({"context_length_estimate", "dtype", "max_rolling_batch_size", "n_positions"})
-"""Options of the libraries that mean the same on a CPU."""
+_ON_CPU = frozenset(
+    {
+        *("context_length_estimate", "dtype", "enable_chunked_prefill"),
+        *("max_rolling_batch_size", "n_positions", "speculative_length"),
+        *("speculative_draft_model", "ngram_prompt_lookup_max", "enable_eagle_speculation"),
+    }
+)
+"""Options of the libraries that mean the same on a CPU, or are refused there."""
 _MOST_THREADS_PER_CPU = 4
 """Some thousand threads exhaust the process's limit, and torch then crashes."""
 _SLOTS = "max_rolling_batch_size"
-_DRAFT = "speculative_draft_model"
+_JOIN_WAIT = "max_join_wait_ms"
+_DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 
 
 def findings(
@@ -50,10 +58,12 @@ def findings(
     model where they are known, `estimated_load_s` the seconds that loading is expected to take without a cache.
     """
     yield from _lengths(options, facts, filled)
-    yield from _useless(options, loader)
+    yield from _useless(options, facts, loader)
+    yield from _steps(options, loader)
     if loader == "cpu":
         yield from _djl(options, filled)
         yield from _cpu(options)
+        yield from _drafts(options, facts, draft)
         yield from _host(options, facts, device, draft)
         return
     device = on_single_cores(device, options.logical_nc_config)
@@ -77,7 +87,7 @@ def findings(
     yield from _window(options, facts, loader)
     yield from defects.findings(options, facts, capability)
     yield from defects.of_model(options, facts, loader)
-    yield from _sampling(options)
+    yield from _sampling(options, facts)
     yield from placement.findings(used, facts, device, loader, draft)
 
 
@@ -96,10 +106,37 @@ def _lengths(
         yield Finding(("context_length_estimate",), problem)
 
 
-def _useless(options: ServingOptions, loader: str) -> Iterator[Finding]:
+def _useless(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Finding]:
     if loader != "cpu" and options.cpu_threads is not None:
         problem = "only the cpu loader computes on the CPU; leave it out"
         yield Finding(("cpu_threads",), problem, "note")
+    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    able = capability is None or capability.continuous_batching
+    several = (options.max_rolling_batch_size or 1) > 1
+    static = loader != "cpu" and several and not (able and continuous_batching(options))
+    if asked(options, _JOIN_WAIT) and not static:
+        problem = "it is for static batches, and here a sequence joins at no cost to the others; leave it out"
+        yield Finding((_JOIN_WAIT,), problem, "note")
+
+
+def _steps(options: ServingOptions, loader: str) -> Iterator[Finding]:
+    """Source: transformers-neuronx 0.13, decoder.py: a graph takes its rows' number from no more than its tokens."""
+    steps, slots = options.context_length_estimate, options.max_rolling_batch_size or 1
+    if not options.enable_chunked_prefill or not steps:
+        return
+    names = ("context_length_estimate", "enable_chunked_prefill", _SLOTS)
+    told = "with prompts in chunks these are the tokens of a step, one of each slot among them"
+    limit = options.max_model_len
+    if steps[-1] <= slots and limit and limit <= slots:
+        problem = (
+            f"{told}, and there are at most {limit}, which leaves no room for chunks; lower {_SLOTS} below {limit}, or "
+            f"raise n_positions above {slots}"
+        )
+        yield Finding((*names, "n_positions"), problem)
+    elif steps[-1] <= slots:
+        yield Finding(names, f"{told}; the last has to be above {slots}, to leave room for chunks")
+    elif loader == "tnx" and steps[0] < max(slots, 2):
+        yield Finding(names, f"{told}; each of them has to be at least {max(slots, 2)}")
 
 
 def _djl(options: ServingOptions, filled: Collection[str]) -> Iterator[Finding]:
@@ -126,6 +163,13 @@ def _cpu(options: ServingOptions) -> Iterator[Finding]:
             "of no use to the cpu loader, which compiles no graph and uses no NeuronCore; left out"
         )
         yield Finding(left, problem, "note")
+
+    if options.enable_eagle_speculation:
+        problem = (
+            "the cpu loader runs no EAGLE model, whose drafts need the hidden states of the large one; leave it out, "
+            "and give a draft model that drafts by itself"
+        )
+        yield Finding(("enable_eagle_speculation",), problem)
 
 
 def _host(
@@ -198,9 +242,13 @@ def _unknown(facts: ModelFacts, loader: str) -> Finding:
     known = ", ".join(sorted(CAPABILITIES[loader]))
     others = [other for other in CAPABILITIES if facts.model_type in CAPABILITIES[other]]
     fix = " or ".join(f"model_loader={other}" for other in [*others, "cpu"])
-    problem = (
-        f"{_LIBRARIES[loader]} has no class for model_type {asked}; it knows {known}. Set {fix}"
+    reason = TNX_UNREADABLE.get(asked) if loader == "tnx" else None
+    lack = (
+        f"reads no checkpoint of {asked}: {reason}"
+        if reason
+        else f"has no class for model_type {asked}"
     )
+    problem = f"{_LIBRARIES[loader]} {lack}; it knows {known}. Set {fix}"
     return Finding(("model_loader",), problem)
 
 
@@ -264,9 +312,10 @@ def _batching(
     elif continuous_batching(options) and (
         options.rolling_batch != "disable" or options.async_mode
     ):
+        how = "anew" if capability.context_buckets else "anew, token by token"
         problem = (
             f"{library} has no continuous batching for {whose}: static batches are served, and when a sequence joins, "
-            "all of them are encoded anew"
+            f"all of them are encoded {how}"
         )
         yield Finding((_SLOTS,), problem, "note")
     if options.padding_side == "right":
@@ -309,14 +358,27 @@ def _speculation(
     if not capability.speculation and _DRAFT not in capability.refused:
         able = sorted(name for name, entry in CAPABILITIES[loader].items() if entry.speculation)
         problem = f"{library} does not speculate for {facts.model_type}, only for {', '.join(able)}; remove it"
-        yield Finding((_DRAFT,), problem)
+        yield Finding((_DRAFT if drafting(options) else _LOOKUP,), problem)
     if draft is None:
         return
-    if draft.model_type not in CAPABILITIES[loader]:
+    drafts = CAPABILITIES[loader].get(draft.model_type or "")
+    if drafts is None:
         problem = (
             f"{library} has no class for the draft model's type {draft.model_type}; take another"
         )
         yield Finding((_DRAFT,), problem)
+    elif not drafts.continuous_batching:
+        problem = f"{library} runs {draft.model_type} in static batches only, whose rows share a position; take another"
+        yield Finding((_DRAFT,), problem)
+    yield from _drafts(options, facts, draft)
+
+
+def _drafts(
+    options: ServingOptions, facts: ModelFacts, draft: ModelFacts | None
+) -> Iterator[Finding]:
+    """Whether the two models have the same tokens, and positions enough."""
+    if draft is None or not drafting(options):
+        return
     if draft.vocab_size and facts.vocab_size and draft.vocab_size != facts.vocab_size:
         problem = (
             f"its vocabulary has {draft.vocab_size} tokens and the model's {facts.vocab_size}: drafts would mean other "
@@ -343,7 +405,7 @@ def _window(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator
         yield Finding((_DRAFT, *kernels), problem)
 
 
-def _sampling(options: ServingOptions) -> Iterator[Finding]:
+def _sampling(options: ServingOptions, facts: ModelFacts) -> Iterator[Finding]:
     sampled = options.on_device_generation
     if sampled is None or options.output_logits:
         return
@@ -351,9 +413,15 @@ def _sampling(options: ServingOptions) -> Iterator[Finding]:
         served = "the compiled-in parameters" if sampled.do_sample else "the most probable token"
         what = f"every request gets {served}, and one that asks for another answers 400"
     else:
-        most = sampled.global_top_k or 256
-        hosts = f"seeds, penalties, log-probabilities, top_k above {most}"
-        what = f"requests that only the host can serve ({hosts}) answer 400"
+        most = min(sampled.global_top_k or 256, facts.vocab_size or 256)
+        hosts = f"seeds, penalties, min_p, log-probabilities, top_k above {most}"
+        likely = f"the {most} most likely tokens"
+        if options.on_device_default_top_k is None:
+            hosts += ", sampling without top_k"
+            default = f"on_device_default_top_k=global_top_k samples without top_k among {likely}"
+        else:
+            default = f"sampling without top_k is among {likely}"
+        what = f"requests that only the host can serve ({hosts}) answer 400; {default}"
     yield Finding(
         ("on_device_generation",), f"the device gives tokens and no logits: {what}", "note"
     )

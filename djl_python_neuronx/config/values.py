@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 COUNT = "a whole number of at least 1"
+AMOUNT = "a whole number of at least 0"
 POSITIONS = "a whole number of at least 2"
 SECONDS = "seconds, a number above 0"
 BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
@@ -152,7 +153,8 @@ def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
 
 def truth(value: object) -> bool | None:
     """True or False for a boolean in any of its spellings, None for anything else."""
-    word = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
+    said = isinstance(value, (bool, str)) or (isinstance(value, int) and value in {0, 1})
+    word = str(value).strip().lower() if said else ""
     return True if word in _TRUE else False if word in _FALSE else None
 
 

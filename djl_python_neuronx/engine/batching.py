@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from djl_python_neuronx.backends.base import Decode, Int32Array, ModelSpec, Prefill, Rows, Want
-from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledPrefill
+from djl_python_neuronx.backends.base import (
+    Decode,
+    Int32Array,
+    Mixed,
+    ModelSpec,
+    Prefill,
+    Rows,
+    Step,
+    Want,
+)
+from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledChunks, ScheduledPrefill
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.sampling import Sampler
 
@@ -21,63 +30,112 @@ class Batcher:
     def __init__(self, spec: ModelSpec, sampler: Sampler) -> None:
         self._sampler = sampler
         self._wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
+        self._width = spec.max_drafts + 1
+        self._max_model_len = spec.max_model_len
+        self._mixed_steps = spec.mixed_steps
+        self._default_top_k = spec.default_top_k or 0
         self.reach = 0
-        """Columns of the cache that the step needs: prompt columns, or the longest row of a decode."""
+        """Columns of the cache that the step needs: prompt columns, or the longest row of a decode; of a step with
+        chunks, all its tokens."""
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
+        self._longest = 0
 
-    def fill(self, scheduled: Scheduled) -> Prefill | Decode:
+    def fill(self, scheduled: Scheduled) -> Step:
         """The step for what the scheduler chose."""
         if isinstance(scheduled, ScheduledPrefill):
             rows = self._prefill_rows(scheduled.sequences)
             self.reach = rows.input_ids.shape[1]
             return Prefill(rows)
-        if self._decode_rows is None or scheduled.sequences is not self._decoding:
-            self._decoding = scheduled.sequences
-            self._decode_rows = self._new_decode_rows(scheduled.sequences)
-            self.reach = int(self._decode_rows.starts.max()) + 1
-        return Decode(self._decode_rows)
+        # Without a chunk the backend has refused them all, and what is left is a decode.
+        if isinstance(scheduled, ScheduledChunks) and scheduled.chunks:
+            return self._fill_chunks(scheduled)
+        rows = self._decode(scheduled.sequences)
+        self.reach = len(rows.slots) if self._mixed_steps else self._longest + 1
+        return Decode(rows)
 
-    def advance(self, token_ids: Int32Array) -> None:
-        """After a decode step: its tokens, int32[B], are the inputs of the next one if the batch stays the same."""
-        if self._decode_rows is not None:
-            self._decode_rows.input_ids[:, 0] = token_ids
-            self._decode_rows.starts += 1
-            self.reach += 1
+    def verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Decode:
+        """The decode that also verifies drafts, `drafts[i]` those behind the newest token of `sequences[i]`."""
+        input_ids = np.zeros((len(sequences), self._width), np.int32)
+        lens = np.array([1 + len(ids) for ids in drafts], np.int32)
+        for row, (sequence, ids) in enumerate(zip(sequences, drafts, strict=True)):
+            input_ids[row, : lens[row]] = (sequence.output_ids[-1], *ids)
+        starts = [sequence.next_position for sequence in sequences]
+        self.reach = min(max(starts) + self._width, self._max_model_len)
+        return Decode(self._rows(sequences, input_ids, lens, starts, Want.ALL_LOGITS))
+
+    def _fill_chunks(self, scheduled: ScheduledChunks) -> Step:
+        sequences = [chunk.sequence for chunk in scheduled.chunks]
+        lens = [chunk.num_tokens for chunk in scheduled.chunks]
+        starts = [sequence.num_cached for sequence in sequences]
+        wants = None if any(chunk.is_last for chunk in scheduled.chunks) else Want.NOTHING
+        rows = self._rows(sequences, *_padded(sequences, starts, lens), starts, wants)
+        decode = self._decode(scheduled.decoding) if scheduled.decoding else None
+        self.reach = sum(lens) + len(scheduled.decoding)
+        return Prefill(rows) if decode is None else Mixed(rows, decode)
+
+    def _decode(self, sequences: list[Sequence]) -> Rows:
+        if self._decode_rows is None or sequences is not self._decoding:
+            self._decoding = sequences
+            input_ids = np.array([[sequence.output_ids[-1]] for sequence in sequences], np.int32)
+            starts = [sequence.next_position for sequence in sequences]
+            ones = np.ones(len(sequences), np.int32)
+            self._decode_rows = self._rows(sequences, input_ids, ones, starts)
+            self._longest = max(starts)
+        return self._decode_rows
+
+    def advance(self, scheduled: Scheduled, token_ids: Int32Array) -> None:
+        """After a step: its tokens, int32[B, K], are the inputs of the next one if the batch stays the same."""
+        rows = self._decode_rows
+        if isinstance(scheduled, ScheduledChunks):
+            token_ids = token_ids[len(scheduled.chunks) :]
+        elif isinstance(scheduled, ScheduledPrefill):
+            rows = None
+        if rows is None or token_ids.shape != (len(rows.slots), 1):
+            self.forget()
+            return
+        rows.input_ids[:, 0] = token_ids[:, 0]
+        rows.starts += 1
+        self._longest += 1
 
     def forget(self) -> None:
-        """After a step that failed or gave more than one token a row: build the next one anew."""
+        """Build the next decode anew."""
         self._decode_rows = None
 
     def _prefill_rows(self, sequences: list[Sequence]) -> Rows:
+        starts = [sequence.num_cached for sequence in sequences]
         lens = [sequence.prompt_len - sequence.num_cached for sequence in sequences]
-        input_ids = np.zeros((len(sequences), max(lens)), np.int32)
-        for row, sequence in enumerate(sequences):
-            input_ids[row, : lens[row]] = sequence.request.prompt_ids[sequence.num_cached :]
-        return self._rows(
-            sequences,
-            input_ids,
-            np.array(lens, np.int32),
-            [sequence.num_cached for sequence in sequences],
-        )
-
-    def _new_decode_rows(self, sequences: list[Sequence]) -> Rows:
-        input_ids = np.array([[sequence.output_ids[-1]] for sequence in sequences], np.int32)
-        starts = [sequence.next_position for sequence in sequences]
-        return self._rows(sequences, input_ids, np.ones(len(sequences), np.int32), starts)
+        return self._rows(sequences, *_padded(sequences, starts, lens), starts)
 
     def _rows(
-        self, sequences: list[Sequence], input_ids: Int32Array, lens: Int32Array, starts: list[int]
+        self,
+        sequences: list[Sequence],
+        input_ids: Int32Array,
+        lens: Int32Array,
+        starts: list[int],
+        wants: Want | None = None,
     ) -> Rows:
         slots = [sequence.slot for sequence in sequences]
+        sampling = np.array(
+            [self._sampler.device_row(slot) for slot in slots if slot is not None], np.float32
+        )
+        sampling[sampling[:, 0] == 0, 0] = self._default_top_k
         return Rows(
             input_ids=input_ids,
             lens=lens,
             starts=np.array(starts, np.int32),
             slots=np.array(slots, np.int32),
             adapters=np.array([sequence.request.adapter for sequence in sequences], np.int32),
-            wants=self._wants,
-            sampling=np.array(
-                [self._sampler.device_row(slot) for slot in slots if slot is not None], np.float32
-            ),
+            wants=self._wants if wants is None else wants,
+            sampling=sampling,
         )
+
+
+def _padded(
+    sequences: list[Sequence], starts: list[int], lens: list[int]
+) -> tuple[Int32Array, Int32Array]:
+    """Prompt tokens, int32[B, S] padded with 0, and their numbers."""
+    input_ids = np.zeros((len(sequences), max(lens)), np.int32)
+    for row, (sequence, start, length) in enumerate(zip(sequences, starts, lens, strict=True)):
+        input_ids[row, :length] = sequence.request.prompt_ids[start : start + length]
+    return input_ids, np.array(lens, np.int32)

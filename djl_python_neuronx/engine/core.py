@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import NamedTuple
 
 from djl_python_neuronx.backends.base import (
     Backend,
-    Decode,
     HostLogits,
     Int32Array,
-    Prefill,
-    Rows,
+    Step,
     StepOutput,
 )
-from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.batching import Batcher
-from djl_python_neuronx.engine.faults import require_shape, translate
+from djl_python_neuronx.engine.choice import choose
+from djl_python_neuronx.engine.chunking import ChunkScheduler
+from djl_python_neuronx.engine.drafts import Proposer
+from djl_python_neuronx.engine.faults import translate
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledPrefill, Scheduler
+from djl_python_neuronx.engine.runner import DeviceCall, Graph, Runner, StepInfo
+from djl_python_neuronx.engine.scheduler import (
+    Scheduled,
+    ScheduledChunks,
+    ScheduledDecode,
+    ScheduledPrefill,
+    Scheduler,
+)
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import (
     BackendError,
@@ -39,46 +45,45 @@ MAX_FAILED_STEPS = 3
 fails every call, and every request sent to it would be lost one by one."""
 
 
-class DeviceCall(NamedTuple):
-    """A call that the device is busy with; read by the watchdog."""
-
-    started_s: float
-    first: bool
-    """The first call of this graph: a runtime may load or even compile it now."""
-
-
-class StepInfo(NamedTuple):
-    """What the last step was, for metrics."""
-
-    prefill: bool
-    bucket: int
-    """Compiled length that ran: prompt columns of a prefill, cache columns of a decode."""
-    rows: int
-    tokens: int
-    """Valid tokens fed; a prefill's padding is rows * bucket - tokens."""
-    device_s: float
-
-
 class Engine:
     """Continuous batching over one backend. Synchronous, single-threaded, token ids only.
 
     All methods but `check` belong to one thread.
     """
 
-    def __init__(self, backend: Backend, *, decode_interleave: int = 1) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        decode_interleave: int = 1,
+        max_join_wait_s: float = 0.0,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """`proposer` drafts what the backend verifies; it is used where `spec.max_drafts` is not 0."""
         self.spec = backend.spec
         self.dead: BackendError | None = None
         """Why the engine has given up; every later step does nothing."""
-        self.device_call: DeviceCall | None = None
         self.last_step: StepInfo | None = None
         """What the last `step` ran; None if it ran nothing or failed."""
         self._backend = backend
-        self._scheduler = Scheduler(self.spec, decode_interleave=decode_interleave)
+        self.proposer = proposer if self.spec.max_drafts else None
+        """Who drafts; None: nobody, or one that was given up after its failures."""
+        self._scheduler = (
+            ChunkScheduler(self.spec)
+            if self.spec.mixed_steps
+            else Scheduler(
+                self.spec, decode_interleave=decode_interleave, max_join_wait_s=max_join_wait_s
+            )
+        )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
+        self._runner = Runner(backend)
         self._live: dict[str, Sequence] = {}
-        self._graphs_run: set[tuple[bool, int]] = set()
         self._failed_steps = 0
+        self._failed_drafts = 0
+        self._drafts_s = 0.0
+        self.draft_error: BackendError | None = None
+        """Why nothing could be drafted for the last step."""
 
     @property
     def has_work(self) -> bool:
@@ -94,6 +99,17 @@ class Engine:
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
         return len(self._scheduler.waiting)
+
+    @property
+    def device_call(self) -> DeviceCall | None:
+        """The call that the device is busy with, the model's own or the draft model's."""
+        proposer, call = self.proposer, self._runner.device_call
+        return proposer.device_call if call is None and proposer is not None else call
+
+    @property
+    def graphs_run(self) -> frozenset[Graph]:
+        """Every graph that has run."""
+        return frozenset(self._runner.graphs_run)
 
     def check(self, request: GenerationRequest) -> None:
         """See `limits.check`: compares a request with the loaded model. Pure; any thread."""
@@ -130,11 +146,6 @@ class Engine:
         if sequence is not None:
             self._end(sequence)
 
-    @property
-    def graphs_run(self) -> frozenset[tuple[bool, int]]:
-        """(is a prefill, bucket) of every graph that has run."""
-        return frozenset(self._graphs_run)
-
     def abort_all(self) -> None:
         """Forget every sequence."""
         for request_id in list(self._live):
@@ -144,23 +155,22 @@ class Engine:
         """End the sequences that have waited longer than `waited_s` for a slot, each with its error."""
         limit = time.monotonic() - waited_s
         late = [sequence for sequence in self._scheduler.waiting if sequence.arrived_s < limit]
-        return [
-            self._fail(
-                sequence,
-                RequestTimeoutError(
-                    f"no slot became free within {waited_s:g} s (option.predict_timeout); retry later, "
-                    "or raise option.max_rolling_batch_size"
-                ),
-            )
-            for sequence in late
-        ]
+        what, fix = "no slot became free", "raise option.max_rolling_batch_size"
+        if self._scheduler.slots.num_free:
+            what = "prompts that came before filled every step"
+            fix = "raise option.context_length_estimate"
+        message = f"{what} within {waited_s:g} s (option.predict_timeout); retry later, or {fix}"
+        return [self._fail(sequence, RequestTimeoutError(message)) for sequence in late]
 
     def step(self) -> list[TokenOutput]:
-        """One device call for whoever is next. Never raises: what failed is an output that carries its error."""
+        """One device call for whoever is next. Never raises: what failed is an output that carries its error.
+
+        Drafts for a decode are further calls, of the draft model.
+        """
         outputs: list[TokenOutput] = []
         self.last_step = None
         scheduled = None if self.dead is not None else self._scheduler.schedule()
-        if isinstance(scheduled, ScheduledPrefill):
+        if isinstance(scheduled, (ScheduledPrefill, ScheduledChunks)):
             outputs = self._enter(scheduled)
         if self.dead is not None:
             return outputs + [
@@ -169,18 +179,25 @@ class Engine:
         if scheduled is None or not scheduled.sequences:
             return outputs
         try:
-            step = self._batcher.fill(scheduled)
-            output = self._run(step)
-            token_ids = self._choose(step.rows, output)
+            step = self._fill(scheduled)
+            output, info = self._runner.run(step, self._batcher.reach)
+            token_ids = choose(self._sampler, step, output, scheduled, self.spec.vocab_size)
         except Exception as error:  # noqa: BLE001  (one of the four borders where foreign errors are translated)
             return outputs + self._fail_step(scheduled, error)
         self._failed_steps = 0
-        return outputs + self._advance(scheduled, token_ids, output)
+        advanced = self._advance(scheduled, token_ids, output)
+        info = info._replace(drafts_s=self._drafts_s, draft_failed=self.draft_error is not None)
+        if info.kind == "verification":
+            # Each output has one token that needs no draft.
+            accepted = sum(len(output.token_ids) - 1 for output in advanced if output.token_ids)
+            info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
+        self.last_step = info
+        return outputs + advanced
 
-    def _enter(self, scheduled: ScheduledPrefill) -> list[TokenOutput]:
+    def _enter(self, scheduled: ScheduledPrefill | ScheduledChunks) -> list[TokenOutput]:
         """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone."""
         outputs: list[TokenOutput] = []
-        for sequence in list(scheduled.sequences):
+        for sequence in list(scheduled.entering):
             request, slot = sequence.request, sequence.slot
             assert slot is not None  # noqa: S101  (narrowing for mypy: the scheduler has just set it)
             try:
@@ -188,7 +205,7 @@ class Engine:
                     slot, request.prompt_ids, request.adapter
                 )
             except Exception as error:  # noqa: BLE001  (a border: see step)
-                scheduled.sequences.remove(sequence)
+                scheduled.drop(sequence)
                 translated = translate(error)
                 outputs.append(self._fail(sequence, translated, acquired=False))
                 self.dead = self.dead or (translated if translated.fatal else None)
@@ -196,67 +213,63 @@ class Engine:
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
         return outputs
 
-    def _run(self, step: Prefill | Decode) -> StepOutput:
-        prefill = isinstance(step, Prefill)
-        bucket = self._bucket(prefill=prefill)
-        graph = (prefill, bucket)
+    def _fill(self, scheduled: Scheduled) -> Step:
+        self._drafts_s, self.draft_error = 0.0, None
+        if isinstance(scheduled, ScheduledDecode) and self.proposer is not None:
+            drafts = self._draft(self.proposer, scheduled.sequences)
+            if any(drafts):
+                return self._batcher.verification(scheduled.sequences, drafts)
+        return self._batcher.fill(scheduled)
+
+    def _draft(self, proposer: Proposer, sequences: list[Sequence]) -> list[list[int]]:
+        """Drafts for each sequence; none where the proposer fails, which costs speed and no request."""
+        counts = [min(self.spec.max_drafts, sequence.num_missing - 1) for sequence in sequences]
+        if max(counts) < 1:
+            return []
         started_s = time.monotonic()
-        self.device_call = DeviceCall(started_s, graph not in self._graphs_run)
+        drafts: list[list[int]] = []
         try:
-            output = self._backend.run(step)
-        finally:
-            self.device_call = None
-        self._graphs_run.add(graph)
-        rows = len(step.rows.slots)
-        tokens = int(step.rows.lens.sum()) if prefill else rows
-        self.last_step = StepInfo(prefill, bucket, rows, tokens, time.monotonic() - started_s)
-        return output
-
-    def _bucket(self, *, prefill: bool) -> int:
-        """The compiled length that the step needs."""
-        buckets = self.spec.prefill_buckets if prefill else self.spec.token_buckets
-        return choose_bucket(self._batcher.reach, buckets or (self.spec.max_model_len,))
-
-    def _choose(self, rows: Rows, output: StepOutput) -> Int32Array:
-        """int32[B, K]; -1: none."""
-        if isinstance(output, HostLogits):
-            require_shape(output.values.shape, (len(rows.slots), 1, self.spec.vocab_size))
-            logits = output.values[:, 0]
-            return self._sampler.sample(logits, rows.slots, rows.starts + rows.lens)[:, None]
-        require_shape(output.ids.shape, (len(rows.slots), *output.ids.shape[1:2]))
-        return output.ids
+            drafts = proposer.propose(sequences, counts, self._sampler)
+            self._failed_drafts = 0
+        except Exception as error:
+            self._failed_drafts += 1
+            self.draft_error = translate(error)
+            gone = self.draft_error.fatal or self._failed_drafts >= MAX_FAILED_STEPS
+            if gone:
+                self.proposer = None
+            logger.warning("drafts_failed given_up=%s", gone, exc_info=error)
+        self._drafts_s = time.monotonic() - started_s
+        return drafts
 
     def _advance(
         self, scheduled: Scheduled, token_ids: Int32Array, output: StepOutput
     ) -> list[TokenOutput]:
         """Hand each sequence its tokens and end those whose ids say so."""
-        if isinstance(scheduled, ScheduledPrefill) or token_ids.shape[1] != 1:
-            self._batcher.forget()
-        else:
-            self._batcher.advance(token_ids[:, 0])
-        outputs = []
-        ended: list[Sequence] = []
+        self._batcher.advance(scheduled, token_ids)
+        unfinished = scheduled.unfinished
+        self._scheduler.advance(scheduled)
         values = output.values if isinstance(output, HostLogits) else None
+        outputs: list[TokenOutput] = []
+        ended: list[Sequence] = []
         for row, (sequence, ids) in enumerate(
             zip(scheduled.sequences, token_ids.tolist(), strict=True)
         ):
-            request = sequence.request
-            taken: tuple[int, ...] = ()
-            for token_id in ids:
-                if token_id < 0:
-                    break
-                taken += (token_id,)
-                if sequence.append(token_id) is not None:
-                    ended.append(sequence)
-                    break
+            if row in unfinished:
+                continue
+            taken = sequence.take(ids)
             if not taken:
                 error = StepError(
                     "the model gave no finite logit for this sequence; its output is lost, retry it"
                 )
                 outputs.append(self._fail(sequence, error))
                 continue
-            logits = values[row] if request.logprobs and values is not None else None
-            outputs.append(TokenOutput(request, taken, sequence.finish_reason, None, logits))
+            request, reason = sequence.request, sequence.finish_reason
+            logits = None
+            if request.logprobs and values is not None:
+                logits = values[row, : len(taken)]
+            outputs.append(TokenOutput(request, taken, reason, None, logits))
+            if reason is not None:
+                ended.append(sequence)
         for sequence in ended:
             self._end(sequence)
         return outputs
@@ -268,6 +281,8 @@ class Engine:
         if slot is None or not acquired:
             return
         self._sampler.release(slot)
+        if self.proposer is not None:
+            self.proposer.release(slot)
         try:
             self._backend.release([slot])
         except Exception:

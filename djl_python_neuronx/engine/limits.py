@@ -6,10 +6,13 @@ from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
 from djl_python_neuronx.types import GenerationRequest
 
+_GREEDY = (1.0, 1.0, 1.0)
+
 
 def longest_prompt(spec: ModelSpec) -> int:
     """Most prompt tokens that a request may have: one position is kept for the first new token."""
-    return min(spec.prefill_buckets[-1], spec.max_model_len - spec.lookahead - 1)
+    room = spec.max_model_len - spec.lookahead - 1
+    return room if spec.mixed_steps else min(spec.prefill_buckets[-1], room)
 
 
 def check(request: GenerationRequest, spec: ModelSpec) -> None:
@@ -25,10 +28,13 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         msg = "the prompt has no tokens; send at least one"
         raise RequestError(msg)
     if len(prompt_ids) > longest:
+        limits, options = f"n_positions {spec.max_model_len}", "option.n_positions"
+        if not spec.mixed_steps:
+            limits += f", largest prefill bucket {spec.prefill_buckets[-1]}"
+            options += " or option.context_length_estimate"
         msg = (
-            f"the prompt has {len(prompt_ids)} tokens, this deployment takes at most {longest} "
-            f"(n_positions {spec.max_model_len}, largest prefill bucket {spec.prefill_buckets[-1]}); "
-            "shorten it, or raise option.n_positions or option.context_length_estimate"
+            f"the prompt has {len(prompt_ids)} tokens, this deployment takes at most {longest} ({limits}); "
+            f"shorten it, or raise {options}"
         )
         raise PromptTooLongError(msg)
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
@@ -42,6 +48,23 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise UnsupportedParameterError(msg)
     if Want.LOGITS not in spec.outputs:
         _check_device_sampling(request, spec)
+
+
+def sampling_facts(spec: ModelSpec) -> dict[str, object]:
+    """Where the loaded model's tokens are chosen and within which bounds, in plain values."""
+    if Want.LOGITS in spec.outputs:
+        return {"place": "host"}
+    facts: dict[str, object] = {"place": "device"}
+    if spec.fixed_sampling == _GREEDY:
+        facts["mode"] = "greedy"
+    elif spec.fixed_sampling is not None:
+        facts["mode"] = "fixed"
+        facts.update(zip(("top_k", "top_p", "temperature"), spec.fixed_sampling, strict=True))
+    else:
+        facts["mode"] = "dynamic"
+        facts["largest_top_k"] = spec.largest_top_k
+        facts["without_top_k"] = spec.default_top_k or "refused"
+    return facts
 
 
 def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
@@ -60,7 +83,7 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
         )
         raise UnsupportedParameterError(msg)
     greedy = sampling.temperature == 0 or sampling.top_k == 1
-    row = (1.0, 1.0, 1.0) if greedy else (sampling.top_k, sampling.top_p, sampling.temperature)
+    row = _GREEDY if greedy else (sampling.top_k, sampling.top_p, sampling.temperature)
     if spec.fixed_sampling is not None and row != spec.fixed_sampling:
         msg = (
             f"top_k, top_p and temperature are {row}; this deployment has {spec.fixed_sampling} compiled in "
@@ -68,9 +91,15 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
             "option.on_device_generation"
         )
         raise UnsupportedParameterError(msg)
-    if spec.largest_top_k is not None and not 1 <= row[0] <= spec.largest_top_k:
+    largest, top_k = spec.largest_top_k, row[0] or spec.default_top_k or 0
+    if largest is not None and not 1 <= top_k <= largest:
+        default = (
+            ""
+            if top_k
+            else f"deploy with option.on_device_default_top_k=global_top_k, which makes it {largest}, "
+        )
         msg = (
-            f"top_k is {sampling.top_k}; this deployment samples on the device among 1 to {spec.largest_top_k} tokens. "
-            "Send a top_k in that range, or deploy without option.on_device_generation"
+            f"top_k is {sampling.top_k}{'' if top_k else ' (off)'}; this deployment samples on the device among 1 to "
+            f"{largest} tokens. Send a top_k in that range, {default}or deploy without option.on_device_generation"
         )
         raise UnsupportedParameterError(msg)

@@ -55,11 +55,30 @@ class Sequence:
         """Cache position of the newest token, the one not yet in the cache: what a decode step writes."""
         return self.prompt_len + len(self.output_ids) - 1
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Take a generated token; the reason if ids alone can tell that the sequence is over."""
-        self.output_ids.append(token_id)
-        if token_id in self.stop_ids:
-            self.finish_reason = FinishReason.EOS
-        elif len(self.output_ids) >= self.max_new_tokens:
-            self.finish_reason = FinishReason.LENGTH
-        return self.finish_reason
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are still to be generated, unless it ends before."""
+        return self.max_new_tokens - len(self.output_ids)
+
+    def tokens_from(self, position: int) -> list[int]:
+        """Tokens of prompt and output from a position on; the prompt is not copied where only output is asked for."""
+        if position >= self.prompt_len:
+            return self.output_ids[position - self.prompt_len :]
+        return [*self.request.prompt_ids[position:], *self.output_ids]
+
+    def take(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Append generated tokens up to a -1, or to the one that ends the sequence, as far as ids can tell."""
+        taken: tuple[int, ...] = ()
+        for token_id in token_ids:
+            if token_id < 0:
+                break
+            taken += (token_id,)
+            self.output_ids.append(token_id)
+            if token_id in self.stop_ids:
+                self.finish_reason = FinishReason.EOS
+            elif len(self.output_ids) >= self.max_new_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            else:
+                continue
+            break
+        return taken

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from djl_python_neuronx.engine.core import StepInfo
 from djl_python_neuronx.engine.outlets import Outlet
+from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.text import Delta, TextStream
 from djl_python_neuronx.errors import (
     BackendUnavailableError,

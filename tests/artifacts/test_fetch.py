@@ -95,6 +95,19 @@ def test_what_the_hub_refuses(environ, model, revision, error, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("model", ["owner/absent", "/no/folder", "ftp://nowhere/model"])
+def test_what_is_not_there_is_told_by_the_option_that_named_it(environ, tmp_path, model):
+    origin = "option.speculative_draft_model"
+    with remote_doubles.hub({}) as (url, _):
+        environ = {**environ, "HF_ENDPOINT": url}
+        with pytest.raises(ArtifactError, match=origin) as config:
+            fetch_config(model, None, environ, origin=origin)
+        with pytest.raises(ArtifactError, match=origin) as whole:
+            fetch.fetch(model, environ=environ, root=tmp_path, origin=origin)
+    for caught in (config, whole):
+        assert "option.model_id" not in str(caught.value)
+
+
 @RETRIES
 def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch, caplog):
     slept = []

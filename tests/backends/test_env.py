@@ -8,6 +8,7 @@ import pytest
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 
 FLAGS = LibraryArguments(compiler_flags=("-O1", "--a=b c"))
 CACHE = LibraryArguments(environment={"NEURON_COMPILE_CACHE_URL": "/cache"})
@@ -21,7 +22,7 @@ CORES = {"NEURON_RT_NUM_CORES": "2"}
         (LibraryArguments(), {}, CORES),
         (LibraryArguments(), {"NEURON_RT_NUM_CORES": "8"}, {}),
         (LibraryArguments(), {"NEURON_RT_VISIBLE_CORES": "4-5"}, {}),
-        (LibraryArguments(), {"NEURON_LOCAL_TP": "16"}, {"NEURON_RT_NUM_CORES": "16"}),
+        (LibraryArguments(), {"NEURON_RT_VISIBLE_CORES": " "}, CORES),
         (FLAGS, {}, {"NEURON_CC_FLAGS": "-O1 '--a=b c'", **CORES}),
         (FLAGS, {"NEURON_CC_FLAGS": "--x -O1"}, {"NEURON_CC_FLAGS": "--x -O1 '--a=b c'", **CORES}),
         (FLAGS, {"NEURON_CC_FLAGS": "-O1 '--a=b c'", **CORES}, {}),
@@ -38,10 +39,20 @@ def test_only_what_is_missing_is_set(
     assert current == before
 
 
-def test_what_was_set_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES", "NEURON_LOCAL_TP"):
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that has no runtime yet and that nobody gave cores."""
+    for name in (
+        *("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES"),
+        *("NEURON_LOCAL_TP", "NEURON_RANK_ID", "NEURON_PP_STAGES"),
+    ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NEURON_CC_FLAGS", "--mine")
+    monkeypatch.setattr(env._Runtime, "limit", None)
+    return monkeypatch
+
+
+def test_what_was_set_is_put_back(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("NEURON_CC_FLAGS", "--mine")
     before = dict(os.environ)
     with env.applied(FLAGS, 4):
         assert os.environ["NEURON_CC_FLAGS"] == "--mine -O1 '--a=b c'"
@@ -50,3 +61,78 @@ def test_what_was_set_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError), env.applied(FLAGS, 4):
         raise KeyError
     assert dict(os.environ) == before
+
+
+def test_a_later_model_has_the_cores_of_the_first(fresh: pytest.MonkeyPatch) -> None:
+    with env.applied(FLAGS, 4):
+        pass
+    with env.applied(FLAGS, 2), env.applied(FLAGS, 4):
+        pass
+    before = dict(os.environ)
+    with (
+        pytest.raises(BackendUnavailableError, match=r"8 .* started with NEURON_RT_NUM_CORES=4"),
+        env.applied(FLAGS, 8),
+    ):
+        pytest.fail("loaded")
+    assert dict(os.environ) == before
+    fresh.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    with pytest.raises(BackendUnavailableError, match="which it keeps"), env.applied(FLAGS, 8):
+        pytest.fail("loaded")
+
+
+def test_models_that_are_loaded_together_share_the_cores_of_the_largest(
+    fresh: pytest.MonkeyPatch,
+) -> None:
+    with env.applied(LibraryArguments(), 8):
+        with env.applied(FLAGS, 2):
+            assert os.environ["NEURON_RT_NUM_CORES"] == "8"
+        with env.applied(FLAGS, 8):
+            assert os.environ["NEURON_RT_NUM_CORES"] == "8"
+
+
+def test_a_load_that_fails_leaves_the_cores_open(fresh: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError), env.applied(FLAGS, 2):
+        raise KeyError
+    with env.applied(FLAGS, 4):
+        assert os.environ["NEURON_RT_NUM_CORES"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("NEURON_RT_VISIBLE_CORES", "0-3,6", 5),
+        ("NEURON_RT_VISIBLE_CORES", "7", 1),
+        ("NEURON_RT_NUM_CORES", "4", 4),
+    ],
+)
+def test_fewer_cores_than_the_model_needs_are_refused_with_both_numbers(
+    fresh: pytest.MonkeyPatch, name: str, value: str, given: int
+) -> None:
+    fresh.setenv(name, value)
+    with env.applied(FLAGS, given):
+        pass
+    fresh.setattr(env._Runtime, "limit", None)
+    words = f"{given + 1} NeuronCores are needed, and {name}={value} gives this process {given}\\."
+    with pytest.raises(BackendUnavailableError, match=words), env.applied(FLAGS, given + 1):
+        pytest.fail("loaded")
+
+
+@pytest.mark.parametrize("value", ["0", "all"])
+def test_all_cores_are_no_limit(fresh: pytest.MonkeyPatch, value: str) -> None:
+    fresh.setenv("NEURON_RT_NUM_CORES", value)
+    with env.applied(FLAGS, 2):
+        pass
+    with env.applied(FLAGS, 64):
+        assert os.environ["NEURON_RT_NUM_CORES"] == value
+
+
+def test_a_part_of_a_model_on_several_machines_is_refused(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("NEURON_LOCAL_TP", "8")
+    with env.applied(FLAGS, 8):
+        pass
+    fresh.setenv("NEURON_RANK_ID", "1")
+    with (
+        pytest.raises(IncompatibleOptionsError, match="NEURON_RANK_ID=1, with"),
+        env.applied(FLAGS, 8),
+    ):
+        pytest.fail("loaded")

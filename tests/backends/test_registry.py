@@ -61,6 +61,7 @@ def test_importing_the_registry_imports_no_torch() -> None:
         ({"prefill_buckets": (32, 16)}, r"prefill_buckets are \(32, 16\); .* 1 to 64"),
         ({"prefill_buckets": (16, 128)}, r"prefill_buckets are \(16, 128\); .* 1 to 64"),
         ({"token_buckets": (16, 32)}, "token_buckets end with 32; expected .* 64"),
+        ({"mixed_steps": True, "num_slots": 32}, "32 tokens .* which the decodes of 32 slots"),
         ({"token_buckets": (0, 64)}, r"token_buckets are \(0, 64\)"),
     ],
 )

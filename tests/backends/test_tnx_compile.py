@@ -28,8 +28,8 @@ from djl_python_neuronx.backends import tnx
 from tests.backends.test_tnx_compile import cached_in
 from tests.backends.tnx_plans import tnx_plan
 from tests.device_driver import Driver
-model, cache, compiled = map(Path, sys.argv[1:])
-backend = tnx.load(cached_in(cache, tnx_plan(model)), compiled)
+model, cache, compiled = map(Path, sys.argv[1:4])
+backend = tnx.load(cached_in(cache, tnx_plan(model, **eval(sys.argv[4]))), compiled)
 print(Driver(backend).alone([5, 6, 7], 12).tokens)
 """
 
@@ -44,19 +44,22 @@ def compilations(cache: Path) -> int:
     return len(list(cache.rglob("MODULE_*")))
 
 
-def test_what_was_compiled_is_loaded_by_a_new_process_without_compiling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [{}, {"block_size": 8}], ids=["rows", "blocks"])
+def test_what_was_compiled_is_loaded_by_a_new_process_without_compiling(
+    tmp_path: Path, way: dict[str, int]
+) -> None:
     model, compiled = save_tiny_model("llama", tmp_path / "model"), tmp_path / "compiled"
     compiled.mkdir()
     first, second = tmp_path / "first", tmp_path / "second"
-    tnx.compile(cached_in(first, tnx_plan(model)), compiled)
+    plan = tnx_plan(model, **way)
+    tnx.compile(cached_in(first, plan), compiled)
     num_graphs = compilations(first)
-    assert (
-        num_graphs == len(list(compiled.glob("*.neff"))) == 4
-    )  # two buckets of prompts, two of tokens
-    command = [sys.executable, "-c", AGAIN, str(model), str(second), str(compiled)]
+    # Two buckets of prompts and two of tokens; of each prompt bucket one for each number of blocks.
+    assert num_graphs == len(list(compiled.glob("*.neff"))) == 4
+    command = [sys.executable, "-c", AGAIN, str(model), str(second), str(compiled), repr(way)]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     assert compilations(second) == 0
-    backend = tnx.load(cached_in(first, tnx_plan(model)))
+    backend = tnx.load(cached_in(first, plan))
     assert run.stdout.splitlines()[-1] == str(Driver(backend).alone([5, 6, 7], 12).tokens)
     assert compilations(first) == num_graphs  # the cache had them all
 

@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.backends.base import Backend, Want
+from djl_python_neuronx.backends.cores import count_cores
 from djl_python_neuronx.config import loader
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import (
@@ -30,6 +31,8 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import tnx_double
 from tests.backends.tnx_plans import tnx_plan
+from tests.device_driver import Text
+from tests.mixed_driver import assert_like_alone_in_chunks
 from tests.toy_backend import expected
 
 VOCAB_SIZE = 101
@@ -92,6 +95,20 @@ def test_tokens_of_the_device_are_taken_as_they_are(
     assert made[0].configs[-1].top_k == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_any_chunks_give_what_each_gets_alone(tmp_path: Path, made: list[Any], seed: int) -> None:
+    plan = tnx_plan(folder_of(tmp_path, "llama"), block_size=8)
+    backend = backends.load("tnx", plan)
+
+    def best(prompt: list[int], tokens: list[int]) -> Text:
+        wanted = expected(prompt, len(tokens), vocab_size=VOCAB_SIZE)
+        return Text(prompt, wanted, [1.0] * len(wanted))
+
+    assert assert_like_alone_in_chunks(backend, best, seed) > 100
+    assert len(made) == 1
+    backend.close()
+
+
 def test_objects_are_made_anew_for_every_model(tmp_path: Path, made: list[Any]) -> None:
     plan = tnx_plan(
         folder_of(tmp_path, "llama"),
@@ -122,6 +139,19 @@ def test_the_environment_is_left_as_it_was(tmp_path: Path, made: list[Any]) -> N
     assert dict(os.environ) == before
 
 
+def test_torch_takes_no_more_threads_than_there_are_cores(tmp_path: Path, made: list[Any]) -> None:
+    torch = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    plan = tnx_plan(folder_of(tmp_path, "llama"))
+    try:
+        for threads, left in ((count_cores() + 7, count_cores()), (1, 1)):
+            torch.set_num_threads(threads)
+            backends.load("tnx", plan)
+            assert torch.get_num_threads() == left
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt_bigcode"])
 def test_an_unknown_architecture_is_refused(
     tmp_path: Path, made: list[Any], model_type: str
@@ -135,7 +165,7 @@ def test_a_cache_in_blocks_is_refused(tmp_path: Path, made: list[Any]) -> None:
     plan = tnx_plan(folder_of(tmp_path, "llama"))
     shared: Any = plan.arguments.neuron_config["continuous_batching"]
     shared["optimized_paged_attention"] = True
-    with pytest.raises(IncompatibleOptionsError, match="leave both out"):
+    with pytest.raises(IncompatibleOptionsError, match="set enable_chunked_prefill=true"):
         backends.load("tnx", plan)
     assert made == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.config import placement  # noqa: E402
+from djl_python_neuronx.config.instances import named  # noqa: E402
 from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.config.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.errors import BackendError  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Driver  # noqa: E402
@@ -34,6 +39,18 @@ EXACT: list[tuple[str, int, bool, dict[str, Any], dict[str, Any]]] = [
     ("llama", 4, False, {"shard_over_sequence": True, "group_query_attention": "replicated-heads"}, {}),
     ("llama", 4, True, {"shard_over_sequence": True, "group_query_attention": "replicated-heads"}, {}),
     ("gpt2", 2, False, {"attention_layout": "BSH", "fuse_qkv": True}, {}),
+    *(
+        (name, tp, continuous, {"attention_layout": "BSH", "collectives_layout": "BSH"}, {})
+        for name, tp, continuous in (
+            *(("llama", 2, True), ("llama", 2, False), ("llama", 4, True), ("llama-mha", 4, True)),
+            *(("mistral", 2, True), ("mistral", 2, False)),
+            *(("gpt2", 2, False), ("bloom", 2, False)),
+        )
+    ),
+    *(
+        (name, 2, True, {"collectives_layout": "BSH"}, {})
+        for name in ("llama", "mistral", "mixtral")
+    ),
     ("opt", 2, False, {"on_device_embedding": True}, {}),
     ("bloom", 2, False, {"fuse_qkv": True}, {}),
     ("llama", 4, True, {}, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
@@ -72,6 +89,43 @@ def test_the_tokens_stay_the_same(
         assert assert_like_alone(backend, load_reference(tmp_path), seed=7) > 100
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "way"),
+    [
+        (4, 2, 2, None),
+        (4, 2, 2, "replicated-heads"),
+        (4, 2, 4, None),
+        (6, 3, 4, None),
+        (4, 1, 1, None),
+        (4, 4, 4, None),
+        (4, 4, 4, "replicated-heads"),
+        (4, 4, 8, "replicated-heads"),
+    ],
+)
+def test_flash_decoding_is_refused_where_the_library_stops_at_it(
+    tmp_path: Path, heads: int, kv_heads: int, tp: int, way: str | None
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    save_tiny_model("llama", tmp_path, hidden_size=8 * heads, **sizes)
+    options = ServingOptions(
+        tensor_parallel_degree=tp, shard_over_sequence=True, group_query_attention=way
+    )
+    facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
+    found = placement.findings(options, facts, named("inf2.48xlarge"), "tnx")
+    errors = [
+        each for each in found if each.level == "error" and "shard_over_sequence" in each.names
+    ]
+    more = {} if way is None else {"group_query_attention": way}
+    plan = tnx_plan(tmp_path, tp=tp, shard_over_sequence=True, **more)
+    if errors:
+        with pytest.raises(BackendError, match="Error: "):
+            backends.load("tnx", plan)
+        return
+    backend = backends.load("tnx", plan)
+    assert assert_like_alone(backend, load_reference(tmp_path), seed=7) > 100
+    backend.close()
 
 
 COARSE = [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+from djl_python_neuronx import backends, graphs  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
+from djl_python_neuronx.compiling import compile_model  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
 from djl_python_neuronx.server import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
 from tests.test_server import TINY_LLAMA, Running, checks  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 
@@ -35,11 +40,22 @@ WAYS: dict[str, dict[str, str]] = {
     "continuous": {},
     "static": {"rolling_batch_strategy": "naive_rolling_batch"},
     "on the device": {"on_device_generation": "true"},
+    "in chunks": {"enable_chunked_prefill": "true", "context_length_estimate": "8,24"},
     "fused": {
         "fuse_qkv": "true",
         "attention_layout": "BSH",
         "group_query_attention": "replicated-heads",
         "compiled_graph_path": CACHE,
+    },
+    "a look-up": {"ngram_prompt_lookup_max": "3"},
+    "a draft model": {
+        "speculative_draft_model": str(TINY_LLAMA),
+        "speculative_length": "3",
+        "draft_model_tp_size": "1",
+    },
+    "a draft model for one slot": {
+        "speculative_draft_model": str(TINY_LLAMA),
+        "max_rolling_batch_size": "1",
     },
 }
 
@@ -94,6 +110,16 @@ def test_the_class_is_looked_up_by_the_model_type(tmp_path: Path) -> None:
         Service.load(None, tmp_path, environ=ENVIRON, overrides=BASE)
 
 
+def hits_and_misses(service: Service) -> tuple[int, int]:
+    """Of the compile store, for the models of a service."""
+    counters = (
+        service.metrics["compile_cache_hits_total"],
+        service.metrics["compile_cache_misses_total"],
+    )
+    hits, misses = (int(counter._value.get()) for counter in counters)
+    return hits, misses
+
+
 def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     environ = {
@@ -106,12 +132,7 @@ def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_pat
         settings = {**BASE, "n_positions": "64", "context_length_estimate": "16,64", **more}
         service = Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
         service.close()
-        counters = (
-            service.metrics["compile_cache_hits_total"],
-            service.metrics["compile_cache_misses_total"],
-        )
-        hits, misses = (int(counter._value.get()) for counter in counters)
-        return hits, misses
+        return hits_and_misses(service)
 
     assert start() == (0, 1)
     num_compiled = len(list(cache.rglob("MODULE_*")))
@@ -123,3 +144,52 @@ def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_pat
     assert "n_positions" not in str(caught.value)
     assert start(max_rolling_batch_size="2", on_mismatch="recompile") == (0, 1)
     assert len(list(cache.rglob("MODULE_*"))) > num_compiled
+
+
+def test_a_draft_model_is_compiled_by_itself_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size = json.loads((TINY_LLAMA / "config.json").read_text())["vocab_size"]
+    draft = save_tiny_model("llama", tmp_path / "draft", vocab_size=vocab_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_LLAMA / name, draft)
+    environ = {
+        "NEURON_RT_NUM_CORES": "8",
+        "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache"),
+        "DJL_CACHE_DIR": str(tmp_path / "downloads"),
+    }
+    settings = {
+        **BASE,
+        "n_positions": "64",
+        "context_length_estimate": "64",
+        "speculative_draft_model": str(draft),
+        "draft_model_tp_size": "1",
+    }
+
+    def start(folder: Path = TINY_LLAMA, **more: str) -> tuple[int, int]:
+        options = {**settings, **more} if folder == TINY_LLAMA else {}
+        service = Service.load(None, folder, environ=environ, overrides=options)
+        service.close()
+        return hits_and_misses(service)
+
+    turns: list[str] = []
+    for module, name in ((graphs, "compile_guarded"), (backends, "load")):
+        real = getattr(module, name)
+        noted = partial(lambda real, name, *a, **k: turns.append(name) or real(*a, **k), real, name)
+        monkeypatch.setattr(module, name, noted)
+    assert start() == (0, 2)
+    # A model that is loaded holds the cores that a compilation needs.
+    assert turns == ["compile_guarded", "compile_guarded", "load", "load"]
+    assert start() == (2, 0)
+    # The draft model does not depend on how many drafts are verified.
+    assert start(speculative_length="3", on_mismatch="recompile") == (1, 1)
+    output = tmp_path / "output"
+    compile_model(str(TINY_LLAMA), str(output), environ=environ, overrides=settings)
+    shutil.rmtree(tmp_path / "cache")
+    assert start(output) == (0, 0)
+    assert not list(tmp_path.glob("cache/**/MODULE_*"))
+    # The draft model alone, compiled for the same shapes, is used as it is; and a model may draft for itself.
+    alone = {"n_positions": "64", "context_length_estimate": "64", "tensor_parallel_degree": "1"}
+    compile_model(str(draft), str(tmp_path / "alone"), environ=environ, overrides={**BASE, **alone})
+    assert start(speculative_draft_model=str(tmp_path / "alone")) == (0, 1)
+    assert start(speculative_draft_model=str(TINY_LLAMA)) == (1, 1)

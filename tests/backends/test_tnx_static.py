@@ -10,10 +10,14 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.backends.base import Prefill
 from djl_python_neuronx.backends.tnx_static import StaticBackend
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.types import GenerationRequest
 from tests.backends.tnx_engine import assert_like_alone, reference
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
-from tests.device_driver import Driver, assert_same
+from tests.device_driver import Driver, assert_same, make_rows
 from tests.tiny_models import load_reference, poison, save_tiny_model
 
 pytestmark = pytest.mark.tnx
@@ -31,7 +35,6 @@ def test_any_traffic_gives_what_transformers_gives(tmp_path: Path, name: str, tp
     try:
         assert backend.spec.joins == "reencode"
         assert assert_like_alone(backend, load_reference(tmp_path), seed=tp) > 100
-        assert backend.num_reencoded > 0
     finally:
         backend.close()
 
@@ -74,4 +77,90 @@ def test_a_free_row_spoils_nothing(tmp_path: Path) -> None:
     driver.leave(2)
     assert_same(driver.alone([5, 6, 7], 20, slot=1), wanted)
     assert np.isfinite(wanted.gaps).all()
+    backend.close()
+
+
+def test_each_step_tells_what_it_encoded_again(tmp_path: Path) -> None:
+    """Counted once more from who comes and goes: by joins, and where the shared position runs out."""
+    model_type, settings = VARIANTS["opt"]
+    save_tiny_model(model_type, tmp_path, **settings)
+    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    limit, engine = backend.spec.max_model_len, Engine(backend)
+    # Turn of arrival, tokens of the prompt, tokens of the answer; "b" leaves rows behind that lag after it.
+    traffic = {"a": (0, 3, 40), "b": (4, 20, 28), "c": (4, 1, 30), "d": (9, 7, 2), "e": (45, 5, 9)}
+    cached: dict[str, int] = {}
+    end, reasons = 0, set()
+    for turn in range(200):
+        for name, (arrival, length, wanted) in traffic.items():
+            if arrival == turn:
+                prompt = [3 + length + i for i in range(length)]
+                engine.add(GenerationRequest(name, prompt, max_new_tokens=wanted, ignore_eos=True))
+        outputs, info = engine.step(), engine.last_step
+        if info is None:
+            continue
+        joins, runs_out = info.kind == "prefill", end == limit
+        assert info.num_reencoded == (sum(cached.values()) if joins or runs_out else 0)
+        if joins:
+            cached |= {output.request_id: traffic[output.request_id][1] for output in outputs}
+        else:
+            cached = {name: tokens + 1 for name, tokens in cached.items()}
+        end = max(cached.values()) if joins or runs_out else end + 1
+        if info.num_reencoded:
+            reasons.add("join" if joins else "end")
+        for output in outputs:
+            assert output.error is None
+            if output.finish_reason is not None:
+                del cached[output.request_id]
+    assert reasons == {"join", "end"}
+    assert not engine.has_work
+    backend.close()
+
+
+def test_what_a_failure_costs_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        message = "the device did not answer"
+        raise RuntimeError(message)
+
+    model_type, settings = VARIANTS["opt"]
+    save_tiny_model(model_type, tmp_path, **settings)
+    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    wanted = reference(load_reference(tmp_path), [5, 6, 7], 6)
+    driver = Driver(backend)
+    driver.join({0: [5, 6, 7], 2: [8, 9]})
+    driver.decode()
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_model", broken)
+        with pytest.raises(StepError, match="did not answer"):
+            backend.run(driver.next())
+    assert backend.run(driver.next()).num_reencoded == 4 + 3
+    for _ in range(4):
+        driver.decode()
+    assert_same(driver.leave(0), wanted)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "llama", "mistral", "mixtral"])
+def test_whoever_joins_sequences_longer_than_any_prompt_costs_one_call(
+    tmp_path: Path, name: str
+) -> None:
+    runtime = pytest.importorskip("neuron_emulator.runtime", reason="counts the rig's executions")
+    model_type, settings = VARIANTS[name]
+    save_tiny_model(model_type, tmp_path, **settings)
+    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    assert backend.spec.prefill_buckets == (8, 20)
+    driver, costs = Driver(backend), []
+    driver.join({0: [3 + i * i % 83 for i in range(19)]})
+    for slot in (1, 2):
+        before = runtime.stats["executions"]
+        driver.join({slot: [4 + slot, 9]})
+        costs.append(runtime.stats["executions"] - before)
+        for _ in range(12):
+            driver.decode()
+    assert costs[1] == costs[0]
+    model = load_reference(tmp_path)
+    for slot in (0, 1, 2):
+        found = driver.leave(slot)
+        assert_same(found, reference(model, found.prompt, len(found.tokens)))
+    with pytest.raises(StepError, match="a prompt of 21 tokens"):
+        backend.run(Prefill(make_rows({0: range(3, 24)})))
     backend.close()

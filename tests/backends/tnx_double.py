@@ -41,7 +41,15 @@ class KVCacheQuantizationConfig:
 class ContinuousBatchingConfig:
     def __init__(self, **kwargs):
         self.batch_size_for_shared_caches = kwargs.pop("batch_size_for_shared_caches")
+        self.max_model_len = kwargs.pop("max_model_len", None)
+        paged = kwargs.pop("optimized_paged_attention", False)
+        self.enable_chunked_prefill = kwargs.pop("enable_chunked_prefill", False)
         assert not kwargs
+        assert paged or not self.enable_chunked_prefill
+        self.block_size = self.num_blocks = None
+
+    def init_cache_engine(self, block_size, num_blocks):
+        self.block_size, self.num_blocks = block_size, num_blocks
 
 
 class GenerationConfig:
@@ -90,10 +98,21 @@ class Model:
         self.batch_size, self.ready, self.loaded_from = batch_size, False, None
         self.cache = np.full((batch_size, lengths[-1]), -1, np.int64)
         self.configs: list[GenerationConfig] = []
+        self.attn_v_cache = {batch_size: [torch.zeros(lengths[-1], batch_size, 1, 2)]}
+        self.attn_k_cache = {batch_size: [torch.zeros(lengths[-1], batch_size, 1, 2)]}
+        self.decoder_lm_head, self.layers = self, [self]
         shared = self.neuron_config.continuous_batching
         assert not shared or (
             self.continuous_batching and shared.batch_size_for_shared_caches == batch_size
         )
+        self.chunked = bool(shared and shared.enable_chunked_prefill)
+        if self.chunked:
+            assert self.neuron_config.bsh_cache_layout
+            assert shared.block_size < shared.max_model_len
+            self.block_buckets = [length * batch_size // shared.block_size for length in lengths]
+            assert self.block_buckets[-1] <= shared.num_blocks
+            assert min(self.context_buckets) >= batch_size  # the library cuts the rows off there
+            self.cache = np.full((shared.num_blocks, shared.block_size), -1, np.int64)
         self.made.append(self)
 
     def save(self, directory, sharded_weights=False):
@@ -122,9 +141,13 @@ class Model:
 
     def __call__(self, input_ids, cache_ids=None, start_ids=None, **kwargs):
         assert self.ready
-        assert not kwargs
+        assert set(kwargs) == ({"input_metadata"} if self.chunked else set())
         run = self._continuous if self.neuron_config.continuous_batching else self._static
-        rows = np.stack(run(input_ids, cache_ids, start_ids))
+        if self.chunked:
+            run = self._in_blocks
+        rows = np.stack(run(input_ids, cache_ids, start_ids, **kwargs))
+        if torch.stack(self.attn_v_cache[self.batch_size]).isnan().all():
+            rows[:] = np.nan  # of which numpy's argmax makes 0
         if self.neuron_config.on_device_generation:
             return torch.from_numpy(rows.argmax(1)[:, None].astype(np.int32))
         return torch.from_numpy(
@@ -156,6 +179,24 @@ class Model:
             tokens  # also of slots that are not here
         )
         return [self._logits(self.cache[slot], 0, positions[slot]) for slot in slots]
+
+    def _in_blocks(self, ids, cache_ids, start_ids, input_metadata):
+        size = self.cache.shape[1]
+        tables = input_metadata.block_tables.numpy()
+        ends, starts = input_metadata.seq_lens_tensor.numpy(), input_metadata.context_lens.numpy()
+        assert ids.shape == cache_ids.shape == (1, len(start_ids)) == (1, (ends - starts).sum())
+        assert ids.shape[1] <= self.context_buckets[-1]
+        assert -(-ends // size).sum() <= self.block_buckets[-1]
+        self.cache.reshape(-1)[start_ids] = ids[0]
+        answers = [toy_logits(np.zeros(1, int), self.config.vocab_size)] * self.batch_size
+        first = 0
+        for i, table in enumerate(tables):
+            row = self.cache[table].reshape(-1)
+            answers[i] = self._logits(row, 0, ends[i] - 1)
+            new = cache_ids[0, first : first + ends[i] - starts[i]].tolist()
+            assert new == list(range(starts[i], ends[i]))
+            first += len(new)
+        return answers
 
     def _static(self, ids, cache_ids, start_ids):
         assert len(ids) == self.batch_size
@@ -229,6 +270,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Model]:
     for entry in (GQA, *CONFIGS, *MODELS):
         setattr(package, entry.__name__, entry)
         setattr(config, entry.__name__, entry)
+    package.ops = types.SimpleNamespace(
+        parallel_cpu=lambda cache: [shard.clone() for shard in cache],
+        parallel_write=lambda cache, shards: [
+            a.copy_(b) for a, b in zip(cache, shards, strict=True)
+        ],
+    )
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, config.__name__, config)
     Model.made.clear()

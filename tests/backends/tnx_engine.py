@@ -10,6 +10,8 @@ import torch
 
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.drafts import Proposer
+from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.device_driver import Text, assert_same
 
@@ -25,10 +27,12 @@ def reference(model: Any, prompt: list[int], num_tokens: int) -> Text:
     return text
 
 
-def assert_like_alone(backend: Backend, model: Any, seed: int) -> int:
+def assert_like_alone(
+    backend: Backend, model: Any, seed: int, *, proposer: Proposer | None = None
+) -> int:
     """Run random traffic through an engine and compare every token; returns how many were compared."""
-    draw, engine = random.Random(seed), Engine(backend)
-    longest, limit = backend.spec.prefill_buckets[-1], backend.spec.max_model_len
+    draw, engine = random.Random(seed), Engine(backend, proposer=proposer)
+    longest, limit = longest_prompt(backend.spec), backend.spec.max_model_len
     prompts = [draw.choices(range(3, 90), k=draw.randint(1, longest)) for _ in range(NUM_REQUESTS)]
     prompts[3], prompts[5] = prompts[3][:1], prompts[5][:2]  # one token looks like a decode
     wanted = [draw.randint(1, limit - len(prompt)) for prompt in prompts]

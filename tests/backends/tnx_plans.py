@@ -55,18 +55,33 @@ def tnx_plan(
     token_buckets: tuple[int, ...] = (24, 48),
     *,
     continuous: bool = True,
+    block_size: int | None = None,
     tp: int = 1,
     **neuron_config: object,
 ) -> LoadPlan:
-    """A plan with these keywords of `NeuronConfig`, as `mapping.library_arguments` writes them."""
+    """A plan with these keywords of `NeuronConfig`, as `mapping.library_arguments` writes them.
+
+    `block_size`: prompts in chunks, the cache in blocks.
+    """
+    shared: dict[str, object] = {"batch_size_for_shared_caches": num_slots}
+    if block_size is not None:
+        neuron_config["cache_layout"] = "BSH"
+        shared |= {
+            "max_model_len": max_model_len,
+            "optimized_paged_attention": True,
+            "enable_chunked_prefill": True,
+            "block_size": block_size,
+            "num_blocks": num_slots * -(-max_model_len // block_size) + 1,
+        }
     if continuous:
-        neuron_config["continuous_batching"] = {"batch_size_for_shared_caches": num_slots}
+        neuron_config["continuous_batching"] = shared
     return LoadPlan(
         directory,
         num_slots,
         max_model_len,
         prefill_buckets,
         token_buckets,
+        mixed_steps=block_size is not None,
         tensor_parallel_degree=tp,
         arguments=LibraryArguments(neuron_config=neuron_config),
     )

@@ -223,6 +223,9 @@ BATCHING = {
     "batch_size": count(),
     "max_waiting": count(),
     "decode_interleave": count(),
+    "max_join_wait_ms": Row(
+        (("250", 250), ("0", 0), (100, 100)), ("-1", "1.5", "soon", "None", str(2**31), [3])
+    ),
 }
 
 GRAPHS = {
@@ -287,6 +290,7 @@ GRAPHS = {
     "on_device_embedding": optional_flag(
         "on_device_embedding", ANYWAY, env=("NEURON_ON_DEVICE_EMBEDDING",)
     ),
+    "on_device_default_top_k": choice("global_top_k", also_bad=("50", "true")),
     "on_device_generation": Row(
         (
             ("true", _TRUE_GENERATION),
@@ -428,6 +432,7 @@ SPECULATION = {
         BACKEND,
         also=("spec_length",),
     ),
+    "ngram_prompt_lookup_max": count(BACKEND, REFUSED),
     "draft_model_tp_size": count(BACKEND, BACKEND),
     "enable_eagle_speculation": optional_flag("is_eagle_target", "enable_eagle_speculation"),
 }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config import defaults
-from djl_python_neuronx.config.defaults import fill, make_buckets
+from djl_python_neuronx.config.defaults import fill, make_buckets, make_steps
 from djl_python_neuronx.config.instances import (
     GIB,
     INSTANCES,
@@ -261,9 +261,9 @@ class TestSlots:
         options = filled("llama-3-8b", "inf2.xlarge", kv_cache_quantize="int8")
         assert options.max_rolling_batch_size == 32
 
-    def test_speculation_is_for_one_sequence_on_transformers_neuronx(self):
+    def test_speculation_takes_no_slot_away(self):
         draft = {"speculative_draft_model": "d"}
-        assert chosen("llama-3-8b", "inf2.48xlarge", "tnx", **draft) == (24, 4096, 1)
+        assert chosen("llama-3-8b", "inf2.48xlarge", "tnx", **draft) == (24, 4096, 32)
         assert chosen("llama-3-8b", "inf2.48xlarge", "nxdi", **draft) == (24, 4096, 32)
 
     @pytest.mark.parametrize("machine", ["inf2.xlarge", "inf2.24xlarge", "trn1.2xlarge"])
@@ -307,6 +307,51 @@ class TestBuckets:
         buckets = make_buckets(longest)
         assert buckets[-1] == longest
         assert all(b <= 2 * a for a, b in itertools.pairwise(buckets))
+
+
+class TestChunks:
+    """What follows from `enable_chunked_prefill`."""
+
+    NAMES = ("cache_layout", "pa_block_size", "context_length_estimate")
+
+    def chosen(self, name="llama-3-8b", loader="tnx", **values):
+        machine = CPU if loader == "cpu" else "inf2.48xlarge"
+        options = filled(name, machine, loader, enable_chunked_prefill=True, **values)
+        return tuple(getattr(options, name) for name in self.NAMES)
+
+    @pytest.mark.parametrize(
+        ("values", "expected"),
+        [
+            ({}, ("BSH", 512, (32, 128))),
+            ({"max_rolling_batch_size": 8}, ("BSH", 128, (8, 128))),
+            ({"max_rolling_batch_size": 9}, ("BSH", 256, (16, 128))),
+            ({"n_positions": 128}, ("BSH", 64, (32, 128))),
+            ({"n_positions": 100, "max_rolling_batch_size": 9}, ("BSH", 64, (16, 100))),
+            ({"max_rolling_batch_size": 1}, ("BSH", 128, (2, 128))),
+            ({"max_rolling_batch_size": 64, "n_positions": 512}, ("BSH", 128, (64, 128))),
+            (
+                {"pa_block_size": 32, "context_length_estimate": (64,), "cache_layout": "BSH"},
+                ("BSH", 32, (64,)),
+            ),
+        ],
+    )
+    def test_all_that_the_library_needs(self, values, expected):
+        assert self.chosen(**values) == expected
+
+    def test_a_cpu_has_no_blocks(self):
+        assert self.chosen(TINY, "cpu", max_rolling_batch_size=8) == (None, None, (8, 128))
+
+    def test_neither_has_what_cannot_use_them(self):
+        assert self.chosen("mistral-7b-v0.1")[:2] == (None, None)
+
+    @given(slots=st.integers(1, 4096), longest=st.integers(1, 2**16))
+    def test_a_step_has_room_for_all_slots_and_a_chunk(self, slots, longest):
+        steps = make_steps(slots, longest)
+        assert steps[-1] <= longest
+        assert len(steps) <= 2
+        if longest > max(slots, 1):
+            assert steps[0] >= max(slots, 2)
+            assert steps[-1] > slots
 
 
 class TestDtype:
@@ -470,7 +515,14 @@ class TestWhatTheReasonsSay:
         assert draft.max_positions == 2048
         values = {"speculative_draft_model": "d"}
         found = self.reasons(facts, "inf2.48xlarge", draft=draft, **values)
-        assert found["n_positions"][0] == 2048
+        assert found["n_positions"] == (2048, "the limit of the draft model (d)")
+        long = self.reasons(facts, "inf2.48xlarge", draft=facts_of("llama-2-7b"), **values)
+        assert long["n_positions"] == (
+            4096,
+            "the limit of the draft model (d), but unasked at most 4096",
+        )
+        same = self.reasons(facts, "inf2.48xlarge", draft=facts, **values)
+        assert "draft" not in same["n_positions"][1]
         assert self.reasons(facts, "inf2.48xlarge", **values)["n_positions"][0] == 4096
 
     @pytest.mark.parametrize(
@@ -493,3 +545,23 @@ class TestWhatTheReasonsSay:
         pairs = self.reasons(facts, "trn2.3xlarge", "nxdi")
         assert alone["tensor_parallel_degree"][0] == 8
         assert pairs["tensor_parallel_degree"][0] == 4
+
+    @pytest.mark.parametrize(
+        ("tokens", "sampled", "top_ks"),
+        [
+            (256, True, None),
+            (97, True, (50, 97)),
+            (32, True, (32, 32)),
+            (32, {"do_sample": True, "top_k": 64}, (32, None)),
+            (97, {"do_sample": True, "top_k": 64}, None),
+        ],
+    )
+    def test_a_device_chooses_among_no_more_than_the_vocabulary(self, tokens, sampled, top_ks):
+        facts = replace(facts_of(TINY), vocab_size=tokens)
+        found = self.reasons(facts, "inf2.xlarge", on_device_generation=sampled)
+        if top_ks is None:
+            assert "on_device_generation" not in found
+            return
+        value, why = found["on_device_generation"]
+        assert (value.top_k, value.global_top_k) == top_ks
+        assert f"{tokens} tokens" in why

@@ -181,6 +181,12 @@ class TestTnx:
         assert arguments.constructor.get("amp") == amp
         assert arguments.neuron_config["quant"].get("dequant_dtype") == amp
 
+    def test_static_batches_have_prompt_graphs_up_to_the_longest_sequence(self):
+        prompts = given(context_length_estimate=(64, 128))
+        assert library_arguments(prompts, "tnx").constructor["context_length_estimate"] == [64, 128]
+        static = library_arguments(prompts, "tnx", continuous=False).constructor
+        assert static["context_length_estimate"] == [64, 128, 2048]
+
     def test_a_list_of_lengths_stays_one(self):
         arguments = library_arguments(given(n_positions="[2048]"), "tnx")
         assert arguments.constructor["n_positions"] == [2048]
@@ -335,6 +341,21 @@ class TestOverrides:
     def test_each_name_has_its_own_finding(self):
         problems = self.problems(batch_size=1, nonsense=1, tp_degree=2)
         assert len(problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "blocks"),
+    [({}, 4 * 16 + 1), ({"n_positions": 2000}, 4 * 16 + 1), ({"pa_num_blocks": 99}, 99)],
+)
+def test_a_cache_in_blocks_holds_all_slots_and_the_padding(values, blocks):
+    options = given(enable_chunked_prefill=True, pa_block_size=128, **values)
+    cache = library_arguments(options, "tnx").neuron_config["continuous_batching"]
+    assert (cache["block_size"], cache["num_blocks"]) == (128, blocks)
+
+
+def test_even_one_slot_is_batched_continuously_where_its_prompt_comes_in_chunks():
+    config = library_arguments(given(enable_chunked_prefill=True, max_rolling_batch_size=1), "tnx")
+    assert config.neuron_config["continuous_batching"]["enable_chunked_prefill"]
 
 
 EVERYTHING = {

@@ -392,6 +392,7 @@ class TestCache:
             ({}, 4 * 1024),
             ({"in_blocks": True}, 5 * 1024),
             ({"in_blocks": True, "num_blocks": 99, "block_size": 32}, 100 * 32),
+            ({"in_blocks": True, "block_size": 300}, (4 * 4 + 1) * 300),
             ({"num_blocks": 99, "block_size": 32}, 4 * 1024),
         ],
     )
@@ -399,6 +400,13 @@ class TestCache:
     def test_blocks(self, changes, tokens, loader):
         load = Load(1024, 4, "bfloat16", **changes)
         assert self.cache(load, loader=loader) == tokens * self.TOKEN // 8
+
+    @pytest.mark.parametrize(("num_blocks", "tokens"), [(None, 33 * 128), (40, 40 * 128)])
+    def test_blocks_that_an_option_counts_hold_the_one_for_padding(self, num_blocks, tokens):
+        chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, "pa_num_blocks": num_blocks}
+        shape = {"n_positions": 1024, "max_rolling_batch_size": 4, "dtype": "bfloat16"}
+        load = Load.of(ServingOptions(**shape, **chunks), "tnx")
+        assert self.cache(load, loader="tnx") == tokens * self.TOKEN // 8
 
     def test_a_window_is_all_that_some_keep(self):
         windowed = replace(facts_of("mistral-7b-v0.1"), sliding_window=512)

@@ -48,6 +48,7 @@ def decode(*buckets, rows=4, kind="decode"):
     return [Graph(kind, bucket, rows) for bucket in buckets]
 
 
+CHUNKS = {"enable_chunked_prefill": True, "context_length_estimate": (16, 128)}
 DRAFT = {"speculative_draft_model": "owner/draft", "max_rolling_batch_size": 1}
 CASES = [
     # model, loader, options, the graphs
@@ -64,6 +65,28 @@ CASES = [
         "tnx",
         {"rolling_batch_strategy": "naive_rolling_batch"},
         prefill(128, 512, rows=4) + decode(128, 256, 512),
+    ),
+    # and somebody who joins has sequences of any length encoded anew, unless there is one slot
+    (
+        "opt-13b",
+        "tnx",
+        {"context_length_estimate": (64, 128)},
+        prefill(64, 128, 512, rows=4) + decode(128, 256, 512),
+    ),
+    (
+        "llama-3-8b",
+        "tnx",
+        {
+            "context_length_estimate": (128,),
+            "rolling_batch_strategy": "naive_rolling_batch",
+        },
+        prefill(128, 512, rows=4) + decode(128, 256, 512),
+    ),
+    (
+        "opt-13b",
+        "tnx",
+        {"context_length_estimate": (128,), "max_rolling_batch_size": 1},
+        prefill(128) + decode(128, 256, 512, rows=1),
     ),
     # no list of decode lengths: the library doubles from 128; gpt-neox has no prompt graphs
     ("gpt2", "tnx", {}, prefill(128, 512, rows=4) + decode(128, 256, 512)),
@@ -87,6 +110,23 @@ CASES = [
         "nxdi",
         {"enable_prefix_caching": True, "prefix_buckets": (512, 1024)},
         prefill(128, 128, 128, 512, 512, 512) + decode(128, 256, 512),
+    ),
+    # prompts in chunks: tokens of a step by blocks of all slots at one of the lengths, and no decode graphs
+    (
+        "llama-3-8b",
+        "tnx",
+        {**CHUNKS, "n_positions": 500, "pa_block_size": 128},
+        [
+            *prefill(16, 128, rows=4, kind="mixed"),
+            *prefill(16, 128, rows=8, kind="mixed"),
+            *prefill(16, 128, rows=16, kind="mixed"),
+        ],
+    ),
+    (
+        "llama-3-8b",
+        "tnx",
+        {**CHUNKS, "n_positions": (200, 300), "pa_block_size": 256},
+        prefill(16, 128, rows=4, kind="mixed") + prefill(16, 128, rows=8, kind="mixed"),
     ),
     # a draft model has graphs of its own in TNX, and is fused into the decode graphs in NxDI
     (

@@ -7,6 +7,7 @@ from djl_python_neuronx.config.rules import LIBRARY_RULES, RULES, conflicts, lib
 
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
 DRAFT = {"speculative_draft_model": "draft"}
+LOOKUP = {"ngram_prompt_lookup_max": 3}
 KERNEL = {"attn_block_tkg_nki_kernel_enabled": True, "qkv_nki_kernel_enabled": True}
 MEDUSA = {
     "is_medusa": True,
@@ -54,6 +55,13 @@ GENERAL = [
         {"n_positions": (128, 512)},
     ),
     (
+        "max_join_wait_ms",
+        "error",
+        {"max_join_wait_ms": 2000, "predict_timeout": 2},
+        {"max_join_wait_ms": 1999},
+    ),
+    ("max_join_wait_ms", "error", {"predict_timeout": 0.1}, {"predict_timeout": 0.11}),
+    (
         "rolling_batch_strategy",
         "note",
         {"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
@@ -74,6 +82,20 @@ GENERAL = [
         {"speculative_length": 1},
     ),
     ("speculative_length", "warning", {"speculative_length": 4}, DRAFT),
+    ("speculative_length", "warning", {"speculative_length": 4}, LOOKUP),
+    (
+        "ngram_prompt_lookup_max",
+        "error",
+        {**LOOKUP, "speculative_length": 0},
+        {"speculative_length": 1},
+    ),
+    ("ngram_prompt_lookup_max", "error", {**LOOKUP, **DRAFT}, {"speculative_draft_model": None}),
+    (
+        "ngram_prompt_lookup_max",
+        "error",
+        {**LOOKUP, "enable_chunked_prefill": True},
+        {"enable_chunked_prefill": False},
+    ),
     ("speculative_length", "warning", {"speculative_length": 6}, {"speculative_length": 5}),
     ("speculative_length", "warning", {"speculative_length": 1}, {"speculative_length": 0}),
     ("draft_model_tp_size", "warning", {"draft_model_tp_size": 1}, DRAFT),
@@ -133,6 +155,12 @@ GENERAL = [
         {"on_device_generation": PER_ROW},
     ),
     (
+        "on_device_default_top_k",
+        "warning",
+        {"on_device_default_top_k": "global_top_k"},
+        {"on_device_generation": True},
+    ),
+    (
         "on_device_generation",
         "warning",
         {"on_device_generation": {"temperature": 0.5}},
@@ -184,6 +212,7 @@ WHOLE_HEADS = {"attention_layout": "BSH", "group_query_attention": "replicated-h
 NORM = {"fused_rmsnorm_qkv": True, "fuse_qkv": True, **WHOLE_HEADS}
 ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
+CHUNKS = {"enable_chunked_prefill": True}
 ONE_LENGTH = {**BSH, "context_length_estimate": (512,)}
 TNX = [
     ("qkv_tiling", "error", {"qkv_tiling": True}, {"fuse_qkv": True}),
@@ -251,7 +280,51 @@ TNX = [
         {"context_length_estimate": (512,)},
     ),
     ("cache_layout", "error", {**BSH, "n_positions": (128, 512)}, {"n_positions": (512,)}),
-    ("enable_chunked_prefill", "error", {"enable_chunked_prefill": True}, {"cache_layout": "BSH"}),
+    ("is_block_kv_layout", "error", {"is_block_kv_layout": True}, CHUNKS),
+    ("enable_chunked_prefill", "error", {**CHUNKS, "cache_layout": "SBH"}, {"cache_layout": "BSH"}),
+    ("pa_block_size", "error", {**CHUNKS, "pa_block_size": 48}, {"pa_block_size": 32}),
+    (
+        "pa_block_size",
+        "error",
+        {**CHUNKS, "pa_block_size": 64, "n_positions": 64},
+        {"n_positions": 65},
+    ),
+    (
+        "enable_chunked_prefill",
+        "error",
+        {**CHUNKS, "group_query_attention": "shard-over-batch"},
+        {"group_query_attention": "replicated-heads"},
+    ),
+    (
+        "kv_cache_quantize",
+        "error",
+        {**CHUNKS, "kv_cache_quantize": "fp8"},
+        {"kv_cache_quantize": None},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        {**CHUNKS, "shard_over_sequence": True},
+        {"shard_over_sequence": False},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {**CHUNKS, "on_device_generation": True},
+        {"on_device_generation": {"do_sample": False}},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {**CHUNKS, "on_device_generation": {"do_sample": True, "top_k": 4}},
+        {"on_device_generation": {"do_sample": False}},
+    ),
+    (
+        "on_device_generation",
+        "error",
+        {**CHUNKS, "on_device_generation": {"do_sample": True}},
+        {"enable_chunked_prefill": False},
+    ),
     (
         "cache_layout",
         "error",
@@ -263,12 +336,6 @@ TNX = [
         "error",
         {**ONE_LENGTH, "shard_over_sequence": True},
         {"cache_layout": "SBH"},
-    ),
-    (
-        "shard_over_sequence",
-        "error",
-        {**DRAFT, "shard_over_sequence": True},
-        {"shard_over_sequence": False},
     ),
     (
         "duplicate_q_weight_sos",
@@ -283,17 +350,70 @@ TNX = [
         {"sequence_parallel": True},
     ),
     (
-        "speculative_draft_model",
+        "speculative_length",
         "error",
-        {**DRAFT, "max_rolling_batch_size": 2},
-        {"max_rolling_batch_size": 1},
+        {**LOOKUP, "speculative_length": 128, "context_length_estimate": (64, 128)},
+        {"speculative_length": 127},
     ),
-    ("speculative_draft_model", "error", {**DRAFT, "batch_size": 2}, {"batch_size": 1}),
+    *(
+        row
+        for drafts in (DRAFT, LOOKUP)
+        for row in (
+            (
+                "rolling_batch_strategy",
+                "error",
+                {**drafts, "rolling_batch_strategy": "naive_rolling_batch"},
+                {"rolling_batch_strategy": "continuous_batching"},
+            ),
+            ("cache_layout", "error", {**drafts, **ONE_LENGTH}, {"cache_layout": "SBH"}),
+            ("cache_layout", "error", {**drafts, **ONE_LENGTH}, {"speculative_length": 0}),
+            (
+                next(iter(drafts)),
+                "error",
+                {**drafts, "on_device_generation": True},
+                {"on_device_generation": None},
+            ),
+            (
+                next(iter(drafts)),
+                "error",
+                {**drafts, "shard_over_sequence": True},
+                {"shard_over_sequence": None},
+            ),
+        )
+    ),
+    ("speculative_length", "error", {**LOOKUP, "n_positions": 6}, {"n_positions": 7}),
+    ("speculative_length", "error", {**DRAFT, "n_positions": (6,)}, {"n_positions": (6, 7)}),
+    ("speculative_length", "error", {**DRAFT, "n_positions": (5, 64)}, {"n_positions": (6, 64)}),
     (
-        "speculative_draft_model",
+        "speculative_length",
         "error",
-        {**DRAFT, "on_device_generation": True},
-        {"on_device_generation": None},
+        {**LOOKUP, "speculative_length": 128, "n_positions": 512},
+        {"speculative_length": 127},
+    ),
+    (
+        "speculative_length",
+        "error",
+        {**LOOKUP, "speculative_length": 128, "n_positions": 512},
+        {"n_positions": (256, 512)},
+    ),
+    *(
+        (
+            "sequence_parallel",
+            "error",
+            {**LOOKUP, "sequence_parallel": True, **norm},
+            change,
+        )
+        for norm, change in (
+            ({"sequence_parallel_norm_threshold": 5}, {"sequence_parallel_norm_threshold": 6}),
+            ({"sequence_parallel_norm_threshold": 5}, {"speculative_length": 4}),
+            ({"speculative_length": 2048}, {"speculative_length": 2047}),
+        )
+    ),
+    (
+        "enable_eagle_speculation",
+        "error",
+        {**DRAFT, "enable_eagle_speculation": True},
+        {"enable_eagle_speculation": None},
     ),
     (
         "on_device_generation",
@@ -636,6 +756,20 @@ def test_every_broken_rule_is_told_at_once():
     ]
 
 
+def test_a_finding_about_drafts_names_where_they_come_from():
+    for drafts in (DRAFT, LOOKUP):
+        naive = {"model_loader": "tnx", "rolling_batch_strategy": "naive_rolling_batch"}
+        (found,) = conflicts(options(**drafts, **naive))
+        assert found.names == ("rolling_batch_strategy", *drafts)
+
+
+def test_drafts_that_nobody_makes_can_come_from_either():
+    (found,) = conflicts(options(speculative_length=4))
+    for name in (*DRAFT, *LOOKUP):
+        assert name in found.names
+        assert name in found.problem
+
+
 def test_a_cache_in_blocks_may_have_several_lengths():
     several = {**BSH, "context_length_estimate": (128, 512)}
     broken = ("cache_layout", "error")
@@ -648,7 +782,8 @@ class TestLibraries:
     """A rule of one library is told once, and only to who may use that library."""
 
     def test_an_option_of_one_library_speaks_of_it(self):
-        assert told("", {"enable_chunked_prefill": True}) == [("enable_chunked_prefill", "error")]
+        odd = {"enable_chunked_prefill": True, "pa_block_size": 48}
+        assert told("", odd) == [("pa_block_size", "error")]
         assert told("", {"is_eagle3": True}) == [("is_eagle3", "error")]
 
     def test_an_option_that_another_library_just_leaves_out_waits_for_the_loader(self):
@@ -667,11 +802,11 @@ class TestLibraries:
         ("loader", "expected"), [("tnx", 1), ("nxdi", 0), ("cpu", 0), (None, 0)]
     )
     def test_an_option_of_both_waits_for_the_loader(self, loader, expected):
-        chosen = options(**DRAFT, batch_size=2)
+        chosen = options(**DRAFT, rolling_batch_strategy="naive_rolling_batch")
         early = [*conflicts(chosen)]
         late = [] if loader is None else [*library_conflicts(chosen, loader)]
         assert early == []
-        assert len([found for found in late if "batch_size" in found.names]) == expected
+        assert len([found for found in late if "rolling_batch_strategy" in found.names]) == expected
 
     @pytest.mark.parametrize("loader", LIBRARY_RULES)
     @pytest.mark.parametrize("named", [True, False])
@@ -686,6 +821,6 @@ class TestLibraries:
     def test_values_that_are_filled_in_are_judged_then(self):
         chosen = options(model_loader="tnx", **DRAFT)
         assert [*library_conflicts(chosen, "tnx")] == []
-        filled = chosen.model_copy(update={"max_rolling_batch_size": 32})
+        filled = chosen.model_copy(update={"context_length_estimate": (5,)})
         (found,) = library_conflicts(filled, "tnx")
-        assert found.names == ("speculative_draft_model", "max_rolling_batch_size")
+        assert found.names == ("speculative_length", "context_length_estimate")

@@ -99,6 +99,29 @@ LENGTHS = [
         {"n_positions": 8193},
     ),
     ("cpu_threads", "note", "leave it out", {"cpu_threads": 2}, {"loader": "cpu"}),
+    ("max_join_wait_ms", "note", "at no cost", {"max_join_wait_ms": 0}, {"max_join_wait_ms": 100}),
+    ("max_join_wait_ms", "note", "at no cost", {"max_join_wait_ms": 50}, {"facts": of("opt")}),
+    (
+        "max_join_wait_ms",
+        "note",
+        "at no cost",
+        {"max_join_wait_ms": 50, "max_rolling_batch_size": 1, "facts": of("opt")},
+        {"max_rolling_batch_size": 2},
+    ),
+    (
+        "max_join_wait_ms",
+        "note",
+        "at no cost",
+        {"max_join_wait_ms": 50, "loader": "cpu", "facts": of("opt"), "device": NOWHERE},
+        {"loader": "tnx"},
+    ),
+    (
+        "max_rolling_batch_size",
+        "note",
+        "anew, token by token",
+        {"facts": of("gpt_neox")},
+        {"facts": of("gpt2")},
+    ),
     (
         "max_rolling_batch_size",
         "note",
@@ -155,12 +178,40 @@ ON_CPU = [
         for name, values in {
             "fuse_qkv": {"fuse_qkv": True},
             "quantize": {"quantize": "static_int8"},
-            "speculative_draft_model": DRAFT,
+            "draft_model_tp_size": {**DRAFT, "draft_model_tp_size": 4},
             "on_device_generation": {"on_device_generation": True},
             "override_neuron_config": {"override_neuron_config": {"a": 1}},
         }.items()
     ),
     (DEGREE, "note", "left out", {"loader": "cpu", DEGREE: 8}, {DEGREE: None}),
+    (
+        "enable_eagle_speculation",
+        "error",
+        "runs no EAGLE model",
+        {"loader": "cpu", **DRAFT, "enable_eagle_speculation": True},
+        {"enable_eagle_speculation": False},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "128257 tokens and the model's 128256",
+        {"loader": "cpu", **DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
+        {"draft": LLAMA},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "made for 4095",
+        {"loader": "cpu", **DRAFT, "draft": replace(LLAMA, max_positions=4095)},
+        {"n_positions": 4095},
+    ),
+    (
+        "model_loader",
+        "error",
+        "reads no checkpoint of gpt_bigcode: gpt2's class",
+        {"facts": of("gpt_bigcode")},
+        {"facts": of("gpt2")},
+    ),
 ]
 EQUIVALENTS = [
     (
@@ -419,9 +470,23 @@ BATCHES = [
     (
         "speculative_draft_model",
         "error",
-        "only for gpt2, llama",
+        "only for llama",
         {**DRAFT, "facts": of("mistral")},
-        {"facts": of("gpt2")},
+        {"facts": LLAMA},
+    ),
+    (
+        "ngram_prompt_lookup_max",
+        "error",
+        "only for llama",
+        {"ngram_prompt_lookup_max": 3, "facts": of("gpt2")},
+        {"facts": LLAMA},
+    ),
+    (
+        "speculative_draft_model",
+        "error",
+        "static batches",
+        {**DRAFT, "draft": of("opt")},
+        {"draft": of("mistral")},
     ),
     (
         "speculative_draft_model",
@@ -435,7 +500,7 @@ BATCHES = [
         "error",
         "no class for the draft",
         {**DRAFT, "draft": of("phi")},
-        {"draft": of("opt")},
+        {"draft": LLAMA},
     ),
     (
         "speculative_draft_model",
@@ -450,13 +515,6 @@ BATCHES = [
         "made for 4095",
         {**DRAFT, "draft": replace(LLAMA, max_positions=4095)},
         {"draft": replace(LLAMA, max_positions=4096)},
-    ),
-    (
-        "speculative_draft_model",
-        "error",
-        "one sequence at a time",
-        {**DRAFT, "max_rolling_batch_size": 2},
-        {"max_rolling_batch_size": 1},
     ),
     (
         "windowed_context_encoding_size",
@@ -482,6 +540,20 @@ BATCHES = [
         "top_k above 64",
         {"on_device_generation": PER_ROW},
         {"on_device_generation": None},
+    ),
+    (
+        "on_device_generation",
+        "note",
+        "sampling without top_k) answer 400; on_device_default_top_k=global_top_k samples",
+        {"on_device_generation": PER_ROW},
+        {"on_device_default_top_k": "global_top_k"},
+    ),
+    (
+        "on_device_generation",
+        "note",
+        "sampling without top_k is among the 64 most likely tokens",
+        {"on_device_generation": PER_ROW, "on_device_default_top_k": "global_top_k"},
+        {"on_device_default_top_k": None},
     ),
     (
         "on_device_generation",
@@ -514,6 +586,41 @@ CORES = [
         {"device": INF2},
     ),
     (DEGREE, "error", "asked for", {"device": SMALL}, {"device": UNSAID}),
+    (
+        DEGREE,
+        "error",
+        "16 and 32 on trn1; set one",
+        {DEGREE: 64, "device": TRN1},
+        {"device": replace(TRN1, local_degree=32)},
+    ),
+    (
+        DEGREE,
+        "error",
+        "64 NeuronCores are asked for and 32 can be used",
+        {DEGREE: 64, "device": TRN1},
+        {"device": replace(TRN1, local_degree=32)},
+    ),
+    (
+        DEGREE,
+        "error",
+        "64 NeuronCores are asked for and 32 can be used on 2 machines",
+        {DEGREE: 64, "device": replace(TRN1, local_degree=32, visible_cores=16)},
+        {"device": replace(TRN1, local_degree=16, visible_cores=16)},
+    ),
+    (
+        DEGREE,
+        "note",
+        "8 KV heads are copied to 64",
+        {DEGREE: 64, "device": replace(TRN1, local_degree=32)},
+        {"device": TRN1},
+    ),
+    (
+        DEGREE,
+        "error",
+        "each machine gives 24 cores (NEURON_LOCAL_TP); set a multiple",
+        {DEGREE: 64, "device": replace(INF2, local_degree=24)},
+        {DEGREE: 48},
+    ),
     (
         "pipeline_parallel_degree",
         "error",
@@ -560,7 +667,8 @@ CORES = [
     (
         DEGREE,
         "error",
-        "8 can be used on inf2.48xlarge; lower it, or take more cores (smallest that fits: tensor_parallel_degree=2)",
+        "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
+        "lower it, or take more cores (smallest that fits: tensor_parallel_degree=2)",
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
@@ -658,7 +766,21 @@ LAYOUT = [
         "error",
         "multiple of the 8 KV heads",
         {DEGREE: 4, "shard_over_sequence": True},
-        {DEGREE: 8},
+        {DEGREE: 24},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "each of the 8 KV heads has one core",
+        {DEGREE: 8, "shard_over_sequence": True},
+        {DEGREE: 24},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "while group_query_attention is set",
+        {"shard_over_sequence": True, GQA: "replicated-heads", "facts": MHA},
+        {GQA: None},
     ),
     (
         "shard_over_sequence",
@@ -712,9 +834,42 @@ LAYOUT = [
     (
         "pa_num_blocks",
         "error",
-        "take 1024 blocks of 32 tokens",
-        {"enable_chunked_prefill": True, "pa_num_blocks": 1023, "pa_block_size": 32},
-        {"pa_num_blocks": 1024},
+        "take 1025 blocks of 32 tokens",
+        {"enable_chunked_prefill": True, "pa_num_blocks": 1024, "pa_block_size": 32},
+        {"pa_num_blocks": 1025},
+    ),
+    (
+        "pa_num_blocks",
+        "warning",
+        "never used",
+        {"enable_chunked_prefill": True, "pa_num_blocks": 1026, "pa_block_size": 32},
+        {"pa_num_blocks": 1025},
+    ),
+    (
+        "context_length_estimate",
+        "error",
+        "the last has to be above 8",
+        {"enable_chunked_prefill": True, "context_length_estimate": (8,)},
+        {"context_length_estimate": (9,)},
+    ),
+    (
+        "max_rolling_batch_size",
+        "error",
+        "lower max_rolling_batch_size below 128, or raise n_positions above 128",
+        {
+            "enable_chunked_prefill": True,
+            "n_positions": 128,
+            "max_rolling_batch_size": 128,
+            "context_length_estimate": (128,),
+        },
+        {"n_positions": 129},
+    ),
+    (
+        "context_length_estimate",
+        "error",
+        "each of them has to be at least 8",
+        {"enable_chunked_prefill": True, "context_length_estimate": (4, 128)},
+        {"context_length_estimate": (8, 128)},
     ),
     (
         "fuse_mlp",
@@ -762,6 +917,18 @@ LAYOUT = [
         "nothing known holds it; take a smaller model",
         {"facts": replace(LLAMA, num_parameters=10**13)},
         {"device": replace(INF2, core_memory_bytes=0)},
+    ),
+    (
+        "sequence_parallel",
+        "error",
+        "not 2500",
+        {
+            "sequence_parallel": True,
+            "context_length_estimate": (1024,),
+            "n_positions": 2500,
+            "rolling_batch_strategy": "naive_rolling_batch",
+        },
+        {"rolling_batch_strategy": None},
     ),
     (
         DEGREE,
@@ -830,6 +997,14 @@ class TestDefects:
         }
         assert written == UPSTREAM.keys()
 
+    def test_in_static_batches_a_sequence_is_encoded_beyond_the_window_too(self):
+        short = {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024,)}
+        static = {**short, "rolling_batch_strategy": "naive_rolling_batch"}
+        assert matching(short, "n_positions", "error", "answers are wrong") == []
+        assert len(matching(static, "n_positions", "error", "answers are wrong")) == 1
+        window = {**static, "n_positions": 2048}
+        assert matching(window, "n_positions", "error", "answers are wrong") == []
+
     @pytest.mark.parametrize(
         ("loader", "model_type", "wrong"),
         [
@@ -891,6 +1066,18 @@ def test_findings_name_options_and_no_finding_is_told_twice():
 
 def test_nothing_asked_of_the_cpu_is_nothing_told():
     assert say(loader="cpu", tensor_parallel_degree=1) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**DRAFT, "speculative_length": 3},
+        {"ngram_prompt_lookup_max": 3, "speculative_length": 3},
+        {"enable_chunked_prefill": True, "context_length_estimate": (16, 128)},
+    ],
+)
+def test_what_the_cpu_does_too_is_not_called_useless(values):
+    assert say(loader="cpu", tensor_parallel_degree=1, **values) == []
 
 
 @pytest.mark.parametrize("loader", CAPABILITIES)

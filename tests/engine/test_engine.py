@@ -66,9 +66,14 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         TOY_SPEC,
         num_slots=num_slots,
         max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"),
+        joins=data.draw(st.sampled_from(["free", "reencode"]), "joins"),
     )
     backend = ToyBackend(spec)
-    engine = Engine(backend, decode_interleave=data.draw(st.integers(1, 3), "interleave"))
+    engine = Engine(
+        backend,
+        decode_interleave=data.draw(st.integers(1, 3), "interleave"),
+        max_join_wait_s=data.draw(st.sampled_from([0.0, 0.001, 3600.0]), "join wait"),
+    )
     prompts = data.draw(
         st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=64), min_size=1, max_size=12),
         "prompts",
@@ -100,6 +105,31 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         ends = [output.finish_reason for output in outputs]
         assert ends[:-1] == [None] * (len(ends) - 1)
         assert ends[-1] is (FinishReason.EOS if alone[-1] in EOS else FinishReason.LENGTH)
+    assert_clean(engine, backend)
+
+
+def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, max_prefill_batch=4, joins="reencode"))
+    engine = Engine(backend, max_join_wait_s=3600.0)
+    prompts = {"a": [5, 6, 7], "b": [8] * 4, "c": list(range(10, 50)), "d": [9]}
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    reencoded = []
+    for arrival in ("a", "", "b", "", "cd", "", ""):
+        for name in arrival:
+            engine.add(request(name, prompts[name], 30, ignore_eos=True))
+        for output in engine.step():
+            found[output.request_id].append(output)
+        assert engine.last_step is not None
+        reencoded.append(engine.last_step.num_reencoded)
+    kinds = [(step.kind, step.slots) for step in backend.steps]
+    alone, together = ("decode", (0,)), ("decode", (0, 1, 2, 3))
+    joins = [("prefill", (0,)), ("prefill", (1, 2, 3))]
+    assert kinds == [joins[0], alone, alone, alone, joins[1], together, together]
+    # Three decodes have cached as many tokens behind the three of a's prompt.
+    assert reencoded == [0, 0, 0, 0, 6, 0, 0]
+    found = run(engine, [output for outputs in found.values() for output in outputs])
+    for name, prompt in prompts.items():
+        assert tokens(found[name]) == expected(prompt, 30)
     assert_clean(engine, backend)
 
 
@@ -338,7 +368,17 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
         ({"largest_top_k": 256}, SamplingParams(), None),
         ({"largest_top_k": 256}, SamplingParams(temperature=1.0, top_k=256), None),
         ({"largest_top_k": 256}, SamplingParams(temperature=1.0, top_k=257), "top_k is 257"),
-        ({"largest_top_k": 256}, SamplingParams(temperature=1.0), "top_k is 0"),
+        (
+            {"largest_top_k": 256},
+            SamplingParams(temperature=1.0),
+            r"top_k is 0 \(off\).*default_top_k",
+        ),
+        ({"largest_top_k": 64, "default_top_k": 64}, SamplingParams(temperature=1.0), None),
+        (
+            {"largest_top_k": 64, "default_top_k": 64},
+            SamplingParams(temperature=1.0, top_k=65),
+            "1 to 64 tokens. Send a top_k in that range, or deploy",
+        ),
     ],
 )
 def test_what_a_sampling_device_cannot_do_is_refused(facts, sampling, says) -> None:  # type: ignore[no-untyped-def]
@@ -349,6 +389,23 @@ def test_what_a_sampling_device_cannot_do_is_refused(facts, sampling, says) -> N
         return
     with pytest.raises(UnsupportedParameterError, match=says):
         engine.check(asked)
+
+
+def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:
+    spec = replace(TOY_SPEC, outputs=Want.TOKENS, largest_top_k=64, default_top_k=64)
+    backend = ToyBackend(spec)
+    engine = Engine(backend)
+    for name, params in (
+        ("off", SamplingParams(temperature=0.5, top_p=0.25)),
+        ("given", SamplingParams(temperature=2.0, top_k=3)),
+        ("greedy", SamplingParams()),
+    ):
+        engine.check(request(name, [5, 6], 3, sampling=params))
+        engine.add(request(name, [5, 6], 3, sampling=params, ignore_eos=True))
+    run(engine)
+    rows = {(64.0, 0.25, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 1.0)}
+    assert {row for step in backend.steps for row in step.sampling} == rows
+    assert_clean(engine, backend)
 
 
 def test_logits_travel_only_with_requests_that_want_logprobs() -> None:
@@ -399,7 +456,7 @@ def test_warm_up_runs_every_graph_that_a_prompt_reaches(
     spec = replace(TOY_SPEC, prefill_buckets=prefill, token_buckets=decode, max_model_len=length)
     backend = ToyBackend(spec)
     engine = Engine(backend)
-    assert warm_up(engine) == cold
+    assert [graph.bucket for graph in warm_up(engine)] == list(cold)
     ran = {(step.kind, step.bucket) for step in backend.steps}
     assert {bucket for kind, bucket in ran if kind == "prefill"} == set(prefill)
     decodes = {bucket for kind, bucket in ran if kind == "decode"}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.loop import HEAD_START_S, EngineLoop
 from djl_python_neuronx.engine.outlets import Inbox
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import (
@@ -339,9 +339,7 @@ class Recorder:
         if self.broken:
             msg = "no"
             raise RuntimeError(msg)
-        self.seen.append(
-            f"{'failed' if info is None else 'prefill' if info.prefill else 'decode'} {num_tokens}"
-        )
+        self.seen.append(f"{'failed' if info is None else info.kind} {num_tokens}")
 
     def given_up(self, stream: Any) -> None:
         self.seen.append(f"given up {stream.request.request_id}")
@@ -429,3 +427,22 @@ def test_two_loops_share_the_switch_interval() -> None:
             assert sys.getswitchinterval() < before
         assert sys.getswitchinterval() < before
     assert sys.getswitchinterval() == before
+
+
+def test_the_output_thread_leaves_the_device_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text would keep the library from the GIL while that prepares the next call."""
+    noted: list[float] = []
+    sleep = time.sleep
+
+    def note(seconds: float) -> None:
+        if threading.current_thread().name == "djl-neuronx-output":
+            noted.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", note)
+    backend = ToyBackend(step_s=0.02)
+    with running(backend) as loop:
+        inbox = Inbox()
+        loop.submit(request("a", [5, 6], 5), inbox)
+        assert text(collect(inbox, "a")["a"]) == shown(expected([5, 6], 5))
+        assert max(noted) == HEAD_START_S

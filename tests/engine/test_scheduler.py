@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.scheduler import ScheduledDecode, ScheduledPrefill, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
@@ -13,9 +15,33 @@ from djl_python_neuronx.types import GenerationRequest
 from tests.toy_backend import TOY_SPEC
 
 
-def sequence(name: str, prompt_len: int) -> Sequence:
+def sequence(name: str, prompt_len: int, arrived_s: float = 0.0) -> Sequence:
     request = GenerationRequest(name, [1] * prompt_len)
-    return Sequence(request, max_model_len=128, eos_ids=frozenset(), seed=0)
+    made = Sequence(request, max_model_len=128, eos_ids=frozenset(), seed=0)
+    made.arrived_s = arrived_s
+    return made
+
+
+class Gathering:
+    """A scheduler of static batches and the clock that it goes by."""
+
+    def __init__(self, num_slots: int, max_join_wait_s: float, interleave: int = 1) -> None:
+        self.now_s = 100.0
+        spec = replace(TOY_SPEC, num_slots=num_slots, max_prefill_batch=num_slots, joins="reencode")
+        self.scheduler = Scheduler(
+            spec,
+            decode_interleave=interleave,
+            max_join_wait_s=max_join_wait_s,
+            clock=lambda: self.now_s,
+        )
+
+    def add(self, name: str, prompt_len: int = 4) -> None:
+        self.scheduler.add(sequence(name, prompt_len, self.now_s))
+
+    def next(self) -> tuple[str, list[str]]:
+        scheduled = self.scheduler.schedule()
+        kind = "prefill" if isinstance(scheduled, ScheduledPrefill) else "decode"
+        return kind, names(scheduled)
 
 
 def names(scheduled: ScheduledPrefill | ScheduledDecode | None) -> list[str]:
@@ -101,3 +127,91 @@ def test_removing_a_waiting_sequence_frees_nothing() -> None:
     scheduler.remove(waiting)
     assert scheduler.schedule() is None
     assert scheduler.slots.num_free == TOY_SPEC.num_slots
+
+
+def test_joiners_of_a_static_batch_gather_while_others_run() -> None:
+    batch = Gathering(4, max_join_wait_s=0.1)
+    batch.add("a")
+    assert batch.next() == ("prefill", ["a"])  # nobody runs
+    batch.next()
+    batch.add("b", 20)
+    batch.now_s += 0.09
+    assert batch.next() == ("decode", ["a"])
+    batch.add("c", 60)
+    assert batch.next() == ("decode", ["a"])
+    batch.now_s += 0.02  # 0.11 s after b, 0.02 s after c
+    assert batch.next() == ("prefill", ["b", "c"])
+
+
+def test_those_who_can_fill_the_free_slots_wait_for_nobody() -> None:
+    batch = Gathering(3, max_join_wait_s=1000.0)
+    batch.add("a")
+    batch.next()
+    batch.next()
+    batch.add("b", 5)
+    assert batch.next() == ("decode", ["a"])
+    batch.add("c", 40)
+    assert batch.next() == ("prefill", ["b", "c"])
+
+
+def test_decodes_are_owed_when_the_wait_is_over_too() -> None:
+    batch = Gathering(4, max_join_wait_s=0.1, interleave=3)
+    batch.add("a")
+    batch.next()
+    batch.add("b")
+    batch.now_s += 1.0
+    kinds = [batch.next()[0] for _ in range(4)]
+    assert kinds == ["decode", "decode", "decode", "prefill"]
+
+
+def test_where_joining_is_free_nobody_gathers() -> None:
+    scheduler = Scheduler(TOY_SPEC, max_join_wait_s=1000.0, clock=lambda: 0.0)
+    scheduler.add(sequence("a", 4))
+    scheduler.schedule()
+    scheduler.schedule()
+    scheduler.add(sequence("b", 4))
+    assert names(scheduler.schedule()) == ["b"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_nobody_waits_longer_than_the_limit_or_is_overtaken(data: st.DataObject) -> None:
+    num_slots = data.draw(st.integers(1, 6), "slots")
+    limit_s = data.draw(st.sampled_from([0.0, 0.5, 3.0]), "limit")
+    interleave = data.draw(st.integers(1, 3), "interleave")
+    batch = Gathering(num_slots, limit_s, interleave)
+    scheduler = batch.scheduler
+    joined: list[int] = []
+    gone: set[int] = set()
+    arrived = decodes = 0
+    for _ in range(60):
+        batch.now_s += data.draw(st.sampled_from([0.0, 0.25, 1.0]), "passes")
+        for _ in range(data.draw(st.sampled_from([0, 0, 0, 1, 2, 5]), "arrive")):
+            batch.add(str(arrived), data.draw(st.integers(1, 64), "length"))
+            arrived += 1
+        everyone = [*scheduler.running, *scheduler.waiting]
+        if everyone and data.draw(st.booleans(), "leaves"):
+            leaver = data.draw(st.sampled_from(everyone), "who")
+            scheduler.remove(leaver)
+            gone.add(int(leaver.request_id))
+        running, waiting = len(scheduler.running), list(scheduler.waiting)
+        room = min(num_slots - running, len(waiting))
+        scheduled = scheduler.schedule()
+        if scheduled is None:
+            assert not running
+            assert not waiting
+        elif isinstance(scheduled, ScheduledPrefill):
+            assert scheduled.sequences == waiting[:room]
+            assert not running or decodes >= interleave
+            waited_s = batch.now_s - waiting[0].arrived_s
+            assert not running or waited_s >= limit_s or running + room == num_slots
+            joined += [int(s.request_id) for s in scheduled.sequences]
+            decodes = 0
+        else:
+            assert len(scheduled.sequences) == running
+            if room and decodes >= interleave:
+                assert batch.now_s - waiting[0].arrived_s < limit_s
+                assert running + room < num_slots
+            decodes += 1
+    assert joined == sorted(joined)
+    assert set(range(max(joined, default=-1))) <= {*joined} | gone

@@ -37,11 +37,13 @@ def fetch(
     token: str | None = None,
     selection: Selection = SERVING,
     environ: Mapping[str, str] = MappingProxyType({}),
+    origin: str = "option.model_id",
 ) -> Path:
     """The local folder with the selected files of a model at a revision (branch, tag, commit; else the default branch).
 
     Resumes, and locks between processes, as the library does. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE` and
     `HF_HUB_OFFLINE` of `environ` win over those of the process. Offline, the cached snapshot is taken as it is.
+    `origin` is what named the model.
 
     Raises:
         ArtifactNotFoundError: no such model or revision, or none of its files is wanted.
@@ -53,7 +55,7 @@ def fetch(
     token = token or env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
     where = f"{repo_id} at {revision}" if revision else repo_id
     shown = _USERINFO.sub("", endpoint)  # it may hold a password
-    with _translated(repo_id, revision, shown):
+    with _translated(repo_id, revision, shown, origin):
         if constants.HF_HUB_OFFLINE or env.get("HF_HUB_OFFLINE", "").lower() in _ON:
             folder = snapshot_download(
                 repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True,
@@ -67,7 +69,7 @@ def fetch(
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         names = sorted(selection.choose(sizes.keys()))
         if not names:
-            msg = f"the model {where} on {shown} has {len(sizes)} files, none of which is a model's. Correct the id."
+            msg = f"the model {where} on {shown} has {len(sizes)} files, none of which is a model's. Correct {origin}."
             raise ArtifactNotFoundError(msg)
         wanted = {name: sizes[name] for name in names}
         _check_room(repo_id, info.sha, wanted, cache_dir)
@@ -111,7 +113,7 @@ def _check_room(
 
 
 @contextmanager
-def _translated(repo_id: str, revision: str | None, endpoint: str) -> Iterator[None]:
+def _translated(repo_id: str, revision: str | None, endpoint: str, origin: str) -> Iterator[None]:
     """The library's errors as ours."""
     model = f"the model {repo_id!r}"
     try:
@@ -128,11 +130,11 @@ def _translated(repo_id: str, revision: str | None, endpoint: str) -> Iterator[N
     except errors.RepositoryNotFoundError as error:
         msg = (
             f"{endpoint} has no model {repo_id!r}, or a private one that this token may not see. "
-            "Correct option.model_id; for a private model set HF_TOKEN."
+            f"Correct {origin}; for a private model set HF_TOKEN."
         )
         raise ArtifactNotFoundError(msg) from error
     except errors.HFValidationError as error:
-        msg = f"{repo_id!r} is no model id: expected 'owner/name'. Correct option.model_id."
+        msg = f"{repo_id!r} is no model id: expected 'owner/name'. Correct {origin}."
         raise ArtifactNotFoundError(msg) from error
     except errors.LocalEntryNotFoundError as error:
         at = f" at {revision!r}" if revision else ""

@@ -14,15 +14,17 @@ _CONNECT_TIMEOUT_S = 4
 _SERVERS_FAULT = 500
 
 
-def fetch_config(model_id: str, revision: str | None, environ: Mapping[str, str]) -> Path:
-    """The cached config.json of a model; some kilobytes are loaded.
+def fetch_config(
+    model_id: str, revision: str | None, environ: Mapping[str, str], *, origin: str
+) -> Path:
+    """The cached config.json of the model that `origin` names; some kilobytes are loaded.
 
     Raises:
         ArtifactNotFoundError: no such model or revision, or no config.json in it.
         ArtifactAccessError: it is there but may not be read, or cannot be reached.
     """
     try:
-        return Path(_downloaded(model_id, revision, environ))
+        return Path(_downloaded(model_id, revision, environ, origin))
     except ArtifactError:
         raise
     except Exception as error:  # noqa: BLE001  (requests, httpx and what a hostile variable causes: no common base)
@@ -36,7 +38,9 @@ def fetch_config(model_id: str, revision: str | None, environ: Mapping[str, str]
         raise ArtifactAccessError(msg) from None
 
 
-def _downloaded(model_id: str, revision: str | None, environ: Mapping[str, str]) -> str:
+def _downloaded(
+    model_id: str, revision: str | None, environ: Mapping[str, str], origin: str
+) -> str:
     """Path of the model's configuration in the hub's cache, loaded or checked for a newer one if the hub answers."""
     from huggingface_hub import errors, hf_hub_download, hf_hub_url
 
@@ -77,7 +81,7 @@ def _downloaded(model_id: str, revision: str | None, environ: Mapping[str, str])
     except errors.RepositoryNotFoundError:
         msg = (
             f"{site} has no model {model_id!r}, or a private one, and there is no local folder of "
-            "that name. Correct option.model_id; for a private model set HF_TOKEN"
+            f"that name. Correct {origin}; for a private model set HF_TOKEN"
         )
         raise ArtifactNotFoundError(msg) from None
     except errors.LocalEntryNotFoundError:

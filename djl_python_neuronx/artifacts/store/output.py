@@ -39,6 +39,8 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 COMPILED = "compiled"
 """The folder of compiled files in an output. Source: the last LMI Neuron container's partition wrote it so."""
+DRAFT = "draft"
+"""The folder of the draft model in an output, itself an output."""
 
 WeightsInOutput = Literal["none", "link", "copy"]
 
@@ -63,6 +65,7 @@ def write_output(
     packages: Mapping[str, str],
     layout: str,
     compiled: Path | None = None,
+    draft: Path | None = None,
     weights: WeightsInOutput = "link",
     entry_point: str = "djl_python_neuronx.handler",
     overwrite: bool = False,
@@ -70,10 +73,10 @@ def write_output(
     """Write the model in `source` with its compiled files to `destination`; nobody sees it before it is whole.
 
     It gets the source's configuration, tokenizer, templates, code and adapters byte for byte, `compiled` as the
-    folder `compiled`, and a `serving.properties` that pins every one of `options` that is not None; of options that
-    only hold on this machine (`model_id` …) none. `layout` is the name of its format in `formats`. Weights are left
-    out, copied, or linked (a hard link where the file system has it, else a copy): a linked file changes with its
-    source.
+    folder `compiled`, the output of its draft model as `draft`, and a `serving.properties` that pins every one of
+    `options` that is not None; of options that only hold on this machine (`model_id` …) none. `layout` is the name of
+    its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system has it, else a
+    copy): a linked file changes with its source.
 
     Raises:
         ConfigError: the source's `serving.properties` cannot be read.
@@ -93,6 +96,8 @@ def write_output(
             new = staging / "new"
             new.mkdir()
             _fill(new, model, compiled, weights)
+            if draft is not None:
+                _copy_tree(draft, new / DRAFT, _link_or_copy)
             (new / PROPERTIES).write_bytes(properties_file(options, entry_point, arguments))
             made = Manifest.of(
                 new, facts, effective_options=options, packages=packages, layout=layout

@@ -1,0 +1,306 @@
+"""Drafts: whatever is proposed, by whomever, the text is the one that there is without them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
+from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.engine.draft_model import DraftModel
+from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
+from djl_python_neuronx.engine.runner import DeviceCall
+from djl_python_neuronx.engine.sequence import Sequence as Running
+from djl_python_neuronx.engine.warmup import warm_up
+from djl_python_neuronx.errors import DeviceMemoryError, StepError
+from djl_python_neuronx.sampling import Sampler, SamplingParams
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+from tests.engine.test_engine import assert_clean, request, run, tokens
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+
+NUM_DRAFTS = 3
+SPEC = replace(
+    TOY_SPEC,
+    max_drafts=NUM_DRAFTS,
+    outputs=Want.LOGITS | Want.ALL_LOGITS,
+    eos_ids=frozenset(),
+)
+PARAMETERS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=11),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=3),
+    SamplingParams(temperature=0.7, repetition_penalty=1.4, seed=5),
+    SamplingParams(repetition_penalty=1.7),
+)
+
+
+class Guesser:
+    """Proposes some right tokens and some wrong ones, and any number of them."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    device_call: DeviceCall | None = None
+
+    def propose(
+        self, sequences: Sequence[Running], counts: Sequence[int], sampler: Sampler
+    ) -> list[list[int]]:
+        return [self._guess(one, count) for one, count in zip(sequences, counts, strict=True)]
+
+    def _guess(self, sequence: Running, count: int) -> list[int]:
+        right = expected(sequence.tokens_from(0), max(count, 0))
+        guesses = [t if self._draw.random() < 0.7 else self._draw.randrange(300) for t in right]
+        return guesses[: self._draw.randint(0, len(guesses))]
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Unsure(ToyBackend):
+    """A toy that ranks its tokens otherwise in a third of its steps."""
+
+    def run(self, step: Step) -> StepOutput:
+        output = super().run(step)
+        if isinstance(output, HostLogits) and self.num_steps % 3 == 0:
+            return HostLogits(np.roll(output.values, 1, axis=-1))
+        return output
+
+
+def draft_toy(kind: type[ToyBackend] = ToyBackend, **facts: object) -> ToyBackend:
+    return kind(replace(TOY_SPEC, max_prefill_batch=2, **facts), rewinds=True)  # type: ignore[arg-type]
+
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "guesses": lambda: Guesser(1),
+    "prompt lookup": lambda: PromptLookup(SPEC, 3),
+    "the same model": lambda: DraftModel(draft_toy()),
+    "an unsure model": lambda: DraftModel(draft_toy(Unsure)),
+    "a model of short prompts": lambda: DraftModel(draft_toy(prefill_buckets=(8, 16))),
+}
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_arrivals_give_what_they_give_without_drafts(
+    proposer: str, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, 9), "requests")
+    requests = [
+        GenerationRequest(
+            str(i),
+            # Few different tokens, so that they repeat.
+            data.draw(st.lists(st.integers(3, 6), min_size=1, max_size=64), "prompt"),
+            data.draw(st.sampled_from(PARAMETERS), "parameters"),
+            max_new_tokens=data.draw(st.integers(1, 64), "new tokens"),
+            logprobs=data.draw(st.booleans(), "logprobs"),
+        )
+        for i in range(count)
+    ]
+    arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in requests]
+    given_up = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 30)), "given up")
+    backend = ToyBackend(SPEC)
+    drafting = PROPOSERS[proposer]()
+    engine = Engine(backend, proposer=drafting)
+    found: dict[str, list[int]] = {str(i): [] for i in range(count)}
+    reasons: dict[str, FinishReason | None] = {}
+    for turn in range(3000):
+        for i, arrival in enumerate(arrivals):
+            if arrival == turn:
+                engine.add(requests[i])
+        for i, when in given_up.items():
+            if when == turn:
+                engine.abort(str(i))
+        if turn > 30 and not engine.has_work:
+            break
+        for output in engine.step():
+            assert output.error is None, output.error
+            if output.request.logprobs:
+                assert output.logits is not None
+                assert output.logits.shape == (len(output.token_ids), SPEC.vocab_size)
+            found[output.request_id] += output.token_ids
+            reasons[output.request_id] = output.finish_reason
+    for i, one in enumerate(requests):
+        engine_alone = Engine(ToyBackend(replace(SPEC, max_drafts=0)))
+        engine_alone.add(one)
+        wanted = run(engine_alone)[str(i)]
+        if i in given_up:
+            assert found[str(i)] == tokens(wanted)[: len(found[str(i)])]
+        else:
+            assert found[str(i)] == tokens(wanted)
+            assert reasons[str(i)] == wanted[-1].finish_reason
+    assert_clean(engine, backend)
+    if isinstance(drafting, DraftModel):
+        draft = drafting._backend
+        assert isinstance(draft, ToyBackend)
+        assert draft.violations == []
+        assert draft.acquired == frozenset()
+
+
+def test_drafts_of_the_same_model_all_stand_greedy_or_sampled() -> None:
+    # Penalties are left out: a draft does not count as seen before it stands.
+    for params in PARAMETERS[:3]:
+        engine = Engine(ToyBackend(SPEC), proposer=DraftModel(draft_toy()))
+        engine.add(GenerationRequest("a", [5, 6, 7], params, max_new_tokens=41))
+        drafted = accepted = steps = 0
+        while engine.has_work:
+            engine.step()
+            assert engine.last_step is not None
+            drafted += engine.last_step.drafted
+            accepted += engine.last_step.accepted
+            steps += engine.last_step.kind == "verification"
+        assert drafted == accepted > 0
+        # The draft model reads the last draft of a step only with the next one, which then has one less.
+        assert steps <= 1 + 40 / NUM_DRAFTS
+
+
+def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
+    lookup = PromptLookup(SPEC, 3)
+    cases = {
+        (1, 2, 3, 9, 8, 7, 2, 3): [9, 8, 7],  # two tokens match
+        (5, 1, 2, 3, 9, 1, 2, 3, 4, 1, 2, 3): [4, 1, 2],  # of two matches of three the last
+        (5, 1, 2, 3, 9, 6, 2, 3, 4, 1, 2, 3): [9, 6, 2],  # three tokens count before two
+        (1, 2, 3, 4, 5, 3): [],  # one is too little
+        (1, 2, 3): [],
+        (7, 7, 7): [7],
+        (4,): [],
+    }
+    for slot, (text, wanted) in enumerate(cases.items()):
+        sequence = Running(
+            GenerationRequest("a", text[:-1] or text),
+            max_model_len=128,
+            eos_ids=frozenset(),
+            seed=0,
+        )
+        sequence.slot = slot % SPEC.num_slots
+        sequence.output_ids = list(text[-1:]) if len(text) > 1 else []
+        sampler = Sampler(SPEC.num_slots, SPEC.vocab_size)
+        assert lookup.propose([sequence], [3], sampler) == [wanted], text
+        lookup.release(sequence.slot)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.lists(st.integers(1, 3), min_size=2, max_size=40), longest=st.integers(1, 5))
+def test_prompt_lookup_is_the_plain_search(text: list[int], longest: int) -> None:
+    wanted: list[int] = []
+    for size in range(longest, min(2, longest) - 1, -1):
+        key = text[-size:]
+        places = [i for i in range(len(text) - size) if text[i : i + size] == key]
+        if len(key) == size and places:
+            wanted = text[places[-1] + size :][:4]
+            break
+    sequence = Running(
+        GenerationRequest("a", text[:1]), max_model_len=128, eos_ids=frozenset(), seed=0
+    )
+    sequence.slot = 1
+    lookup = PromptLookup(SPEC, longest)
+    sampler = Sampler(SPEC.num_slots, SPEC.vocab_size)
+    found: list[int] = []
+    # As the engine calls it: the text grows between the calls.
+    for end in range(2, len(text) + 1):
+        sequence.output_ids = text[1:end]
+        found = lookup.propose([sequence], [4], sampler)[0]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5])
+@pytest.mark.parametrize("fatal", [False, True])
+def test_a_draft_model_that_fails_costs_speed_and_no_request(at: int, fatal: bool) -> None:
+    draft, backend = draft_toy(), ToyBackend(SPEC)
+    error = DeviceMemoryError("told to") if not fatal else StepError("lost")
+    error.fatal = fatal
+    draft.fail_at[at] = error
+    engine = Engine(backend, proposer=DraftModel(draft))
+    for name in "abc":
+        engine.add(request(name, [ord(name), 5], 30))
+    found = run(engine)
+    for name in "abc":
+        assert tokens(found[name]) == expected([ord(name), 5], 30)
+    assert_clean(engine, backend)
+    # After a failure that is none of the device itself it drafts again.
+    kinds = {graph.kind for graph in engine.graphs_run}
+    assert ("verification" in kinds) == (not fatal or at > 4)
+    assert (engine.proposer is None) == fatal
+
+
+def test_the_device_that_verifies_may_fail_and_the_next_request_works() -> None:
+    backend = ToyBackend(SPEC)
+    engine = Engine(backend, proposer=DraftModel(draft_toy()))
+    backend.fail_at[2] = RuntimeError("told to")
+    engine.add(request("a", [5, 6], 20))
+    assert run(engine)["a"][-1].finish_reason is FinishReason.ERROR
+    engine.add(request("b", [5, 6], 20))
+    assert tokens(run(engine)["b"]) == expected([5, 6], 20)
+    assert_clean(engine, backend)
+
+
+def test_stop_tokens_end_a_sequence_within_its_drafts() -> None:
+    wanted = expected([5, 6, 7], 30)
+    for place in range(1, 12):
+        stop = wanted[place]
+        engine = Engine(ToyBackend(SPEC), proposer=DraftModel(draft_toy()))
+        engine.add(request("a", [5, 6, 7], 30, stop_token_ids=frozenset({stop})))
+        found = run(engine)["a"]
+        assert tokens(found) == wanted[: wanted.index(stop) + 1]
+        assert found[-1].finish_reason is FinishReason.EOS
+
+
+@pytest.mark.parametrize("kind", ["the same model", "prompt lookup"])
+def test_warm_up_runs_every_graph_that_verifies_and_drafts(kind: str) -> None:
+    draft = draft_toy()
+    proposer = DraftModel(draft) if kind == "the same model" else PROPOSERS[kind]()
+    backend = ToyBackend(SPEC)
+    engine = Engine(backend, proposer=proposer)
+    assert warm_up(engine) == ()
+    assert engine.proposer is proposer
+    assert {step.bucket for step in backend.steps if step.kind == "prefill"} == {8, 16, 32, 64}
+    if kind == "the same model":
+        assert {step.bucket for step in draft.steps if step.kind == "prefill"} == {8, 16, 32, 64}
+        assert {step.bucket for step in draft.steps if step.kind == "decode"} >= {32, 64}
+
+
+def test_warm_up_tells_of_a_draft_model_that_does_not_run() -> None:
+    draft = draft_toy()
+    draft.fail_at[0] = StepError("told to")
+    with pytest.raises(StepError, match="told to"):
+        warm_up(Engine(ToyBackend(SPEC), proposer=DraftModel(draft)))
+
+
+def test_a_draft_model_that_fails_again_and_again_is_given_up() -> None:
+    draft, backend = draft_toy(), ToyBackend(SPEC)
+    draft.fail_at.update(dict.fromkeys(range(1000), StepError("told to")))
+    engine = Engine(backend, proposer=DraftModel(draft))
+    engine.add(request("a", [5, 6], 30))
+    assert tokens(run(engine)["a"]) == expected([5, 6], 30)
+    assert engine.proposer is None
+    assert draft.num_steps == MAX_FAILED_STEPS
+
+
+def test_the_step_tells_what_was_drafted_and_stands() -> None:
+    """Of the drafts behind a stop token none stands in the text; the bucket holds all columns."""
+    stop = expected([5, 6, 7], 40)[6]
+    backend = ToyBackend(SPEC)
+    engine = Engine(backend, proposer=Guesser(3))
+    engine.add(request("a", [5, 6, 7], 40, stop_token_ids=frozenset({stop})))
+    engine.add(request("b", [8] * 28, 40))
+    while engine.has_work:
+        outputs = engine.step()
+        info, record = engine.last_step, backend.steps[-1]
+        assert info is not None
+        assert info.bucket == record.bucket
+        taken = sum(len(output.token_ids) for output in outputs)
+        if info.kind == "verification":
+            assert info.drafted == sum(record.lens) - len(record.lens)
+            assert info.accepted == taken - len(outputs)
+        else:
+            assert (info.drafted, info.accepted) == (0, 0)
+            assert taken == len(outputs)

@@ -1,0 +1,145 @@
+"""Speculation from the options to the answers: the same texts, with a draft model or a look-up, also compiled ahead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
+pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
+
+from djl_python_neuronx.compiling import compile_model  # noqa: E402
+from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
+from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
+PLAIN = {
+    "model_loader": "cpu",
+    "n_positions": "128",
+    "max_rolling_batch_size": "3",
+    "dtype": "fp32",
+}
+DRAFT = {**PLAIN, "speculative_draft_model": str(TINY), "speculative_length": "4"}
+LOOKUP = {**PLAIN, "ngram_prompt_lookup_max": "3", "speculative_length": "4"}
+SAMPLED = {"do_sample": True, "temperature": 0.9, "seed": 3}
+
+
+def answers(
+    options: dict[str, str], folder: Path = TINY
+) -> tuple[dict[str, tuple[str, str]], dict[str, float]]:
+    """Texts and reasons of some requests that run at the same time, and the counters of drafts."""
+    prompts = ["a b c d a b c", "the cat", "1 2 1 2 1 2"]
+    bodies: list[dict[str, Any]] = [
+        {"inputs": prompt, "parameters": {"max_new_tokens": 40, **parameters}}
+        for prompt in prompts
+        for parameters in ({}, SAMPLED, {"repetition_penalty": 1.3}, {"stop": ["e", "1"]})
+    ]
+    service = Service.load(None, folder, environ={}, overrides=options)
+    texts: dict[str, str] = defaultdict(str)
+    reasons: dict[str, str] = {}
+    inbox = Inbox()
+    try:
+        for body in bodies:
+            service.loop.submit(service.parse(json.dumps(body).encode()).request, inbox)
+        while len(reasons) < len(bodies):
+            for delta in inbox.drain(60):
+                assert delta.error is None, delta.error
+                texts[delta.request_id] += delta.text
+                if delta.finish_reason is not None:
+                    reasons[delta.request_id] = delta.finish_reason.value
+        metrics = service.metrics.exposition().decode().splitlines()
+    finally:
+        service.close()
+    counters = {
+        line.split()[0].removeprefix("djl_neuronx_"): float(line.split()[1])
+        for line in metrics
+        if "draft_tokens_total" in line and not line.startswith("#")
+    }
+    return {name: (texts[name], reasons[name]) for name in sorted(reasons)}, counters
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, tuple[str, str]]:
+    found, counters = answers(PLAIN)
+    assert set(counters.values()) == {0.0}
+    return found
+
+
+@pytest.mark.parametrize("options", [DRAFT, LOOKUP], ids=["draft model", "look-up"])
+def test_the_texts_are_those_without_drafts(
+    options: dict[str, str], wanted: dict[str, tuple[str, str]]
+) -> None:
+    found, counters = answers(options)
+    assert found == wanted
+    assert 0 < counters["accepted_draft_tokens_total"] <= counters["draft_tokens_total"]
+
+
+def test_a_compiled_output_has_its_draft_model_with_it(
+    tmp_path: Path, wanted: dict[str, tuple[str, str]]
+) -> None:
+    output = tmp_path / "output"
+    compile_model(str(TINY), str(output), environ={}, overrides=DRAFT)
+    assert "option.speculative_draft_model=draft" in (output / "serving.properties").read_text()
+    moved = output.rename(tmp_path / "elsewhere")
+    for found, counters in (
+        answers({"dtype": "fp32"}, moved),
+        # By its name too, when its `serving.properties` is not read.
+        answers({"dtype": "fp32", "model_id": str(moved)}, tmp_path),
+    ):
+        assert found == wanted
+        assert counters["accepted_draft_tokens_total"] > 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "option.on_device_generation=true",
+        "option.speculative_draft_model=.",
+        "option.enable_chunked_prefill=true",
+        "option.no_such_option=1",
+    ],
+)
+def test_a_file_in_the_draft_models_folder_is_for_serving_it(
+    tmp_path: Path, line: str, wanted: dict[str, tuple[str, str]]
+) -> None:
+    draft = shutil.copytree(TINY, tmp_path / "draft")
+    (draft / "serving.properties").write_text(f"engine=Python\n{line}\n")
+    found, counters = answers({**DRAFT, "speculative_draft_model": str(draft)})
+    assert found == wanted
+    assert counters["accepted_draft_tokens_total"] > 0
+
+
+def test_the_threads_of_the_options_stay() -> None:
+    service = Service.load(None, TINY, environ={}, overrides={**DRAFT, "cpu_threads": "2"})
+    try:
+        assert torch.get_num_threads() == 2
+    finally:
+        service.close()
+
+
+def test_options_of_the_environment_are_not_the_draft_models(
+    wanted: dict[str, tuple[str, str]],
+) -> None:
+    environ = {"OPTION_N_POSITIONS": "64", "OPTION_MAX_ROLLING_BATCH_SIZE": "1"}
+    service = Service.load(None, TINY, environ=environ, overrides=DRAFT)
+    try:
+        assert service.backend.spec.max_drafts == 4
+        assert service.backend.spec.num_slots == 3
+    finally:
+        service.close()
+
+
+def test_a_draft_model_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"97 tokens and the model's \d+"):
+        answers({**DRAFT, "n_positions": "64", "speculative_draft_model": str(tmp_path / "other")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ServingError, match="empty"):
+        answers({**DRAFT, "speculative_draft_model": str(tmp_path / "empty")})
