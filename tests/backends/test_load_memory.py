@@ -52,7 +52,12 @@ def test_known_amounts_are_measured(benchmark, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_in_the_type_of_its_files_is_not_copied(benchmark, tmp_path, dtype):
-    """Loading itself takes some 30 MB at any size, 15 of them anonymous: the bounds leave room for that."""
+    """
+    Loading itself takes some 30 MB at any size, 15 of them anonymous: the bounds leave room for that.
+
+    The high-water mark also counts pages of libraries that others have mapped too, and how many the kernel maps with
+    one fault depends on what its page cache holds: its bound is far from both 1.3, as loaded, and 2, a copy.
+    """
     save_tiny_model(
         "llama",
         tmp_path,
@@ -68,4 +73,4 @@ def test_a_model_in_the_type_of_its_files_is_not_copied(benchmark, tmp_path, dty
     found = benchmark.measure(benchmark.LOAD, tmp_path, dtype)
     assert found.peak_pss > 0.95 * size, "the weights were not all looked at"
     assert found.peak_anonymous - found.cache_bytes < 0.4 * size
-    assert found.high_water - found.cache_bytes < 1.4 * size
+    assert found.high_water - found.cache_bytes < 1.7 * size
