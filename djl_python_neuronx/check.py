@@ -17,8 +17,8 @@ from djl_python_neuronx.config import device, instances, nodes, sources
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, draft_settings
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.intent import drafting
 from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries, preferred
-from djl_python_neuronx.config.mapping import drafting
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import NAMES, ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan

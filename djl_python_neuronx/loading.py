@@ -20,11 +20,12 @@ from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress
 from djl_python_neuronx.config import device, nodes, sources
+from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
+from djl_python_neuronx.config.intent import drafting, speculating
 from djl_python_neuronx.config.loader import choose_loader, libraries
-from djl_python_neuronx.config.mapping import LibraryArguments, drafting, speculating
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan

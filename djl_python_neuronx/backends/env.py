@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from djl_python_neuronx.config import nodes
+from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.config.device import CoreLimit, core_limit
-from djl_python_neuronx.config.mapping import LibraryArguments
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.capabilities import TNX, TNX_UNREADABLE
 from djl_python_neuronx.config.loader import SETUP_GUIDE, libraries
-from djl_python_neuronx.config.mapping import context_lengths
+from djl_python_neuronx.config.tnx_arguments import context_lengths
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,

@@ -13,6 +13,11 @@ from types import MappingProxyType
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
+LIBRARIES: Mapping[str, str] = MappingProxyType(
+    {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
+)
+"""Loader to the library that it drives."""
+
 GPTJ_DECODE = "gptj-decode"
 INT8_CACHE = "int8-kv-cache"
 SHARD_OVER_BATCH = "shard-over-batch"
@@ -264,3 +269,8 @@ NXDI: Mapping[str, Capability] = MappingProxyType(
 
 CAPABILITIES: Mapping[str, Mapping[str, Capability]] = MappingProxyType({"tnx": TNX, "nxdi": NXDI})
 """Loader to `model_type` to what the library can do; the cpu loader takes every causal model of transformers."""
+
+
+def capability_of(loader: str, model_type: str | None) -> Capability | None:
+    """What the library of a loader can do with an architecture; None: it is not known, or the loader has no library."""
+    return CAPABILITIES.get(loader, {}).get(model_type or "")

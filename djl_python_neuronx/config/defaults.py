@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass, replace
 
 from djl_python_neuronx.config import division, memory
-from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.capabilities import capability_of
 from djl_python_neuronx.config.graph_options import OnDeviceGeneration
 from djl_python_neuronx.config.instances import DeviceInfo, legal_degrees, on_single_cores
-from djl_python_neuronx.config.mapping import honoured
+from djl_python_neuronx.config.intent import honoured
 from djl_python_neuronx.config.memory import CoreMemory, Load
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
@@ -97,7 +97,7 @@ class _Room:
         draft: ModelFacts | None,
     ) -> _Room:
         known = {"dtype": dtype, "n_positions": 1, "max_rolling_batch_size": 1}
-        capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+        capability = capability_of(loader, facts.model_type)
         options = honoured(options.model_copy(update=known), capability)
         return cls(facts, device, loader, Load.of(options, loader, draft))
 
@@ -243,7 +243,7 @@ def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) ->
 def _buckets(
     options: ServingOptions, facts: ModelFacts, loader: str, positions: int, slots: int
 ) -> tuple[tuple[int, ...], str] | None:
-    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    capability = capability_of(loader, facts.model_type)
     if capability is not None and not capability.context_buckets:
         return None
     if options.enable_chunked_prefill:
@@ -259,7 +259,7 @@ def _blocks(
 ) -> Filled:
     """Layout and size of the blocks of a cache, where transformers-neuronx encodes prompts in chunks."""
     filled: Filled = {}
-    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
+    capability = capability_of(loader, facts.model_type)
     if loader != "tnx" or not honoured(options, capability).enable_chunked_prefill:
         return filled
     if options.cache_layout is None:

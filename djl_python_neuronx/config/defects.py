@@ -7,11 +7,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from djl_python_neuronx.config import capabilities
+from djl_python_neuronx.config.advice import ways
 from djl_python_neuronx.config.capabilities import Capability
 from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.mapping import context_lengths, continuous_batching
+from djl_python_neuronx.config.intent import continuous_batching
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.tnx_arguments import context_lengths
 
 
 def _mixed_rows(options: ServingOptions, facts: ModelFacts) -> bool:
@@ -80,13 +82,14 @@ class Trait(NamedTuple):
 
     has: Callable[[ModelFacts], bool]
     problem: str
-    fix: str
+    loaders: tuple[str, ...]
+    """Those that can."""
     silent: bool = True
     """The library goes on and its answers are wrong; else it stops."""
 
 
-_NXDI = "set model_loader=nxdi"
-_CPU = "set model_loader=cpu"
+_NXDI = ("nxdi", "cpu")
+_CPU = ("cpu",)
 _ODD_HEADS = Trait(
     _odd_heads,
     "transformers-neuronx takes heads of hidden_size / num_attention_heads, which config.json's head_dim is not",
@@ -167,12 +170,11 @@ def of_model(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterato
     for trait in TRAITS.get(loader, {}).get(facts.model_type or "", ()):
         if not trait.has(facts):
             continue
+        fix = ways(*trait.loaders)
         if not trait.silent:
-            yield Finding(("model_loader",), f"{trait.problem}: it would stop; {trait.fix}")
+            yield Finding(("model_loader",), f"{trait.problem}: it would stop; {fix}")
         else:
-            yield _told(
-                ("model_loader",), f"{trait.problem}: answers are wrong", trait.fix, options
-            )
+            yield _told(("model_loader",), f"{trait.problem}: answers are wrong", fix, options)
 
 
 def findings(

@@ -14,18 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.capabilities import TNX, TNX_UNREADABLE, Capability
+from djl_python_neuronx.config.capabilities import LIBRARIES, TNX, TNX_UNREADABLE, Capability
 from djl_python_neuronx.config.defects import TRAITS, options_of
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option, OptionGroup
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
-
-LIBRARIES: Mapping[str, str] = {
-    "tnx": "transformers-neuronx",
-    "nxdi": "NxD Inference",
-}
-"""Loader name to the library that it drives."""
 
 _OPTIONS_HEAD = """\
 # Options

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from djl_python_neuronx.config.intent import speculating
 from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries
-from djl_python_neuronx.config.mapping import speculating
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import InvalidOptionError
 

@@ -13,7 +13,7 @@ from typing import Literal
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.findings import asked
-from djl_python_neuronx.config.mapping import speculating, unmapped
+from djl_python_neuronx.config.intent import speculating, unmapped
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.rules import LIBRARY_RULES, OPEN
 from djl_python_neuronx.errors import BackendUnavailableError

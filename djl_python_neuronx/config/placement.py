@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from djl_python_neuronx.config import division, memory
-from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config.capabilities import CAPABILITIES, LIBRARIES
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.instances import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
-from djl_python_neuronx.config.mapping import context_lengths, continuous_batching, drafting
+from djl_python_neuronx.config.intent import continuous_batching, drafting
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.tnx_arguments import context_lengths
 
-_LIBRARIES = {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
 _STEP = 128
 """Tokens: lengths are advised in multiples of this."""
 _GQA = "group_query_attention"
@@ -140,7 +140,7 @@ def _undivided(facts: ModelFacts, degree: int, device: DeviceInfo, loader: str) 
     )
     what = division.undivided(facts, degree, loader)
     problem = (
-        f"{_LIBRARIES[loader]} does not pad a {facts.model_type} model, so the degree has to divide {what}; "
+        f"{LIBRARIES[loader]} does not pad a {facts.model_type} model, so the degree has to divide {what}; "
         f"set {_listed(dividing, 'or')}"
     )
     return Finding(("tensor_parallel_degree",), problem)

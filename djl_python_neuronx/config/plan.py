@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from djl_python_neuronx.config import instances, mapping, memory
-from djl_python_neuronx.config.capabilities import CAPABILITIES
+from djl_python_neuronx.config import instances, memory
+from djl_python_neuronx.config.capabilities import capability_of
 from djl_python_neuronx.config.defaults import make_buckets
+from djl_python_neuronx.config.intent import (
+    continuous_batching,
+    drafting,
+    honoured,
+    speculating,
+)
+from djl_python_neuronx.config.mapping import library_arguments
 from djl_python_neuronx.config.memory import Load
+from djl_python_neuronx.config.tnx_arguments import context_lengths
 
 if TYPE_CHECKING:
+    from djl_python_neuronx.config.arguments import LibraryArguments
     from djl_python_neuronx.config.device import DeviceInfo
-    from djl_python_neuronx.config.mapping import LibraryArguments
     from djl_python_neuronx.config.memory import CoreMemory
     from djl_python_neuronx.config.model import ModelFacts
     from djl_python_neuronx.config.options import ServingOptions
@@ -75,12 +83,8 @@ def make_plan(
     options = resolved.options
     device = instances.on_single_cores(device, options.logical_nc_config)
     planned = tuple(graphs(options, facts, loader))
-    arguments = mapping.library_arguments(
-        options,
-        loader,
-        continuous=_continuous(options, facts, loader),
-        capability=CAPABILITIES.get(loader, {}).get(facts.model_type or ""),
-    )
+    capability = capability_of(loader, facts.model_type)
+    arguments = library_arguments(options, loader, capability=capability)
     return ServingPlan(
         loader=loader,
         format=artifact_format,
@@ -103,7 +107,7 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
 
     Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
     decode graph per token bucket; with continuous batching a prefill runs one row, without it sequences of any length
-    are encoded anew when one joins (`mapping.context_lengths`). Where transformers-neuronx takes no
+    are encoded anew when one joins (`context_lengths`). Where transformers-neuronx takes no
     list of token buckets it doubles from 128 by itself. For prompts in chunks it makes no decode graph, and a mixed one
     for each number of tokens and of blocks that all slots at one of the lengths take. NxD Inference
     (modules/autobucketing.py) makes a prefill for each length of a cached prefix, none included, and a decode graph for
@@ -111,11 +115,11 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     """
     if loader == "cpu" or options.max_model_len is None:
         return
-    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    capability = capability_of(loader, facts.model_type)
     slots = options.max_rolling_batch_size or 1
-    continuous = _continuous(options, facts, loader)
+    continuous = continuous_batching(options, capability)
     rows = 1 if continuous else slots
-    options = mapping.honoured(options, capability)
+    options = honoured(options, capability)
     length = options.max_model_len or 0
     lengths = options.token_buckets or make_buckets(length)
     prompts = options.context_length_estimate or ()
@@ -124,14 +128,14 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
         return
     batches = [slots]
     if loader == "tnx":
-        prompts = mapping.context_lengths(prompts, length, slots, continuous=continuous)
+        prompts = context_lengths(prompts, length, slots, continuous=continuous)
     if loader == "nxdi":
         batches = sorted({*(options.token_generation_batches or ()), slots})
         if options.enable_prefix_caching:
             prompts = tuple(
                 prompt for prompt in prompts for _ in (0, *(options.prefix_buckets or ()))
             )
-    speculative = mapping.speculating(options)
+    speculative = speculating(options)
     # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
     separate = speculative and loader == "tnx"
     decode: Kind = "speculation" if speculative and not separate else "decode"
@@ -139,7 +143,7 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
     if separate:
         yield from (Graph("speculation", bucket, slots) for bucket in lengths)
-    if separate and mapping.drafting(options):
+    if separate and drafting(options):
         yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
         yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
 
@@ -149,13 +153,6 @@ def _mixed(
 ) -> Iterator[Graph]:
     for blocks in sorted({memory.blocks_of(length, slots, block_size) for length in lengths}):
         yield from (Graph("mixed", tokens, blocks) for tokens in steps)
-
-
-def _continuous(options: ServingOptions, facts: ModelFacts, loader: str) -> bool:
-    """Whether prompts join one at a time: asked for, and possible with this architecture."""
-    capability = CAPABILITIES.get(loader, {}).get(facts.model_type or "")
-    able = capability is None or capability.continuous_batching
-    return able and mapping.continuous_batching(options)
 
 
 def _memory(
@@ -170,7 +167,7 @@ def _memory(
     degree = told if isinstance(told, int) and not on_cpu else 1
     if facts.num_parameters is None:
         return None
-    options = mapping.honoured(options, CAPABILITIES.get(loader, {}).get(facts.model_type or ""))
+    options = honoured(options, capability_of(loader, facts.model_type))
     return memory.needed(
         facts,
         Load.of(options, loader, draft),

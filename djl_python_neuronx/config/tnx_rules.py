@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.findings import Rule, asked, excluding, lacking
-from djl_python_neuronx.config.mapping import speculating
+from djl_python_neuronx.config.intent import speculating
 from djl_python_neuronx.config.options import ServingOptions
 
 _USELESS = "it does nothing without the other; set that, or leave it out"

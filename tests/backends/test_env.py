@@ -7,7 +7,7 @@ import os
 import pytest
 
 from djl_python_neuronx.backends import env
-from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 
 FLAGS = LibraryArguments(compiler_flags=("-O1", "--a=b c"))

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx.backends import LoadPlan, tnx
-from djl_python_neuronx.config.mapping import LibraryArguments
+from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
 from tests.device_driver import Driver

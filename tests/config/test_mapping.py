@@ -8,16 +8,12 @@ import shlex
 
 import pytest
 
+from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.config.capabilities import CAPABILITIES
-from djl_python_neuronx.config.mapping import (
-    DERIVED,
-    RESERVED,
-    LibraryArguments,
-    library_arguments,
-    unknown_overrides,
-    unmapped,
-)
+from djl_python_neuronx.config.intent import unmapped
+from djl_python_neuronx.config.mapping import library_arguments
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.overrides import DERIVED, RESERVED, unknown_overrides
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 

@@ -231,14 +231,15 @@ EQUIVALENTS = [
     (
         "quantize",
         "error",
-        "or set model_loader=nxdi",
+        "(NxD Inference would do, but this version cannot load with it yet)",
         {"facts": of("mixtral"), "quantize": "static_int8"},
         {"loader": "nxdi"},
     ),
     (
         "compiled_graph_path",
         "warning",
-        "transformers-neuronx compiled do not fit",
+        "transformers-neuronx compiled do not fit it: they would all be compiled anew. If they are its graphs, set "
+        "model_loader=tnx; else leave it out (NxD Inference would do",
         {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
         {"model_loader": "nxdi"},
     ),
@@ -260,7 +261,7 @@ EQUIVALENTS = [
     (
         "enable_prefix_caching",
         "error",
-        "model_loader=nxdi",
+        "remove it (NxD Inference would do",
         {"enable_prefix_caching": True},
         {"loader": "nxdi", "prefix_buckets": (512,)},
     ),
@@ -274,14 +275,14 @@ EQUIVALENTS = [
     (
         "model_loader",
         "error",
-        "it knows bloom, gpt2",
+        "mixtral, opt; set model_loader=cpu (NxD Inference would do",
         {"facts": of("qwen2")},
         {"loader": "nxdi"},
     ),
     (
         "model_loader",
         "error",
-        "Set model_loader=tnx or model_loader=cpu",
+        "set model_loader=tnx or model_loader=cpu",
         {"loader": "nxdi", "facts": of("opt")},
         {"loader": "tnx"},
     ),
@@ -1127,7 +1128,7 @@ def test_any_shape_of_heads_is_judged(heads, groups, degree, slots, way, loader,
 
 
 TRAITS = [
-    # model type, what config.json says, whether the library goes on, what helps
+    # model type, what config.json says, whether the library goes on, who has it
     ("llama", {"attention_bias": True}, True, "nxdi"),
     ("llama", {"mlp_bias": True}, True, "nxdi"),
     ("llama", {"activation": "gelu"}, True, "nxdi"),
@@ -1145,14 +1146,17 @@ TRAITS = [
 class TestWhatAConfigurationAsksFor:
     def test_is_refused_with_the_loader_that_has_it(self, model_type, changes, silent, fix):
         situation = {"facts": of(model_type, **changes)}
-        (found,) = matching(situation, "model_loader", "error", f"set model_loader={fix}")
+        (found,) = matching(situation, "model_loader", "error", "set model_loader=cpu")
+        assert ("NxD Inference would do" in found.problem) == (fix == "nxdi")
         assert ("answers are wrong" in found.problem) == silent
         assert matching({"facts": of(model_type)}, "model_loader", "error", "config.json") == []
         assert matching({**situation, "loader": fix}, "model_loader", "error", "config.json") == []
 
     def test_may_be_wrong_but_not_stop(self, model_type, changes, silent, fix):
         accepted = {"facts": of(model_type, **changes), "allow_known_defects": True}
-        assert bool(matching(accepted, "model_loader", "error", fix)) != silent
+        stopped = matching(accepted, "model_loader", "error", "config.json")
+        assert bool(stopped) != silent
+        assert all(f"model_loader={fix}" in found.problem or fix == "nxdi" for found in stopped)
         assert bool(matching(accepted, "model_loader", "warning", "answers are wrong")) == silent
 
 

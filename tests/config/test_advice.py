@@ -1,0 +1,69 @@
+"""Where a user is sent: nowhere that this version cannot go."""
+
+from __future__ import annotations
+
+import pytest
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.config import advice
+from djl_python_neuronx.config.capabilities import CAPABILITIES, LIBRARIES
+from djl_python_neuronx.config.findings import asked
+from djl_python_neuronx.config.instances import named
+from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.suitability import findings
+from tests.config.option_table import TABLE
+
+LATER = " (NxD Inference would do, but this version cannot load with it yet)"
+MORE_CORES = "remove it, and take more cores if the model does not fit then"
+
+
+def test_loaders_without_a_backend_are_known_as_such():
+    assert set(LIBRARIES) - set(backends.names()) == advice.NOT_SERVED
+
+
+@pytest.mark.parametrize(
+    ("served", "loaders", "other", "expected"),
+    [
+        ((), ("tnx", "cpu"), "", "set model_loader=tnx or model_loader=cpu"),
+        ((), ("nxdi", "cpu"), "", f"set model_loader=cpu{LATER}"),
+        ((), ("nxdi",), "leave it out", f"leave it out{LATER}"),
+        ((), (), "leave it out", "leave it out"),
+        (("nxdi",), ("nxdi", "cpu"), "", "set model_loader=nxdi or model_loader=cpu"),
+        (("nxdi",), ("nxdi",), "leave it out", "leave it out, or set model_loader=nxdi"),
+    ],
+)
+def test_ways(monkeypatch, served, loaders, other, expected):
+    monkeypatch.setattr(advice, "NOT_SERVED", frozenset({"nxdi"}.difference(served)))
+    assert advice.ways(*loaders, other=other) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "loader", "expected"),
+    [
+        ("quantize", "mixtral", "tnx", MORE_CORES + LATER),
+        ("quantize", "gpt_neox", "tnx", MORE_CORES),
+        ("bf16_rms_norm", "llama", "nxdi", "remove it, or set model_loader=tnx"),
+        ("enable_prefix_caching", "llama", "tnx", f"remove it{LATER}"),
+        # the other library has the option, and not the model, or not for this model
+        ("bf16_rms_norm", "qwen2", "nxdi", "remove it"),
+        ("bf16_rms_norm", "gpt2", "nxdi", "remove it"),
+        ("enable_prefix_caching", "gpt2", "tnx", "remove it"),
+        ("enable_prefix_caching", None, "tnx", "remove it"),
+    ],
+)
+def test_without_an_option(name, model_type, loader, expected):
+    assert advice.without(name, model_type, loader) == expected
+
+
+@pytest.mark.parametrize("loader", CAPABILITIES)
+def test_no_finding_names_a_loader_that_cannot_load(loader):
+    rows = {name: row.good[0][0] for name, row in TABLE.items() if name != "model_loader"}
+    everything = ServingOptions.model_validate(rows)
+    assert sum(asked(everything, name) for name in rows) > 100
+    every = {kind for library in CAPABILITIES.values() for kind in library}
+    for kind in sorted(every | {"t5"}):
+        facts = ModelFacts(model_type=kind, attention_bias=True, activation="gelu")
+        for found in findings(everything, facts, named("inf2.48xlarge"), loader):
+            for other in advice.NOT_SERVED:
+                assert f"model_loader={other}" not in found.problem
