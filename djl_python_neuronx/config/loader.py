@@ -151,6 +151,9 @@ def _obstacle(
     loader: str, installed: Mapping[str, Library], backends: Collection[str]
 ) -> str | None:
     """Why a loader cannot be used here, with what to do; None if it can."""
+    if loader not in backends:
+        names = ", ".join(sorted(backends)) or "none"
+        return f"this version of djl_python_neuronx has no {loader} backend; it has: {names}"
     if needed := NEURON_LOADERS.get(loader):
         fakes = [library.name for library in installed.values() if library.state == "placeholder"]
         # Both loaders stand on torch-neuronx and neuronx-cc; only the other loader's own package does not matter.
@@ -159,9 +162,6 @@ def _obstacle(
             return f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {_INSTALL}"
         if installed[needed].state == "missing":
             return f"{needed} is not installed. {_INSTALL}"
-    if loader not in backends:
-        names = ", ".join(sorted(backends)) or "none"
-        return f"this version of djl_python_neuronx has no {loader} backend; it has: {names}"
     return None
 
 

@@ -98,8 +98,12 @@ def test_a_loader_that_was_asked_for_is_never_replaced():
     assert choose(CPU, installed(nxdi="installed", tnx="installed"), model_loader="tnx") == "tnx"
     with pytest.raises(BackendUnavailableError, match="transformers-neuronx is not installed"):
         choose(CPU, installed(), model_loader="tnx")
-    with pytest.raises(BackendUnavailableError, match="has no nxdi backend"):
-        choose(CPU, installed(nxdi="installed"), backends=["cpu"], model_loader="nxdi")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_nobody_installs_a_library_for_a_backend_that_is_not_there(state):
+    with pytest.raises(BackendUnavailableError, match=r"has no nxdi backend; it has: cpu$"):
+        choose(CPU, installed(nxdi=state), backends=["cpu"], model_loader="nxdi")
 
 
 def test_auto_takes_what_the_artifact_was_compiled_for():
