@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from djl_python_neuronx.errors import (
     BackendError,
     BackendUnavailableError,
     IncompatibleOptionsError,
+    did_you_mean,
 )
 
 logger = logging.getLogger(__name__)
@@ -177,7 +179,19 @@ def _token_buckets(plan: LoadPlan) -> tuple[int, ...]:
 
 
 def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
-    """`NeuronConfig` with the objects that it takes; every one is new, for tracing changes some of them."""
+    """`NeuronConfig` with the objects that it takes; every one is new, for tracing changes some of them.
+
+    Raises:
+        IncompatibleOptionsError: the installed library has no such keyword. It would leave it out and say nothing.
+    """
+    known = inspect.signature(library.NeuronConfig).parameters
+    for name in plan.arguments.neuron_config:
+        if name not in known:
+            message = (
+                f"the NeuronConfig of the installed {PACKAGE} has no keyword {name!r}{did_you_mean(name, known)}; "
+                "correct or remove it in override_neuron_config, or leave out the option that is handed to it"
+            )
+            raise IncompatibleOptionsError(message)
     classes = importlib.import_module(f"{library.__name__}.config")
     makers = {
         "quant": library.QuantizationConfig,

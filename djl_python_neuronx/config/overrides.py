@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.errors import did_you_mean
 
 DERIVED: Mapping[str, str] = MappingProxyType(
     {
@@ -63,26 +62,13 @@ RESERVED: Mapping[str, str] = MappingProxyType(
 """Keywords that no configuration may set, to the reason."""
 
 
-def unknown_overrides(
-    options: ServingOptions, loader: str, known: Collection[str] = ()
-) -> Iterator[Finding]:
-    """What is wrong with the names in `override_neuron_config`.
-
-    `known` are the keywords of the installed library's `NeuronConfig`; without it (no library at hand) only the names
-    that no configuration may set are found.
-    """
+def findings(options: ServingOptions) -> Iterator[Finding]:
+    """What is wrong with the names in `override_neuron_config`, as far as no library is needed to tell."""
     for name in options.override_neuron_config or {}:
-        problem = _override_problem(name, loader, known)
-        if problem is not None:
-            yield Finding(("override_neuron_config",), f"{name}: {problem}")
-
-
-def _override_problem(name: str, loader: str, known: Collection[str]) -> str | None:
-    if name in DERIVED:
-        return f"it follows from {DERIVED[name]}; set option.{DERIVED[name]} instead"
-    if name in RESERVED:
-        return f"it cannot be set: {RESERVED[name]}; remove it"
-    if not known or name in known:
-        return None
-    hint = did_you_mean(name, known) or "; correct or remove it."
-    return f"the installed library ({loader}) has no such keyword{hint}"
+        if name in DERIVED:
+            advice = f"it follows from {DERIVED[name]}; set option.{DERIVED[name]} instead"
+        elif name in RESERVED:
+            advice = f"it cannot be set: {RESERVED[name]}; remove it"
+        else:
+            continue
+        yield Finding(("override_neuron_config",), f"{name}: {advice}")

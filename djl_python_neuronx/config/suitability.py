@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from djl_python_neuronx.config import architecture, defects, host, placement
+from djl_python_neuronx.config import architecture, defects, host, overrides, placement
 from djl_python_neuronx.config import draft as drafts
 from djl_python_neuronx.config.advice import ways
 from djl_python_neuronx.config.capabilities import LIBRARIES, Capability, capability_of
@@ -54,6 +54,7 @@ def findings(
         yield from _patience(options, estimated_load_s)
     yield from _workers(options, device)
     yield from library_conflicts(used, loader)
+    yield from overrides.findings(options)
     yield from _foreign_graphs(options, loader)
     yield from architecture.findings(options, facts, loader, filled)
     if capability is None:

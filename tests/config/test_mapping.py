@@ -13,7 +13,7 @@ from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.intent import unmapped
 from djl_python_neuronx.config.mapping import library_arguments
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.overrides import DERIVED, RESERVED, unknown_overrides
+from djl_python_neuronx.config.overrides import DERIVED, RESERVED, findings
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 
@@ -295,11 +295,10 @@ class TestNxdi:
 
 
 class TestOverrides:
-    KNOWN = real.NXDI_NEURON_CONFIG
-
-    def problems(self, loader="nxdi", known=KNOWN, **overrides):
-        options = given(override_neuron_config=overrides)
-        return [finding.problem for finding in unknown_overrides(options, loader, known)]
+    def problems(self, **overrides):
+        found = list(findings(given(override_neuron_config=overrides)))
+        assert {finding.names for finding in found} <= {("override_neuron_config",)}
+        return [finding.problem for finding in found]
 
     def test_they_are_merged_last_and_only_there(self):
         options = given(fuse_qkv=True, override_neuron_config={"fused_qkv": False, "new": [1]})
@@ -310,24 +309,15 @@ class TestOverrides:
         library_arguments(options, "nxdi").neuron_config["new"] = 2
         assert library_arguments(options, "nxdi").neuron_config["new"] == 1
 
-    def test_known_names_pass(self):
-        assert self.problems(qk_layernorm=True, fused_qkv=True) == []
+    def test_other_names_are_the_librarys_to_judge(self):
+        assert self.problems(qk_layernorm=True, something_new=1) == []
         assert self.problems() == []
-
-    def test_an_unknown_name_is_found_with_a_hint(self):
-        (problem,) = self.problems(qk_layrnorm=True)
-        assert "qk_layrnorm" in problem
-        assert "'qk_layernorm'" in problem
-
-    def test_without_a_library_new_names_pass(self):
-        assert self.problems(known=(), something_new=1) == []
 
     @pytest.mark.parametrize("name", sorted(DERIVED))
     def test_what_follows_from_an_option_names_it(self, name):
-        for known in ((), self.KNOWN):
-            (problem,) = self.problems(known=known, **{name: 1})
-            assert problem.startswith(f"{name}: ")
-            assert f"option.{DERIVED[name]}" in problem
+        (problem,) = self.problems(**{name: 1})
+        assert problem.startswith(f"{name}: ")
+        assert f"option.{DERIVED[name]}" in problem
 
     @pytest.mark.parametrize("name", sorted(RESERVED))
     def test_what_nobody_may_set_says_why(self, name):
@@ -335,8 +325,7 @@ class TestOverrides:
         assert RESERVED[name] in problem
 
     def test_each_name_has_its_own_finding(self):
-        problems = self.problems(batch_size=1, nonsense=1, tp_degree=2)
-        assert len(problems) == 3
+        assert len(self.problems(batch_size=1, sparse_attn=1, tp_degree=2)) == 3
 
 
 @pytest.mark.parametrize(

@@ -932,6 +932,13 @@ LAYOUT = [
         {"rolling_batch_strategy": None},
     ),
     (
+        "override_neuron_config",
+        "error",
+        "tp_degree: it follows from tensor_parallel_degree",
+        {"override_neuron_config": {"tp_degree": 4, "fuse_qkv": True}},
+        {"override_neuron_config": {"fuse_qkv": True}},
+    ),
+    (
         DEGREE,
         "note",
         "nothing tells whether it fits",
