@@ -206,6 +206,7 @@ def _from_store(
         effective_options=options,
         packages=packages,
         on_mismatch=prepared.options.on_mismatch,
+        role=prepared.role,
     )
 
 

@@ -75,7 +75,7 @@ def graphs_made(journal):
     return [int(line.split()[0]) for line in lines]
 
 
-def build(root, journal, *, pause_s=0.0, options=None, **settings):
+def build(root, journal, *, pause_s=0.0, options=None, role="model", **settings):
     store = CompileStore(root, **settings)
     return store.build(
         make_facts(**(options or {})),
@@ -83,6 +83,7 @@ def build(root, journal, *, pause_s=0.0, options=None, **settings):
         effective_options={},
         packages={"neuronx-cc": "2.16.372.0"},
         on_mismatch="recompile",
+        role=role,
     )
 
 

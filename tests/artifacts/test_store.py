@@ -1,5 +1,6 @@
 """The compile store in one process: what is found, what is made, what is refused and why."""
 
+import json
 import logging
 import os
 import time
@@ -147,6 +148,35 @@ def test_the_nearest_compile_explains(place):
     assert where == str(root / facts.key)
     elsewhere = make_facts().model_copy(update={"artifact_digest": "sampled:other"})
     assert CompileStore(root).nearest(elsewhere) is None
+
+
+def test_what_a_draft_model_was_compiled_for_is_nobody_else_s(place):
+    root, journal = place
+    draft = build(root, journal, options={"n_positions": 64}, role="draft")
+    alone = CompileStore(root).build(
+        make_facts(), Compiler(journal), effective_options={}, packages={}
+    )
+    assert set(finished(root)) == {draft, alone}
+    # The other way round, and each is told of its like.
+    other = make_facts(n_positions=256)
+    for role, compiled in (("model", 128), ("draft", 64)):
+        with pytest.raises(ArtifactMismatchError) as caught:
+            find_or_fail(CompileStore(root), other, role=role)
+        assert caught.value.differences == {"n_positions": (compiled, 256)}
+    # What fits is used, whatever it was made as.
+    assert find_or_fail(CompileStore(root), make_facts(n_positions=64)) == draft
+
+
+def test_a_manifest_of_before_roles_is_a_model_s(place):
+    root, journal = place
+    path = build(root, journal) / "manifest.json"
+    content = json.loads(path.read_text())
+    assert content.pop("role") == "model"
+    path.write_text(json.dumps(content))
+    find_or_fail(CompileStore(root), make_facts())
+    with pytest.raises(ArtifactMismatchError):
+        find_or_fail(CompileStore(root), make_facts(n_positions=256))
+    assert CompileStore(root).nearest(make_facts(n_positions=256), "draft") is None
 
 
 def test_recompile_makes_the_other_one_beside_it(place, caplog):
