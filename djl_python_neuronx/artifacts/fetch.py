@@ -163,9 +163,9 @@ def fetch(
             folder = remote.fetch(model_id, root, environ, everything=everything, progress=progress)
     else:
         _require_hub_id(model_id, origin)
-        from djl_python_neuronx.artifacts.remote import hub
-
         with _no_secrets(model_id), _quiet_hub() if progress is None else nullcontext():
+            from djl_python_neuronx.artifacts.remote import hub
+
             folder = hub.fetch(
                 model_id,
                 revision=revision,
@@ -204,8 +204,8 @@ def fetch_config(
 ) -> dict[str, Any]:
     """The content of config.json of a Hugging Face id or of the folder that a URI names; some kilobytes are loaded.
 
-    Follows `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and the `AWS_*` variables of
-    `environ`; what it leaves out, the libraries look up themselves (a login's token, `~/.aws`, the instance's role).
+    Follows the hub's variables (see `HubSettings`) and the `AWS_*` ones of `environ`; what it leaves out, the
+    libraries look up themselves (a login's token, `~/.aws`, the instance's role).
 
     Raises:
         ArtifactNotFoundError: no such model, or no config.json in it.
