@@ -234,14 +234,6 @@ def content_with_one_bit_less(path):
     return content
 
 
-def test_without_hashes_only_names_and_sizes_count(place):
-    root, journal = place
-    folder = build(root, journal)
-    graph = folder / "graphs" / "1.neff"
-    graph.write_bytes(content_with_one_bit_less(graph))
-    assert find_or_fail(CompileStore(root, verify_hashes=False), make_facts()) == folder
-
-
 def test_work_that_nobody_takes_up_is_removed_in_the_end(place):
     root, journal = place
     build(root, journal)

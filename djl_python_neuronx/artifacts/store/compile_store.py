@@ -5,7 +5,7 @@
     .work/<key>.<token> an unfinished one, handed to the next try of the same key
     .locks/<key>        held by who compiles or fetches it; <key>.json tells who
     .pushed/<key>       the remote store has it
-    .copies/            see `CompileStore.writable_copy`
+    .copies/            see `copies.copy_once`
     .trash/             on its way out
 """
 
@@ -20,7 +20,6 @@ from typing import Literal
 
 from djl_python_neuronx.artifacts.remote.locks import held
 from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.copies import copy_once
 from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts, differences
 from djl_python_neuronx.artifacts.store.manifest import Manifest, Role
 from djl_python_neuronx.artifacts.store.mirror import Mirror
@@ -56,13 +55,11 @@ class CompileStore:
         *,
         fallback: Path | None = None,
         mirror: Mirror | None = None,
-        verify_hashes: bool = True,
         count: Callable[[str], None] = _count_nothing,
     ) -> None:
-        """Touches nothing. Without `verify_hashes` what is found is checked by names and sizes alone."""
+        """Touches nothing."""
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
-        self._hashes = verify_hashes
         self._count = count
 
     def find(self, facts: CompileFacts) -> Path | None:
@@ -80,7 +77,7 @@ class CompileStore:
             try:
                 manifest = manifests.read(folder)
                 check_facts(facts, manifest.facts, where=str(folder))
-                manifests.verify(folder, manifest, hashes=self._hashes)
+                manifests.verify(folder, manifest)
             except ArtifactAccessError:
                 raise
             except ArtifactError as error:
@@ -167,14 +164,6 @@ class CompileStore:
             self._push(found, root)
             remove_stale(root / ".work", root / ".locks")
         return found
-
-    def writable_copy(self, folder: Path) -> Path:
-        """A copy of a finished compile, for a library that writes into what it loads; see `copy_once`.
-
-        Raises:
-            ArtifactAccessError: no folder can be written, or the disk is full.
-        """
-        return copy_once(folder, self._writable_root() / ".copies")
 
     def _look(self, facts: CompileFacts, on_mismatch: OnMismatch) -> Path | None:
         try:
