@@ -193,3 +193,32 @@ def test_saved_graphs_are_used_as_they_are(machine, options, tmp_path):
     found = compiled(machine, {**options, "compiled_graph_path": str(loose)})
     assert found.folder == loose
     assert machine.compiled() == GRAPHS
+
+
+def test_graphs_that_another_program_compiled_are_told_from_ours(machine, options, tmp_path):
+    def obtained(model, **more):
+        settings = {**options, **more}
+        prepared = prepare(None, model, environ=machine.environ, overrides=settings)
+        found = obtain(prepared, environ=machine.environ, count=lambda metric: None)
+        assert machine.compiled() == GRAPHS
+        return found
+
+    ours = obtained(TINY)
+    output, elsewhere = tmp_path / "output", tmp_path / "elsewhere"
+    compile_model(str(TINY), str(output), environ=machine.environ, overrides=options)
+    shutil.copytree(TINY, elsewhere)
+    shutil.copytree(ours.folder, elsewhere / "compiled")
+    (elsewhere / "compiled" / "manifest.json").unlink()
+    (elsewhere / "manifest.json").write_text('{"name": "of another program"}')
+    for found, folder, foreign in (
+        (ours, ours.folder, False),
+        (obtained(output), output / "compiled", False),
+        (obtained(TINY, compiled_graph_path=str(ours.folder)), ours.folder, False),
+        (obtained(elsewhere), elsewhere / "compiled", True),
+        (
+            obtained(TINY, compiled_graph_path=str(elsewhere / "compiled")),
+            elsewhere / "compiled",
+            True,
+        ),
+    ):
+        assert (found.folder, found.plan.foreign_graphs) == (folder, foreign)
