@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +21,11 @@ from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
 from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
 from djl_python_neuronx.artifacts.store.place import URL_VARIABLE, CompilePlace, locate
 from djl_python_neuronx.artifacts.store.publish import is_writable
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress, Forecast, compile_guarded
 from djl_python_neuronx.config.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.config.loader import libraries
-from djl_python_neuronx.errors import ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.fitting import flags_fit, graph_target
 from djl_python_neuronx.loading import Prepared
 
@@ -40,6 +42,8 @@ class Compiled:
 
     folder: Path | None
     """None: the backend compiles none."""
+    plan: LoadPlan
+    """The backend's orders to load them."""
     facts: CompileFacts
     """What they depend on."""
     options: Mapping[str, Any]
@@ -88,7 +92,8 @@ def obtain(
                 environ=environ, count=count, listener=listener,
             )  # fmt: skip
         logger.info("compiled folder=%s", folder)
-    return Compiled(folder, facts, options, packages)
+    plan = replace(prepared.plan, foreign_graphs=folder is not None and not _is_ours(folder))
+    return Compiled(folder, plan, facts, options, packages)
 
 
 def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
@@ -156,6 +161,15 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
     return folder
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether this package compiled what is in a folder: a store of ours, or the folder of graphs in an output."""
+    for place in (folder, folder.parent):
+        with suppress(ArtifactError):
+            manifests.read(place)
+            return True
+    return False
+
+
 def _from_store(
     prepared: Prepared,
     place: CompilePlace,
@@ -206,6 +220,7 @@ def _from_store(
         effective_options=options,
         packages=packages,
         on_mismatch=prepared.options.on_mismatch,
+        role=prepared.role,
     )
 
 

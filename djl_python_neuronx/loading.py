@@ -16,6 +16,7 @@ from djl_python_neuronx.artifacts.formats import Artifact
 from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
 from djl_python_neuronx.artifacts.layouts.weights import Weights
 from djl_python_neuronx.artifacts.remote.progress import Progress
+from djl_python_neuronx.artifacts.store.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress
@@ -72,6 +73,8 @@ class Prepared:
     """What the folder has compiled is for these options; False: it is not, or there is nothing."""
     draft: Prepared | None
     """The draft model, for the same slots and lengths."""
+    role: Role = "model"
+    """What it is compiled as."""
 
     @property
     def options(self) -> ServingOptions:
@@ -182,7 +185,7 @@ def _prepare_draft(
         raise ConfigError(msg) from error
     # Graphs in a folder are somebody's choice. Those in the store are ours, of other lengths or another model's draft.
     options = draft.options.model_copy(update={"on_mismatch": "recompile"})
-    return replace(draft, resolved=replace(draft.resolved, options=options))
+    return replace(draft, resolved=replace(draft.resolved, options=options), role="draft")
 
 
 def _tokenizer(artifact: Artifact, options: ServingOptions) -> Tokenizer:

@@ -28,7 +28,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.graphs import obtain
+from djl_python_neuronx.graphs import Compiled, obtain
 from djl_python_neuronx.loading import SILENT, LoadProgress, Prepared, prepare
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
@@ -125,19 +125,18 @@ class Service:
         )
         counts = Counter[str]()
 
-        def graphs(one: Prepared) -> Path | None:
-            compiled = obtain(
+        def graphs(one: Prepared) -> Compiled:
+            return obtain(
                 one,
                 environ=environ,
                 count=lambda metric: counts.update([metric]),
                 listener=progress.compile,
             )
-            return compiled.folder
 
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
         compiled, draft = graphs(prepared), prepared.draft
         compiled_draft = None if draft is None else graphs(draft)
-        backend = backends.load(prepared.loader, prepared.plan, compiled)
+        backend = backends.load(prepared.loader, compiled.plan, compiled.folder)
         try:
             proposer = _proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
@@ -226,14 +225,14 @@ class Service:
             )
 
 
-def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Path | None) -> Proposer | None:
+def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Compiled | None) -> Proposer | None:
     """Who drafts for a model that verifies drafts; a draft model, of which `compiled` are the graphs, is loaded now."""
     draft = prepared.draft
     if not spec.max_drafts:
         return None
-    if draft is None:
+    if draft is None or compiled is None:
         return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    backend = backends.load(draft.loader, draft.plan, compiled)
+    backend = backends.load(draft.loader, compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (

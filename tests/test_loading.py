@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +63,23 @@ def test_a_changed_option_names_itself_and_may_be_allowed(machine, options):
     assert machine.compiled() == GRAPHS
     compiled(machine, {**other, "on_mismatch": "recompile"})
     assert machine.compiled() == 2 * GRAPHS
+
+
+def test_a_model_that_drafted_for_another_one_is_served_alone(machine, options, tmp_path):
+    """Nobody asked for the lengths and slots that it was compiled for then."""
+    draft = shutil.copytree(TINY, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "of_its_own": True}))
+    speculating = {**options, "speculative_draft_model": str(draft), "speculative_length": "3"}
+    assert load(machine, speculating) == (0, 2)
+    assert load(machine, {**options, "max_rolling_batch_size": "4"}, draft) == (0, 1)
+    with pytest.raises(ArtifactMismatchError) as caught:
+        load(machine, {**options, "max_rolling_batch_size": "3"}, draft)
+    assert caught.value.differences == {"max_rolling_batch_size": (4, 3)}
+    # What fits is shared.
+    assert load(machine, options, draft) == (1, 0)
+    other = {**speculating, "max_rolling_batch_size": "4", "on_mismatch": "recompile"}
+    assert load(machine, other) == (1, 1)
 
 
 def test_another_compiler_names_itself(machine, options):
@@ -174,3 +193,32 @@ def test_saved_graphs_are_used_as_they_are(machine, options, tmp_path):
     found = compiled(machine, {**options, "compiled_graph_path": str(loose)})
     assert found.folder == loose
     assert machine.compiled() == GRAPHS
+
+
+def test_graphs_that_another_program_compiled_are_told_from_ours(machine, options, tmp_path):
+    def obtained(model, **more):
+        settings = {**options, **more}
+        prepared = prepare(None, model, environ=machine.environ, overrides=settings)
+        found = obtain(prepared, environ=machine.environ, count=lambda metric: None)
+        assert machine.compiled() == GRAPHS
+        return found
+
+    ours = obtained(TINY)
+    output, elsewhere = tmp_path / "output", tmp_path / "elsewhere"
+    compile_model(str(TINY), str(output), environ=machine.environ, overrides=options)
+    shutil.copytree(TINY, elsewhere)
+    shutil.copytree(ours.folder, elsewhere / "compiled")
+    (elsewhere / "compiled" / "manifest.json").unlink()
+    (elsewhere / "manifest.json").write_text('{"name": "of another program"}')
+    for found, folder, foreign in (
+        (ours, ours.folder, False),
+        (obtained(output), output / "compiled", False),
+        (obtained(TINY, compiled_graph_path=str(ours.folder)), ours.folder, False),
+        (obtained(elsewhere), elsewhere / "compiled", True),
+        (
+            obtained(TINY, compiled_graph_path=str(elsewhere / "compiled")),
+            elsewhere / "compiled",
+            True,
+        ),
+    ):
+        assert (found.folder, found.plan.foreign_graphs) == (folder, foreign)

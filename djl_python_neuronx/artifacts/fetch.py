@@ -1,7 +1,4 @@
-"""Models that lie elsewhere, Hugging Face ids and URIs: their configuration alone, or a local copy of them.
-
-A kind of URI is one class under `@scheme`. What its library raises is translated where it is used.
-"""
+"""Models that lie elsewhere, Hugging Face ids and URIs: their configuration alone, or a local copy of them."""
 
 from __future__ import annotations
 
@@ -9,15 +6,16 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
 from djl_python_neuronx.artifacts.formats import read_json
 from djl_python_neuronx.artifacts.layouts.folder import parse_object
 from djl_python_neuronx.artifacts.remote.progress import Progress
+from djl_python_neuronx.artifacts.remote.schemes import remote_of, s3_settings, uri_scheme
 from djl_python_neuronx.artifacts.remote.selection import EVERYTHING, SERVING
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -26,8 +24,18 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 
-if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.remote.s3 import Settings
+__all__ = [
+    "CONFIG",
+    "MAX_CONFIG_BYTES",
+    "download_root",
+    "fetch",
+    "fetch_config",
+    "is_hub_id",
+    "local_folder",
+    "names",
+    "s3_settings",
+    "uri_scheme",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,61 +45,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 
 # Source: huggingface_hub, utils/_validators.py: what it takes for an id of the hub.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
-_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _OURS = "djl-neuronx"
-
-
-class Remote(Protocol):
-    """What can be had from one kind of URI; `uri` names a folder, `environ` holds the settings of its library."""
-
-    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
-        """The content of one small file of the folder.
-
-        Raises:
-            ArtifactError: it is not there, cannot be read, or a package is missing.
-        """
-
-    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
-        """The files of the folder, with `/`; none if nothing is there.
-
-        Raises:
-            ArtifactError: it cannot be listed, or a package is missing.
-        """
-
-    def fetch(
-        self,
-        uri: str,
-        root: Path,
-        environ: Mapping[str, str],
-        *,
-        everything: bool,
-        progress: Progress | None,
-    ) -> Path:
-        """A local copy of the folder, below `root`; `everything` or what a model needs.
-
-        Raises:
-            ArtifactError: it cannot be had, or a package is missing.
-        """
-
-
-_Class = TypeVar("_Class", bound=Callable[[], Remote])
-_REMOTES: dict[str, Callable[[], Remote]] = {}
-
-
-def scheme(name: str) -> Callable[[_Class], _Class]:
-    """Make a class the one for ``name://`` URIs."""
-
-    def register(remote: _Class) -> _Class:
-        _REMOTES[name] = remote
-        return remote
-
-    return register
-
-
-def uri_scheme(model_id: str) -> str | None:
-    """``s3`` for ``s3://bucket/key``, None for everything that is no URI."""
-    found = _URI.match(model_id)
-    return found[1].lower() if found else None
 
 
 def is_hub_id(model_id: str) -> bool:
@@ -157,15 +111,15 @@ def fetch(
         return folder
     environ = _told(environ)
     started_s = time.monotonic()
-    remote = _remote(model_id, origin)
+    remote = remote_of(model_id, origin)
     if remote is not None:
         with _no_secrets(model_id):
             folder = remote.fetch(model_id, root, environ, everything=everything, progress=progress)
     else:
         _require_hub_id(model_id, origin)
-        from djl_python_neuronx.artifacts.remote import hub
-
         with _no_secrets(model_id), _quiet_hub() if progress is None else nullcontext():
+            from djl_python_neuronx.artifacts.remote import hub
+
             folder = hub.fetch(
                 model_id,
                 revision=revision,
@@ -187,7 +141,7 @@ def names(uri: str, environ: Mapping[str, str], *, origin: str) -> Sequence[str]
     Raises:
         ArtifactError: nobody knows the scheme, or the folder cannot be listed.
     """
-    remote = _remote(uri, origin)
+    remote = remote_of(uri, origin)
     if remote is None:
         msg = f"{uri!r} (from {origin}) is no URI; expected one such as s3://bucket/folder. Correct {origin}"
         raise ArtifactError(msg)
@@ -204,8 +158,8 @@ def fetch_config(
 ) -> dict[str, Any]:
     """The content of config.json of a Hugging Face id or of the folder that a URI names; some kilobytes are loaded.
 
-    Follows `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and the `AWS_*` variables of
-    `environ`; what it leaves out, the libraries look up themselves (a login's token, `~/.aws`, the instance's role).
+    Follows the hub's variables (see `HubSettings`) and the `AWS_*` ones of `environ`; what it leaves out, the
+    libraries look up themselves (a login's token, `~/.aws`, the instance's role).
 
     Raises:
         ArtifactNotFoundError: no such model, or no config.json in it.
@@ -213,7 +167,7 @@ def fetch_config(
         ArtifactError: the id makes no sense, a package is missing, or the content is malformed.
     """
     environ = _told(environ)
-    remote = _remote(model_id, origin)
+    remote = remote_of(model_id, origin)
     if remote is None:
         _require_hub_id(model_id, origin)
         from djl_python_neuronx.artifacts.remote import hub_config
@@ -253,21 +207,6 @@ def _no_secrets(uri: str) -> Iterator[None]:
         raise ArtifactAccessError(msg) from None
 
 
-def _remote(model_id: str, origin: str) -> Remote | None:
-    """What reads a URI; None: it is none."""
-    kind = uri_scheme(model_id)
-    if kind is None:
-        return None
-    if kind not in _REMOTES:
-        known = ", ".join(f"{name}://" for name in sorted(_REMOTES))
-        msg = (
-            f"{model_id!r} (from {origin}) cannot be read: {kind}:// is not known. "
-            f"Give a local folder, a Hugging Face id, or one of {known}"
-        )
-        raise ArtifactError(msg)
-    return _REMOTES[kind]()
-
-
 def _require_hub_id(model_id: str, origin: str) -> None:
     if not is_hub_id(model_id):
         msg = (
@@ -291,70 +230,6 @@ def _quiet_hub() -> Iterator[None]:
         yield
     finally:
         hub.enable_progress_bars()
-
-
-@scheme("s3")
-class _S3:
-    """`s3://bucket/folder`, by boto3 (the extra `s3`)."""
-
-    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
-        """See `Remote`."""
-        s3 = _s3_module(uri)
-        # A small file is read to tell people something: they wait for it.
-        settings = s3_settings(uri, {"AWS_MAX_ATTEMPTS": "3", **environ})
-        content: bytes = s3.read_object(uri, name, settings=settings)
-        return content
-
-    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
-        """See `Remote`."""
-        s3 = _s3_module(uri)
-        try:
-            return [
-                file.name for file in s3.S3Folder(uri, EVERYTHING, s3_settings(uri, environ)).list()
-            ]
-        except ArtifactNotFoundError:
-            return []
-
-    def fetch(
-        self,
-        uri: str,
-        root: Path,
-        environ: Mapping[str, str],
-        *,
-        everything: bool,
-        progress: Progress | None,
-    ) -> Path:
-        """See `Remote`."""
-        s3 = _s3_module(uri)
-        folder: Path = s3.fetch(
-            uri,
-            root,
-            selection=EVERYTHING if everything else SERVING,
-            settings=s3_settings(uri, environ),
-            progress=progress,
-        )
-        return folder
-
-
-def _s3_module(uri: str) -> Any:  # noqa: ANN401  (a module)
-    try:
-        from djl_python_neuronx.artifacts.remote import s3
-    except ImportError as error:
-        msg = f"{uri} needs {error.name}, which is not installed: pip install 'djl-python-neuronx[s3]'"
-        raise ArtifactAccessError(msg) from error
-    return s3
-
-
-def s3_settings(uri: str, environ: Mapping[str, str]) -> Settings:
-    """How `uri` is to be reached.
-
-    Raises:
-        ArtifactAccessError: a package is missing.
-    """
-    # AWS's own tools have no variable for it; this is GDAL's name.
-    pays = environ.get("AWS_REQUEST_PAYER", "").lower() == "requester"
-    settings: Settings = _s3_module(uri).Settings(environ=environ, requester_pays=pays)
-    return settings
 
 
 def _parsed(content: bytes, where: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class LoadPlan:
     """What a row without top_k samples among, where the device samples; None: such a row is refused."""
     presharded: bool = False
     """Where programs are compiled: store the weights beside them, as each core takes its part."""
+    foreign_graphs: bool = False
+    """The compiled graphs are another program's, which knew of no prompts but those of `prefill_buckets`."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)
     """What a Neuron library is given beyond the shapes above, which win over it."""
 

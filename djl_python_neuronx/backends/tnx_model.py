@@ -148,14 +148,27 @@ def _shapes(plan: LoadPlan, model_type: str) -> dict[str, Any]:
     if capability.token_buckets:
         shapes["n_positions"] = list(_token_buckets(plan))
     if capability.context_buckets:
-        continuous = "continuous_batching" in plan.arguments.neuron_config
-        lengths = context_lengths(
-            plan.prefill_buckets, plan.max_model_len, plan.num_slots, continuous=continuous
-        )
-        shapes["context_length_estimate"] = list(lengths)
+        shapes["context_length_estimate"] = list(_context_buckets(plan))
     if model_type == "gpt2":
         shapes["prompt_batch_size"] = plan.num_slots
     return shapes
+
+
+def _context_buckets(plan: LoadPlan) -> tuple[int, ...]:
+    """Lengths to compile prompts for, or to find compiled."""
+    continuous = "continuous_batching" in plan.arguments.neuron_config
+    lengths = context_lengths(
+        plan.prefill_buckets, plan.max_model_len, plan.num_slots, continuous=continuous
+    )
+    if not plan.foreign_graphs or lengths == plan.prefill_buckets:
+        return lengths
+    reason = (
+        "the graphs were compiled elsewhere, for the prompts of context_length_estimate alone: where sequences are "
+        "encoded anew, what is beyond the longest of these runs token by token. Compile the model again to have it "
+        "in one call"
+    )
+    logger.warning("context_bucket_left_out length=%d reason=%r", lengths[-1], reason)
+    return plan.prefill_buckets
 
 
 def _token_buckets(plan: LoadPlan) -> tuple[int, ...]:

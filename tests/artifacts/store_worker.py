@@ -75,7 +75,7 @@ def graphs_made(journal):
     return [int(line.split()[0]) for line in lines]
 
 
-def build(root, journal, *, pause_s=0.0, options=None, **settings):
+def build(root, journal, *, pause_s=0.0, options=None, role="model", **settings):
     store = CompileStore(root, **settings)
     return store.build(
         make_facts(**(options or {})),
@@ -83,6 +83,7 @@ def build(root, journal, *, pause_s=0.0, options=None, **settings):
         effective_options={},
         packages={"neuronx-cc": "2.16.372.0"},
         on_mismatch="recompile",
+        role=role,
     )
 
 
@@ -152,7 +153,7 @@ def small_disk(root):
 
 
 def read_only(root):
-    """A store on a read-only disk: used in place, copied for writing, and what it lacks made elsewhere."""
+    """A store on a read-only disk: used in place, and what it lacks made elsewhere."""
     journal, fallback = root.parent / "journal", root.parent / "fallback"
     build(root, journal)
     mount("--bind", str(root), str(root))
@@ -161,9 +162,6 @@ def read_only(root):
     settings = {"fallback": fallback}
     found = build(root, journal, **settings)
     untouched_fallback = not fallback.exists() or not list(fallback.iterdir())
-    copy = CompileStore(root, **settings).writable_copy(found)
-    (copy / "graphs" / "0.neff").write_bytes(b"written by the library")
-    again = CompileStore(root, **settings).writable_copy(found)
     other = build(root, journal, options={"n_positions": 256}, **settings)
     try:
         build(root, journal, options={"n_positions": 512})
@@ -173,9 +171,6 @@ def read_only(root):
     return {
         "in_place": found.parent == root,
         "untouched_fallback": untouched_fallback,
-        "copy_is_kept": again == copy
-        and (again / "graphs" / "0.neff").read_bytes()[:7] == b"written",
-        "copy_elsewhere": copy.is_relative_to(fallback),
         "other_elsewhere": other.parent == fallback,
         "unchanged": files_of(root) == before,
         "made": graphs_made(journal),

@@ -14,6 +14,7 @@ import pytest
 
 from djl_python_neuronx.artifacts import fetch, remote
 from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_folder, uri_scheme
+from djl_python_neuronx.artifacts.remote import schemes
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests import remote_doubles
 
@@ -201,12 +202,21 @@ def test_a_variable_that_makes_no_sense_is_an_error_of_ours(environ, variables):
             fetch_config("owner/model", None, environ)
 
 
-def test_an_endpoint_that_the_hubs_library_refuses_to_be_imported_with():
+@pytest.mark.parametrize(
+    "call",
+    [
+        "fetch_config('owner/model', None, environ)",
+        "fetch('owner/model', environ=environ, root=Path())",
+    ],
+)
+def test_an_endpoint_that_the_hubs_library_refuses_to_be_imported_with(call):
     program = (
         "import os\n"
-        "from djl_python_neuronx.artifacts.fetch import fetch_config\n"
+        "from pathlib import Path\n"
+        "from djl_python_neuronx.artifacts.fetch import fetch, fetch_config\n"
         "from djl_python_neuronx.errors import ArtifactAccessError\n"
-        "try: fetch_config('owner/model', None, dict(os.environ))\n"
+        "environ = dict(os.environ)\n"
+        f"try: {call}\n"
         "except ArtifactAccessError as error: print(error)\n"
     )
     environ = {"HF_ENDPOINT": "http://[x", "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
@@ -227,9 +237,10 @@ def test_the_password_of_an_endpoint_is_not_told(environ, model):
     assert url in str(caught.value)
 
 
-def test_offline_asks_nobody(environ):
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_asks_nobody(environ, variable):
     with remote_doubles.hub({"owner/model": BYTES}) as (url, log):
-        offline = {**environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "1"}
+        offline = {**environ, "HF_ENDPOINT": url, variable: "1\n"}
         with pytest.raises(ArtifactAccessError, match="offline mode is on"):
             fetch_config("owner/model", None, offline)
     assert not log
@@ -346,9 +357,9 @@ def test_hub_ids(name):
 
 
 def test_a_scheme_is_one_class(monkeypatch, tmp_path):
-    monkeypatch.setattr(fetch, "_REMOTES", dict(fetch._REMOTES))
+    monkeypatch.setattr(schemes, "_REMOTES", dict(schemes._REMOTES))
 
-    @fetch.scheme("memory")
+    @schemes.scheme("memory")
     class Memory:
         def read(self, uri, name, environ):
             return json.dumps({"model_type": uri + name + environ["X"]}).encode()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -176,7 +177,7 @@ def test_only_what_a_format_needs_and_only_once(server, environ):
 
 
 def test_a_revision_and_a_token(server, environ):
-    folder = hub.fetch("ours/llama", revision="v2", token="hf_secret", environ=environ)
+    folder = hub.fetch("ours/llama", revision="v2", environ={**environ, "HF_TOKEN": "hf_secret"})
     assert folder.name == COMMITS["v2"]
     assert hub.fetch("ours/llama", revision=COMMITS["v2"], environ=environ) == folder
     assert "Bearer hf_secret" in server.tokens
@@ -200,15 +201,84 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(server, environ):
     assert starts[-1] >= 10_000_000
 
 
-def test_offline_takes_what_is_there(server, environ):
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_takes_what_is_there(server, environ, variable):
     folder = hub.fetch("ours/llama", environ=environ)
     server.models.clear()
-    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    offline = {**environ, variable: "yes"}
     assert hub.fetch("ours/llama", environ=offline) == folder
     server.tokens.clear()
     with pytest.raises(ArtifactAccessError, match=r"not in the cache.*HF_HUB_OFFLINE"):
         hub.fetch("ours/llama", revision="v2", environ=offline)
     assert server.tokens == [], "nobody was asked"
+
+
+SHARDED = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+    "model-1.safetensors": b"1",
+    "model-2.safetensors": b"2",
+    "LICENSE.txt": b"free",
+    "README.md": b"read",
+}
+
+
+@pytest.fixture(params=["listed", "not listed"])
+def snapshot(request, server, environ):
+    """A model in the cache, and what the library noted of its files, or an older one did not."""
+    server.models["ours/sharded"] = SHARDED
+    folder = hub.fetch("ours/sharded", environ=environ)
+    trees = folder.parents[1] / "trees"
+    shutil.rmtree(trees, ignore_errors=True)
+    if request.param == "listed":
+        trees.mkdir()
+        noted = {"format_version": 1, "files": {name: {} for name in SHARDED}}
+        (trees / f"{folder.name}.json").write_text(json.dumps(noted))
+    return folder
+
+
+def offline(environ):
+    return hub.fetch("ours/sharded", environ={**environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_offline_does_not_miss_what_nobody_reads(snapshot, environ):
+    (snapshot / "LICENSE.txt").unlink()
+    (snapshot.parents[1] / "blobs" / f"{_etag(b'1')}.0a1b.incomplete").write_bytes(
+        b"of one that is whole"
+    )
+    assert offline(environ) == snapshot
+
+
+@pytest.mark.parametrize("damage", ["no shard", "no link's file"])
+def test_offline_refuses_what_was_cut_off(snapshot, environ, damage):
+    shard = snapshot / "model-2.safetensors"
+    if damage == "no shard":
+        shard.unlink()
+    else:
+        shard.resolve().unlink()
+    with pytest.raises(ArtifactAccessError, match="Start once without HF_HUB_OFFLINE") as caught:
+        offline(environ)
+    assert f"model in {snapshot} is not whole" in str(caught.value)
+    assert ": model-2.safetensors missing" in str(caught.value)
+
+
+@pytest.mark.parametrize("snapshot", ["listed"], indirect=True)
+def test_offline_refuses_a_model_without_a_file_that_the_hub_has(snapshot, environ):
+    (snapshot / "generation_config.json").unlink()
+    with pytest.raises(ArtifactAccessError, match=r": generation_config\.json missing"):
+        offline(environ)
+
+
+@pytest.mark.parametrize("snapshot", ["not listed"], indirect=True)
+def test_offline_names_a_file_in_the_making_where_nothing_else_tells(snapshot, environ):
+    (snapshot / "generation_config.json").unlink()
+    making = snapshot.parents[1] / "blobs" / "abc.incomplete"
+    making.write_bytes(b"{")
+    with pytest.raises(ArtifactAccessError, match=re.escape(str(making))):
+        offline(environ)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The compile store in one process: what is found, what is made, what is refused and why."""
 
+import json
 import logging
 import os
 import time
@@ -149,6 +150,35 @@ def test_the_nearest_compile_explains(place):
     assert CompileStore(root).nearest(elsewhere) is None
 
 
+def test_what_a_draft_model_was_compiled_for_is_nobody_else_s(place):
+    root, journal = place
+    draft = build(root, journal, options={"n_positions": 64}, role="draft")
+    alone = CompileStore(root).build(
+        make_facts(), Compiler(journal), effective_options={}, packages={}
+    )
+    assert set(finished(root)) == {draft, alone}
+    # The other way round, and each is told of its like.
+    other = make_facts(n_positions=256)
+    for role, compiled in (("model", 128), ("draft", 64)):
+        with pytest.raises(ArtifactMismatchError) as caught:
+            find_or_fail(CompileStore(root), other, role=role)
+        assert caught.value.differences == {"n_positions": (compiled, 256)}
+    # What fits is used, whatever it was made as.
+    assert find_or_fail(CompileStore(root), make_facts(n_positions=64)) == draft
+
+
+def test_a_manifest_of_before_roles_is_a_model_s(place):
+    root, journal = place
+    path = build(root, journal) / "manifest.json"
+    content = json.loads(path.read_text())
+    assert content.pop("role") == "model"
+    path.write_text(json.dumps(content))
+    find_or_fail(CompileStore(root), make_facts())
+    with pytest.raises(ArtifactMismatchError):
+        find_or_fail(CompileStore(root), make_facts(n_positions=256))
+    assert CompileStore(root).nearest(make_facts(n_positions=256), "draft") is None
+
+
 def test_recompile_makes_the_other_one_beside_it(place, caplog):
     root, journal = place
     caplog.set_level(logging.INFO)
@@ -202,14 +232,6 @@ def content_with_one_bit_less(path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     return content
-
-
-def test_without_hashes_only_names_and_sizes_count(place):
-    root, journal = place
-    folder = build(root, journal)
-    graph = folder / "graphs" / "1.neff"
-    graph.write_bytes(content_with_one_bit_less(graph))
-    assert find_or_fail(CompileStore(root, verify_hashes=False), make_facts()) == folder
 
 
 def test_work_that_nobody_takes_up_is_removed_in_the_end(place):

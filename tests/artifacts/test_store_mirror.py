@@ -87,6 +87,17 @@ def test_a_changed_option_names_itself_on_a_fresh_machine_too(tmp_path, transpor
         find_or_fail(fresh, make_facts(n_positions=256))
 
 
+def test_a_draft_model_s_compile_is_not_the_latest_of_the_model(tmp_path, transport):
+    build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
+    drafts = {"options": {"n_positions": 64}, "role": "draft"}
+    build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport), **drafts)
+    fresh = CompileStore(tmp_path / "two", mirror=mirror(transport))
+    for role, compiled in (("model", 128), ("draft", 64)):
+        with pytest.raises(ArtifactMismatchError) as caught:
+            find_or_fail(fresh, make_facts(n_positions=256), role=role)
+        assert caught.value.differences == {"n_positions": (compiled, 256)}
+
+
 def test_a_remote_place_that_cannot_be_read_stops_before_the_compile(tmp_path, transport):
     transport.broken = "access denied"
     with pytest.raises(ArtifactAccessError, match="access denied"):

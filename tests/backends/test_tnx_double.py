@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,36 @@ def test_compiled_programs_fit_their_plan_only(tmp_path: Path, made: list[Any]) 
     assert [model.loaded_from for model in made] == [None, tmp_path]
     with pytest.raises(ArtifactError, match="Compile it again"):
         tnx.load(tnx_plan(tmp_path, token_buckets=(48,)), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_of_another_program_s_graphs_no_longer_prompt_is_asked_for(
+    tmp_path: Path, made: list[Any], caplog: pytest.LogCaptureFixture, model_type: str
+) -> None:
+    plan = tnx_plan(folder_of(tmp_path, model_type), continuous=False)
+    foreign = replace(plan, foreign_graphs=True)
+    tnx.compile(foreign, tmp_path)
+    with pytest.raises(ArtifactError, match="Compile it again"):
+        tnx.load(plan, tmp_path)
+    caplog.clear()
+    backend = tnx.load(foreign, tmp_path)
+    assert [model.context_buckets for model in made] == [[8, 20], [8, 20, 48], [8, 20]]
+    assert [
+        " ".join(record.message.split()[:2])
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ] == ["context_bucket_left_out length=48"]
+    assert_expected(backend, 1)
+
+
+def test_of_another_program_s_graphs_all_are_used_where_no_more_is_needed(
+    tmp_path: Path, made: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for continuous, num_slots in ((True, 4), (False, 1)):
+        plan = tnx_plan(folder_of(tmp_path, "llama"), num_slots, continuous=continuous)
+        tnx.compile(plan, tmp_path)
+        tnx.load(replace(plan, foreign_graphs=True), tmp_path)
+    assert "context_bucket_left_out" not in caplog.text
 
 
 def test_the_environment_is_left_as_it_was(tmp_path: Path, made: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.backends.base import Prefill
 from djl_python_neuronx.backends.tnx_static import StaticBackend
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.errors import ArtifactError, StepError
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends.tnx_engine import assert_like_alone, reference
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
@@ -137,6 +139,26 @@ def test_what_a_failure_costs_is_told_too(tmp_path: Path, monkeypatch: pytest.Mo
         driver.decode()
     assert_same(driver.leave(0), wanted)
     backend.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom"])
+def test_another_program_s_graphs_encode_what_is_longer_token_by_token(
+    tmp_path: Path, name: str
+) -> None:
+    model_type, settings = VARIANTS[name]
+    model, compiled = save_tiny_model(model_type, tmp_path / "model", **settings), tmp_path / "c"
+    compiled.mkdir()
+    plan = tnx_plan(model, continuous=False)
+    # As every program compiles that does not have sequences join a static batch.
+    foreign = replace(plan, foreign_graphs=True)
+    tnx.compile(foreign, compiled)
+    with pytest.raises(ArtifactError, match="Compile it again"):
+        tnx.load(plan, compiled)
+    backend = tnx.load(foreign, compiled)
+    try:
+        assert assert_like_alone(backend, load_reference(model), seed=1) > 100
+    finally:
+        backend.close()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "llama", "mistral", "mixtral"])

@@ -117,17 +117,20 @@ class Model:
 
     def save(self, directory, sharded_weights=False):
         assert self.ready
-        (Path(directory) / NEFF).write_text(str(self.token_buckets))
+        (Path(directory) / NEFF).write_text(self._programs())
 
     def load(self, directory):
         self.loaded_from = Path(directory)
 
     def to_neuron(self):
-        if self.loaded_from and (self.loaded_from / NEFF).read_text() != str(self.token_buckets):
+        if self.loaded_from and (self.loaded_from / NEFF).read_text() != self._programs():
             raise FileNotFoundError(
                 "Could not find a matching NEFF for your HLO in this directory."
             )
         self.ready = True
+
+    def _programs(self):
+        return repr((self.token_buckets, self.context_buckets))
 
     def reset(self):
         self.cache[:] = -1

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
 
+from djl_python_neuronx.artifacts.remote.hub_settings import HubSettings
+from djl_python_neuronx.artifacts.remote.hub_snapshot import check_whole
 from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 
@@ -20,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _USERINFO = re.compile(r"(?<=//)[^/\s]*@")
-_ON = frozenset({"1", "on", "yes", "true"})
 
 # All that the library's HTTP client raises: requests' errors are OSErrors; httpx', which came with 1.0, are not, but
 # there the base of the hub's own error is the base of them all.
@@ -34,64 +35,55 @@ def fetch(
     repo_id: str,
     *,
     revision: str | None = None,
-    token: str | None = None,
     selection: Selection = SERVING,
     environ: Mapping[str, str] = MappingProxyType({}),
     origin: str = "option.model_id",
 ) -> Path:
     """The local folder with the selected files of a model at a revision (branch, tag, commit; else the default branch).
 
-    Resumes, and locks between processes, as the library does. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE` and
-    `HF_HUB_OFFLINE` of `environ` win over those of the process. Offline, the cached snapshot is taken as it is.
-    `origin` is what named the model.
+    Resumes, and locks between processes, as the library does. `environ`: see `HubSettings`. Offline, the cached
+    snapshot is taken if it is whole. `origin` is what named the model.
 
     Raises:
         ArtifactNotFoundError: no such model or revision, or none of its files is wanted.
-        ArtifactAccessError: gated, private, not in the cache while offline, no connection, or no room on the disk.
+        ArtifactAccessError: gated, private, not in the cache or not whole while offline, no connection, or no room on
+            the disk.
     """
-    env = {name: value for name, value in environ.items() if value}
-    cache_dir = _cache_dir(env)
-    endpoint = env.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
-    token = token or env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
+    settings = HubSettings.of(environ)
     where = f"{repo_id} at {revision}" if revision else repo_id
-    shown = _USERINFO.sub("", endpoint)  # it may hold a password
-    with _translated(repo_id, revision, shown, origin):
-        if constants.HF_HUB_OFFLINE or env.get("HF_HUB_OFFLINE", "").lower() in _ON:
+    with _translated(repo_id, revision, settings.site, origin):
+        if settings.offline:
             folder = snapshot_download(
-                repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True,
+                repo_id, revision=revision, cache_dir=settings.cache_dir, local_files_only=True,
                 # Newer versions miss what they know of and we did not want, unless told so.
                 allow_patterns=["config.json"],
             )  # fmt: skip
+            check_whole(Path(folder), selection)
             logger.info("hub_offline model=%s folder=%s", where, folder)
             return Path(folder)
-        api = HfApi(endpoint=endpoint, token=token)
+        api = HfApi(endpoint=settings.endpoint, token=settings.token)
         info = api.model_info(repo_id, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         names = sorted(selection.choose(sizes.keys()))
         if not names:
-            msg = f"the model {where} on {shown} has {len(sizes)} files, none of which is a model's. Correct {origin}."
+            msg = (
+                f"the model {where} on {settings.site} has {len(sizes)} files, none of which is a model's. "
+                f"Correct {origin}."
+            )
             raise ArtifactNotFoundError(msg)
         wanted = {name: sizes[name] for name in names}
-        _check_room(repo_id, info.sha, wanted, cache_dir)
+        _check_room(repo_id, info.sha, wanted, settings.cache_dir)
         logger.info("fetch_start uri=%s files=%d bytes=%d", where, len(names), sum(wanted.values()))
         folder = snapshot_download(
             repo_id,
             # The name, not the commit: only so does the cache learn which commit it means, for offline use.
             revision=revision,
-            cache_dir=cache_dir,
-            endpoint=endpoint,
-            token=token,
+            cache_dir=settings.cache_dir,
+            endpoint=settings.endpoint,
+            token=settings.token,
             allow_patterns=[glob.escape(name) for name in names],
         )
     return Path(folder)
-
-
-def _cache_dir(env: Mapping[str, str]) -> Path:
-    if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(named).expanduser()
-    if home := env.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _check_room(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from djl_python_neuronx.artifacts.remote.hub_settings import HubSettings
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 CONFIG = "config.json"
-_ENDPOINT = "https://huggingface.co"
-_ON = frozenset({"1", "true", "yes", "on"})
 _CONNECT_TIMEOUT_S = 4
 _SERVERS_FAULT = 500
 
@@ -45,33 +44,27 @@ def _downloaded(
     from huggingface_hub import errors, hf_hub_download, hf_hub_url
 
     at = f" at revision {revision!r}" if revision else ""
-    endpoint = (_told(environ, "HF_ENDPOINT") or "").rstrip("/") or None
-    site = _without_user(endpoint or _ENDPOINT)
-    token = _told(environ, "HF_TOKEN") or _told(environ, "HUGGING_FACE_HUB_TOKEN")
-    offline = any(
-        environ.get(name, "").strip().lower() in _ON
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
+    settings = HubSettings.of(environ)
     away = ""
     try:
-        if not offline:
-            url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=endpoint)
-            away = _obstacle(url, token)
+        if not settings.offline:
+            url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
+            away = _obstacle(url, settings.token)
         return str(
             hf_hub_download(
                 model_id,
                 CONFIG,
                 revision=revision,
-                cache_dir=_hub_cache(environ),
-                endpoint=endpoint,
-                token=token,
-                local_files_only=offline or bool(away),
+                cache_dir=settings.cache_dir,
+                endpoint=settings.endpoint,
+                token=settings.token,
+                local_files_only=settings.offline or bool(away),
             )
         )
     # From the most special to the general: the classes inherit from each other.
     except errors.GatedRepoError:
         msg = (
-            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN "
+            f"the model {model_id!r} is gated: accept its terms at {settings.site}/{model_id} and set HF_TOKEN "
             "to a token of that account"
         )
         raise ArtifactAccessError(msg) from None
@@ -80,14 +73,14 @@ def _downloaded(
         raise ArtifactNotFoundError(msg) from None
     except errors.RepositoryNotFoundError:
         msg = (
-            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of "
+            f"{settings.site} has no model {model_id!r}, or a private one, and there is no local folder of "
             f"that name. Correct {origin}; for a private model set HF_TOKEN"
         )
         raise ArtifactNotFoundError(msg) from None
     except errors.LocalEntryNotFoundError:
         what = (
-            "offline mode is on (HF_HUB_OFFLINE)"
-            if offline
+            "offline mode is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"
+            if settings.offline
             else f"the hub cannot be reached ({away or 'it did not answer'})"
         )
         msg = (
@@ -123,22 +116,3 @@ def _status(error: Exception) -> int:
     """The HTTP status that an error of the hub's library stands for; 0: none."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return status if isinstance(status, int) else 0
-
-
-def _hub_cache(environ: Mapping[str, str]) -> str | None:
-    """The folder of the hub's cache; None: what huggingface_hub takes by itself."""
-    if named := _told(environ, "HF_HUB_CACHE") or _told(environ, "HUGGINGFACE_HUB_CACHE"):
-        return named
-    home = _told(environ, "HF_HOME")
-    return str(Path(home).expanduser() / "hub") if home else None
-
-
-def _without_user(url: str) -> str:
-    """The URL without the user and the password that it may hold."""
-    start, separator, rest = url.rpartition("@")
-    return f"{start.partition('://')[0]}://{rest}" if separator and "://" in start else rest
-
-
-def _told(environ: Mapping[str, str], name: str) -> str | None:
-    """The variable without the line end that files and Kubernetes' secrets add; None if it says nothing."""
-    return environ.get(name, "").strip() or None

@@ -5,7 +5,7 @@
     .work/<key>.<token> an unfinished one, handed to the next try of the same key
     .locks/<key>        held by who compiles or fetches it; <key>.json tells who
     .pushed/<key>       the remote store has it
-    .copies/            see `CompileStore.writable_copy`
+    .copies/            see `copies.copy_once`
     .trash/             on its way out
 """
 
@@ -20,9 +20,8 @@ from typing import Literal
 
 from djl_python_neuronx.artifacts.remote.locks import held
 from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.copies import copy_once
 from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts, differences
-from djl_python_neuronx.artifacts.store.manifest import Manifest
+from djl_python_neuronx.artifacts.store.manifest import Manifest, Role
 from djl_python_neuronx.artifacts.store.mirror import Mirror
 from djl_python_neuronx.artifacts.store.publish import (
     is_writable,
@@ -56,13 +55,11 @@ class CompileStore:
         *,
         fallback: Path | None = None,
         mirror: Mirror | None = None,
-        verify_hashes: bool = True,
         count: Callable[[str], None] = _count_nothing,
     ) -> None:
-        """Touches nothing. Without `verify_hashes` what is found is checked by names and sizes alone."""
+        """Touches nothing."""
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
-        self._hashes = verify_hashes
         self._count = count
 
     def find(self, facts: CompileFacts) -> Path | None:
@@ -80,7 +77,7 @@ class CompileStore:
             try:
                 manifest = manifests.read(folder)
                 check_facts(facts, manifest.facts, where=str(folder))
-                manifests.verify(folder, manifest, hashes=self._hashes)
+                manifests.verify(folder, manifest)
             except ArtifactAccessError:
                 raise
             except ArtifactError as error:
@@ -93,8 +90,8 @@ class CompileStore:
             raise damage
         return None
 
-    def nearest(self, facts: CompileFacts) -> tuple[str, CompileFacts] | None:
-        """Place and facts of the compile of the same artifact that differs least; None if there is none.
+    def nearest(self, facts: CompileFacts, role: Role = "model") -> tuple[str, CompileFacts] | None:
+        """Place and facts of the compile of the same artifact for the same role that differs least, if there is one.
 
         Of the remote store only the latest one is looked at.
 
@@ -102,12 +99,12 @@ class CompileStore:
             ArtifactError: the remote store cannot be read.
         """
         found = [
-            (str(path.parent), other)
+            (str(path.parent), other.facts)
             for root in self._roots
             for path in sorted(root.glob(f"[0-9a-f]*/{manifests.FILE_NAME}"))
-            if (other := _facts_in(path.parent)) is not None
+            if (other := _manifest_in(path.parent)) is not None and other.role == role
         ]
-        if self._mirror and (latest := self._mirror.latest(facts.artifact_digest)):
+        if self._mirror and (latest := self._mirror.latest(facts.artifact_digest, role)):
             found.append(latest)
         others = [one for one in found if one[1].artifact_digest == facts.artifact_digest]
         return min(
@@ -124,6 +121,7 @@ class CompileStore:
         effective_options: Mapping[str, object],
         packages: Mapping[str, str],
         on_mismatch: OnMismatch = "error",
+        role: Role = "model",
     ) -> Path:
         """The finished compile for these facts: found, fetched from the remote store, or made by `compile`.
 
@@ -132,12 +130,16 @@ class CompileStore:
         were put there whole (`publish.whole_file`), and must trust no others. Commands that it runs must end with
         this process (`guard.guarded`). What it raises comes out; its files stay for the next try.
 
+        `role` tells whose earlier compiles are looked at where there is none for these facts: what a model was
+        compiled for as another one's draft says nothing of what it is to be served with. One that fits is taken
+        whatever it was made as.
+
         A remote store that cannot be read is an error, as it may have what would take an hour to make. One that
         cannot be written is logged before the compile, and tried again at each start.
 
         Raises:
-            ArtifactMismatchError: there are compiles of the same artifact, but for other facts. With `recompile`
-                this one is made beside them.
+            ArtifactMismatchError: there are compiles of the same artifact and role, but for other facts. With
+                `recompile` this one is made beside them.
             ArtifactNotFoundError: the remote store's bucket does not exist.
             ArtifactAccessError: no folder can be written, or the disk is full.
             ArtifactError: the one that is there is damaged. With `recompile` it is made again.
@@ -155,21 +157,13 @@ class CompileStore:
             found = self._look(facts, on_mismatch) or self._pull(facts, root, on_mismatch)
             self._count(f"compile_cache_{'misses' if found is None else 'hits'}_total")
             if found is None:
-                self._explain_miss(facts, on_mismatch)
+                self._explain_miss(facts, on_mismatch, role)
                 self._probe()
                 folder = _run(compile, root, facts.key)
-                found = self._finish(folder, root, facts, effective_options, packages)
+                found = self._finish(folder, root, facts, effective_options, packages, role)
             self._push(found, root)
             remove_stale(root / ".work", root / ".locks")
         return found
-
-    def writable_copy(self, folder: Path) -> Path:
-        """A copy of a finished compile, for a library that writes into what it loads; see `copy_once`.
-
-        Raises:
-            ArtifactAccessError: no folder can be written, or the disk is full.
-        """
-        return copy_once(folder, self._writable_root() / ".copies")
 
     def _look(self, facts: CompileFacts, on_mismatch: OnMismatch) -> Path | None:
         try:
@@ -194,10 +188,12 @@ class CompileStore:
         )
         raise ArtifactAccessError(msg)
 
-    def _explain_miss(self, facts: CompileFacts, on_mismatch: OnMismatch) -> None:
-        near = self.nearest(facts)
+    def _explain_miss(self, facts: CompileFacts, on_mismatch: OnMismatch, role: Role) -> None:
+        near = self.nearest(facts, role)
         if near is None:
-            logger.info("compile_miss key=%s reason='first of its artifact'", facts.key)
+            logger.info(
+                "compile_miss key=%s role=%s reason='first of its artifact'", facts.key, role
+            )
             return
         where, other = near
         if on_mismatch == "error":
@@ -215,12 +211,13 @@ class CompileStore:
         facts: CompileFacts,
         effective_options: Mapping[str, object],
         packages: Mapping[str, str],
+        role: Role,
     ) -> Path:
         place = root / facts.key
         with storing(f"the compile {facts.key}", root):
             remove_partial_files(folder)
             made = Manifest.of(
-                folder, facts, effective_options=effective_options, packages=packages
+                folder, facts, effective_options=effective_options, packages=packages, role=role
             )
             sync_tree(folder)
             manifests.write(folder, made)
@@ -287,10 +284,10 @@ class CompileStore:
         self._mark_pushed(manifest.facts, root)
 
 
-def _facts_in(folder: Path) -> CompileFacts | None:
+def _manifest_in(folder: Path) -> Manifest | None:
     """Of a folder that only serves to explain: a damaged one explains nothing."""
     try:
-        return manifests.read(folder).facts
+        return manifests.read(folder)
     except ArtifactError:
         return None
 

@@ -1,4 +1,4 @@
-"""Writable copies of folders that cannot be written, or must not be."""
+"""Writable copies of folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def copy_once(source: Path, root: Path) -> Path:
     """A copy of the folder `source` below `root`, to be written to; the same one for every process, until it changes.
 
-    For a library that writes into what it loads, and for a compiler's cache on a read-only disk. The copy is named
+    For a compiler's cache on a read-only disk. The copy is named
     after the source's path and the names and sizes of its files. It appears whole; what was written into it stays.
 
     Raises:

@@ -39,16 +39,16 @@ def sha256_of_each(paths: Iterable[Path]) -> list[str]:
         return list(pool.map(sha256_of, paths))
 
 
-def artifact_digest(folder: Path, *, full: bool = False) -> str:
-    """What names the model in a folder: `sampled:<hex>`, or `full:<hex>` of every byte of its weights.
+def artifact_digest(folder: Path) -> str:
+    """What names the model in a folder: `sampled:<hex>`.
 
-    Sampled reads a few MiB of any model: config.json and the model's own code whole; of each weight file its name
+    It reads a few MiB of any model: config.json and the model's own code whole; of each weight file its name
     and size, a safetensors file's tensors (name, dtype, shape, place) and 4 KiB from the middle of each, of any other
     file 64 such samples. Names and times of other files do not count, nor does where the folder lies.
 
-    Equal sampled digests prove: the same configuration, and tensors of the same names, types and shapes; so a graph
+    Equal digests prove: the same configuration, and tensors of the same names, types and shapes; so a graph
     without weights fits. They make it all but certain that no tensor was trained further, which changes values
-    everywhere in it. They do not prove that single rows (an added token's embedding) are the same; `full` does.
+    everywhere in it. They do not prove that single rows (an added token's embedding) are the same.
 
     Raises:
         ArtifactAccessError: a file cannot be read.
@@ -58,9 +58,8 @@ def artifact_digest(folder: Path, *, full: bool = False) -> str:
     for path in _sorted(folder, _SMALL_FILES):
         _feed(digest, _name(folder, path), sha256_of_readable(path))
     for path in _weights(folder):
-        described = sha256_of_readable(path) if full else _sample(path)
-        _feed(digest, _name(folder, path), described)
-    return f"{'full' if full else 'sampled'}:{digest.hexdigest()}"
+        _feed(digest, _name(folder, path), _sample(path))
+    return f"sampled:{digest.hexdigest()}"
 
 
 def sha256_of_readable(path: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,9 @@ from djl_python_neuronx.artifacts.store.publish import storing, whole_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 FILE_NAME = MANIFEST
+
+Role: TypeAlias = Literal["model", "draft"]
+"""What a model was compiled as: to be served, or to draft for another one."""
 
 
 def _inside(name: str) -> str:
@@ -64,6 +67,8 @@ class Manifest(BaseModel):
     """Of the file's own form."""
     layout: str | None = None
     """Of the folder: the name of a format of `formats`; None: for a backend alone, not to be served from."""
+    role: Role = "model"
+    """What the first who asked for it needed it as. Older manifests do not tell; most are of models that are served."""
     facts: CompileFacts
     effective_options: Options
     """All options in force when it was made, those too that no graph depends on."""
@@ -91,6 +96,7 @@ class Manifest(BaseModel):
         effective_options: Mapping[str, object],
         packages: Mapping[str, str],
         layout: str | None = None,
+        role: Role = "model",
     ) -> Manifest:
         """The manifest for all files that are in a folder now; reads each to its end.
 
@@ -102,6 +108,7 @@ class Manifest(BaseModel):
         hashes = sha256_of_each(folder / name for name in names)
         return cls(
             layout=layout,
+            role=role,
             facts=facts,
             effective_options=dict(effective_options),
             packages=dict(packages),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
-from djl_python_neuronx.artifacts.store.manifest import Manifest
+from djl_python_neuronx.artifacts.store.manifest import Manifest, Role
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class S3Transport:
 
 
 class Mirror:
-    """Finished compiles below `uri`, as `<uri>/<key>`, and the manifest of each artifact's latest one."""
+    """Finished compiles below `uri`, as `<uri>/<key>`, and the manifest of each artifact's latest one in each role."""
 
     def __init__(self, uri: str, transport: Transport) -> None:
         self._uri = uri.rstrip("/")
@@ -103,10 +103,11 @@ class Mirror:
         Raises:
             ArtifactError: it cannot be stored.
         """
+        latest = self._latest(manifest.facts.artifact_digest, manifest.role)
         self._transport.upload(folder, self.place(manifest.facts))
         with tempfile.TemporaryDirectory() as alone:
             shutil.copyfile(folder / manifests.FILE_NAME, Path(alone, manifests.FILE_NAME))
-            self._transport.upload(Path(alone), self._latest(manifest.facts.artifact_digest))
+            self._transport.upload(Path(alone), latest)
 
     def probe(self) -> None:
         """Write a small file: whether a push can succeed is known before the compile, not an hour later.
@@ -119,17 +120,18 @@ class Mirror:
             Path(alone, manifests.FILE_NAME).write_text("{}", encoding="utf-8")
             self._transport.upload(Path(alone), f"{self._uri}/write-test")
 
-    def latest(self, artifact_digest: str) -> tuple[str, CompileFacts] | None:
-        """Place and facts of the artifact's compile that was pushed last; None if there is none.
+    def latest(self, artifact_digest: str, role: Role) -> tuple[str, CompileFacts] | None:
+        """Place and facts of the artifact's compile for this role that was pushed last; None if there is none.
 
         Raises:
             ArtifactError: its manifest is damaged, or cannot be read.
         """
-        found = self._read(self._latest(artifact_digest))
+        found = self._read(self._latest(artifact_digest, role))
         return None if found is None else (self.place(found.facts), found.facts)
 
-    def _latest(self, artifact_digest: str) -> str:
-        return f"{self._uri}/latest/{artifact_digest.replace(':', '-')}"
+    def _latest(self, artifact_digest: str, role: Role) -> str:
+        prefix = "" if role == "model" else f"{role}-"
+        return f"{self._uri}/latest/{prefix}{artifact_digest.replace(':', '-')}"
 
     def _read(self, uri: str) -> Manifest | None:
         try:
