@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python_neuronx.config.advice import Fit, smallest_fit
 from djl_python_neuronx.config.division import Heads, keeps, padded_heads, takes
 from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.config.memory import (
     HEADROOM_BYTES,
     CoreMemory,
-    Fit,
     Load,
     needed,
     per_core,
-    smallest_fit,
     total,
 )
 from djl_python_neuronx.config.model import ModelFacts
