@@ -19,7 +19,7 @@ from djl_python_neuronx.artifacts.remote.progress import Progress
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress
-from djl_python_neuronx.config import device, nodes, sources
+from djl_python_neuronx.config import device, sources
 from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
@@ -97,7 +97,7 @@ def prepare(
     examined = examine(properties, model_dir, environ, overrides)
     _log_settings(examined[0])
     machine = device.detect(environ=environ) if machine is None else machine
-    machine = replace(machine, local_degree=nodes.local_degree(environ))
+    machine = device.for_process(machine, environ)
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
     return _prepare(examined, environ, machine, progress)
