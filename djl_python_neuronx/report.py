@@ -173,8 +173,8 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
         yield "memory    unknown: config.json does not tell the model's size"
     else:
         whose = "of this machine" if plan.loader == "cpu" else "per core"
-        if any(_degrees(report)):
-            whose = f"on each of the {min(_degrees(report))} cores that hold both models"
+        if degrees := _degrees(report):
+            whose = f"on each of the {min(degrees)} cores that hold both models"
         yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
 
 
