@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,19 +12,15 @@ from typing import Any
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
-from djl_python_neuronx.artifacts.layouts.weights import Weights
 from djl_python_neuronx.artifacts.remote.progress import Progress
 from djl_python_neuronx.artifacts.store.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.compile_process import CompileProgress
-from djl_python_neuronx.config import device, nodes, sources
-from djl_python_neuronx.config.arguments import LibraryArguments
-from djl_python_neuronx.config.defaults import make_buckets
+from djl_python_neuronx.config import device, sources
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
-from djl_python_neuronx.config.intent import drafting, speculating
+from djl_python_neuronx.config.intent import drafting
 from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
@@ -33,12 +28,12 @@ from djl_python_neuronx.config.plan import ServingPlan, make_plan
 from djl_python_neuronx.config.resolve import Resolved, assess, examine
 from djl_python_neuronx.config.values import shown
 from djl_python_neuronx.errors import (
-    ArtifactNotFoundError,
     BackendError,
     ConfigError,
     ServingError,
 )
 from djl_python_neuronx.fitting import check_fit, proved, with_recorded
+from djl_python_neuronx.load_plan import load_plan
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +96,7 @@ def prepare(
     examined = examine(properties, model_dir, environ, overrides)
     _log_settings(examined[0])
     machine = device.detect(environ=environ) if machine is None else machine
-    machine = replace(machine, local_degree=nodes.local_degree(environ))
+    machine = device.for_process(machine, environ)
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
     return _prepare(examined, environ, machine, progress)
@@ -149,9 +144,7 @@ def _prepare(
     options = resolved.options
     fits = check_fit(artifact, options, loader, machine)
     tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
-    plan = _plan(
-        options, artifact, _eos_ids(artifact, tokenizer), planned.arguments, loader, fits=fits
-    )
+    plan = load_plan(options, artifact, tokenizer, planned.arguments, loader, fits=fits)
     prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
     if draft_dir is None or not drafting(options):
         return prepared
@@ -256,73 +249,6 @@ def _fetched(
         progress=progress,
         origin=f"option.{option}, {resolved.origins.get(option, 'default')}",
     )
-
-
-def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
-    """The model's own, else the tokenizer's; without any, only lengths and stop strings end a text."""
-    if artifact.eos_ids:
-        return artifact.eos_ids
-    vocab_size = artifact.config.get("vocab_size")
-    beyond = tokenizer.eos_id is not None and tokenizer.eos_id >= (vocab_size or sys.maxsize)
-    if tokenizer.eos_id is None or beyond:
-        logger.warning(
-            "no_eos path=%s reason='no id of the vocabulary in configuration or tokenizer'",
-            artifact.path,
-        )
-        return frozenset()
-    return frozenset({tokenizer.eos_id})
-
-
-def _plan(
-    options: ServingOptions,
-    artifact: Artifact,
-    eos_ids: frozenset[int],
-    arguments: LibraryArguments | None,
-    loader: str,
-    *,
-    fits: bool,
-) -> LoadPlan:
-    """The backend's orders: `complete` has filled in every value that they need."""
-    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    if max_model_len is None or num_slots is None:
-        msg = "n_positions and max_rolling_batch_size must be filled in first"
-        raise ConfigError(msg)
-    # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
-    prefill_buckets = options.context_length_estimate or (max_model_len,)
-    kinds = backends.weight_kinds(loader)
-    # Cut weights are cut for the graphs that they came with.
-    recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
-    weights = artifact.weights_for(loader, kinds & WHOLE if recompiles else kinds)
-    degree = options.tensor_parallel_degree
-    return LoadPlan(
-        model_dir=_folder_to_load(artifact, weights),
-        kind=weights.kind,
-        num_slots=num_slots,
-        max_model_len=max_model_len,
-        prefill_buckets=prefill_buckets,
-        token_buckets=options.token_buckets or make_buckets(max_model_len),
-        dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
-        tensor_parallel_degree=degree if isinstance(degree, int) and loader != "cpu" else 1,
-        trust_remote_code=options.trust_remote_code,
-        revision=options.revision,
-        num_threads=options.cpu_threads,
-        eos_ids=eos_ids,
-        num_drafts=options.speculative_length if speculating(options) else 0,
-        mixed_steps=bool(options.enable_chunked_prefill),
-        default_top_k=options.on_device_default_top_k,
-        arguments=arguments or LibraryArguments(),
-    )
-
-
-def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
-    """The folder of the weights, which has a configuration of its own where it is not the model's."""
-    if weights.folder != artifact.path and not (weights.folder / fetch.CONFIG).is_file():
-        msg = (
-            f"the weights of {artifact.path} lie in {weights.folder}, without the {fetch.CONFIG} that the libraries "
-            "look for beside them. Copy or compile the model again"
-        )
-        raise ArtifactNotFoundError(msg)
-    return weights.folder
 
 
 def _log_settings(resolved: Resolved, told: Resolved | None = None) -> None:

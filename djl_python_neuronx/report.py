@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from djl_python_neuronx.config.intent import drafting, speculating
 from djl_python_neuronx.config.plan import COMPILE_BASIS, ServingPlan
 from djl_python_neuronx.config.values import jsonable, shown
 
 if TYPE_CHECKING:
     from djl_python_neuronx.check import Report
+    from djl_python_neuronx.config.arguments import LibraryArguments
     from djl_python_neuronx.config.memory import CoreMemory
+    from djl_python_neuronx.config.options import ServingOptions
 
 _GIB = 2**30
 _BAR_WIDTH = 60
@@ -25,6 +28,7 @@ PARTS = (
     ("headroom", "headroom", "░", "-", "yellow"),
 )
 """What a core's memory goes to, in the order of the bar."""
+_CACHE_ENGINE = ("block_size", "num_blocks")
 _LEVELS: tuple[tuple[str, str, str], ...] = (
     # heading, attribute of the report, style; the worst last, where a terminal shows it
     ("Notes", "notes", ""),
@@ -77,7 +81,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "config": model.where,
             "facts": {} if facts is None else jsonable(facts),
         },
-        "plan": None if plan is None else _plan_json(plan),
+        "plan": None if plan is None else _plan_json(plan, report),
     }
 
 
@@ -96,17 +100,33 @@ def blocks(
             ignored = tuple(sorted(report.resolved.ignored.items()))
             yield Table("Not for this handler", ("name", "why"), ignored)
     yield Lines("Plan", tuple(_plan_lines(report, ascii_only=ascii_only)))
-    if report.plan is not None and report.plan.arguments is not None:
-        yield Table(
-            f"Handed to the {report.plan.loader} library",
-            ("where", "name", "value"),
-            tuple(_argument_rows(report.plan)),
-        )
+    yield from _handed_over(report)
     for title, attribute, style in _LEVELS:
         messages: tuple[str, ...] = getattr(report, attribute)
         if messages:
             yield Lines(title, tuple(f"- {message}" for message in messages), style)
     yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
+
+
+def calls(report: Report) -> dict[str, dict[str, object]]:
+    """Methods of the library that are called beside its constructors, with their keywords.
+
+    Source: transformers-neuronx 0.13, base.py and config.py; backends/tnx.py and tnx_model.py call them.
+    """
+    plan, options = report.plan, _options(report)
+    found: dict[str, dict[str, object]] = {}
+    if plan is None or plan.arguments is None or plan.loader != "tnx" or options is None:
+        return found
+    batching = plan.arguments.neuron_config.get("continuous_batching")
+    if isinstance(batching, Mapping) and "block_size" in batching:
+        found["init_cache_engine"] = {name: batching[name] for name in _CACHE_ENGINE}
+    if speculating(options):
+        found["enable_speculative_decoder"] = {
+            # The last of a step's tokens is the model's own.
+            "speculation_length": options.speculative_length + 1,
+            "batch_sizes": [options.max_rolling_batch_size],
+        }
+    return found
 
 
 def gib(size_bytes: int) -> str:
@@ -141,6 +161,8 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
         return
     yield f"backend   {plan.loader}, from the format {plan.format}"
     yield f"machine   {_machine(plan, report)}"
+    if (options := _options(report)) is not None and speculating(options):
+        yield f"drafts    {options.speculative_length} tokens at a time, {_drafts_from(options)}"
     if plan.graphs:
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
         yield f"compiles  {graphs}, tokens x rows: {_graphs(plan)}"
@@ -150,7 +172,32 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     if plan.memory is None:
         yield "memory    unknown: config.json does not tell the model's size"
     else:
-        yield from _memory_lines(plan.memory, plan.loader, ascii_only=ascii_only)
+        whose = "of this machine" if plan.loader == "cpu" else "per core"
+        if degrees := _degrees(report):
+            whose = f"on each of the {min(degrees)} cores that hold both models"
+        yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
+
+
+def _options(report: Report) -> ServingOptions | None:
+    return report.resolved.options if report.resolved else None
+
+
+def _degrees(report: Report) -> tuple[int, ...]:
+    """Cores of the model and of its draft model; empty where they are the same ones."""
+    options = _options(report)
+    if options is None or not drafting(options) or report.plan is None:
+        return ()
+    degree, of_draft = options.tensor_parallel_degree, options.draft_model_tp_size
+    if report.plan.loader == "cpu" or not isinstance(degree, int) or of_draft in {None, degree}:
+        return ()
+    return degree, of_draft or degree
+
+
+def _drafts_from(options: ServingOptions) -> str:
+    if drafting(options):
+        return f"from the draft model {options.speculative_draft_model}"
+    longest = options.ngram_prompt_lookup_max
+    return f"looked up in prompt and text by the newest {longest} or fewer"
 
 
 def _count(number: int | None) -> str:
@@ -177,10 +224,16 @@ def _machine(plan: ServingPlan, report: Report) -> str:
         if device.core_memory_bytes
         else " of unknown memory"
     )
-    degree = report.resolved.options.tensor_parallel_degree if report.resolved else None
+    options = _options(report)
+    degree = None if options is None else options.tensor_parallel_degree
     machines = device.machines(degree) if isinstance(degree, int) else 1
     name = f"{machines} x {name}" if machines > 1 else name
-    return f"{name}: {degree} of {machines * device.visible_cores} NeuronCores{capacity}"
+    both = _degrees(report)
+    shared = f"; the model takes {both[0]}, the draft model {both[1]}" if both else ""
+    limit = f" ({device.limited_by})" if device.limited_by else ""
+    there = machines * device.visible_cores
+    taken = max(both) if both else degree
+    return f"{name}: {taken} of {there} NeuronCores{limit}{capacity}{shared}"
 
 
 def _graphs(plan: ServingPlan) -> str:
@@ -193,8 +246,7 @@ def _graphs(plan: ServingPlan) -> str:
     )
 
 
-def _memory_lines(memory: CoreMemory, loader: str, *, ascii_only: bool) -> Iterator[str]:
-    whose = "of this machine" if loader == "cpu" else "per core"
+def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterator[str]:
     capacity = f", of {gib(memory.capacity)} GiB" if memory.capacity else ", capacity unknown"
     yield f"memory    {whose}: {gib(memory.needed)} GiB{capacity}"
     yield f"          {bar(memory, ascii_only=ascii_only)}"
@@ -203,7 +255,9 @@ def _memory_lines(memory: CoreMemory, loader: str, *, ascii_only: bool) -> Itera
         for attribute, words, mark, plain, _ in PARTS
     ]
     yield f"          {'  '.join(parts)} GiB"
-    if memory.capacity:
+    if not memory.possible:
+        yield "          does not fit: there are fewer cores than it takes"
+    elif memory.capacity:
         fit = (
             "it fits"
             if memory.fits
@@ -226,13 +280,25 @@ def _verdict(report: Report) -> str:
     return verdict + (f": {', '.join(counts)}" if counts else "")
 
 
-def _argument_rows(plan: ServingPlan) -> Iterator[tuple[str, str, str]]:
-    arguments = plan.arguments
-    if arguments is None:
-        return
+def _handed_over(report: Report) -> Iterator[Table]:
+    """What the library is given, for the model and for its draft model."""
+    for plan, whose, called in (
+        (report.plan, "", calls(report)),
+        (report.draft_plan, ", for the draft model", {}),
+    ):
+        if plan is not None and plan.arguments is not None:
+            title = f"Handed to the {plan.loader} library{whose}"
+            rows = tuple(_argument_rows(plan.arguments, called))
+            yield Table(title, ("where", "name", "value"), rows)
+
+
+def _argument_rows(
+    arguments: LibraryArguments, called: Mapping[str, Mapping[str, object]]
+) -> Iterator[tuple[str, str, str]]:
     groups: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("constructor", arguments.constructor),
         ("NeuronConfig", arguments.neuron_config),
+        *((f"{method}()", keywords) for method, keywords in called.items()),
         ("environment", arguments.environment),
     )
     for where, values in groups:
@@ -241,8 +307,8 @@ def _argument_rows(plan: ServingPlan) -> Iterator[tuple[str, str, str]]:
         yield "compiler", flag, ""
 
 
-def _plan_json(plan: ServingPlan) -> dict[str, Any]:
-    memory = plan.memory
+def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
+    memory, draft = plan.memory, report.draft_plan
     return {
         "loader": plan.loader,
         "format": plan.format,
@@ -258,4 +324,6 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
         },
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
+        "calls": jsonable(calls(report)),
+        "draft_arguments": None if draft is None else jsonable(draft.arguments),
     }

@@ -10,7 +10,7 @@ import pytest
 from djl_python_neuronx import backends, errors
 from djl_python_neuronx.config import document
 from djl_python_neuronx.config.options import ServingOptions, allowed_values
-from djl_python_neuronx.config.resolve import resolve
+from tests.config.settings import resolve
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "djl_python_neuronx"

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx import check as check_module
-from djl_python_neuronx import cli
+from djl_python_neuronx import cli, outline
 from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.check import check
 from djl_python_neuronx.config import instances
@@ -178,8 +178,8 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):
 
 
 def test_a_tokenizer_is_what_is_loaded_as_one():
-    assert check_module.VOCABULARIES == tokenizer._VOCABULARIES
-    assert check_module.VOCABULARY_SUFFIXES == tokenizer._SUFFIXES
+    assert outline.VOCABULARIES == tokenizer._VOCABULARIES
+    assert outline.VOCABULARY_SUFFIXES == tokenizer._SUFFIXES
 
 
 def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):
@@ -700,3 +700,152 @@ def test_a_draft_model_is_judged_as_it_would_be_loaded(environ, tmp_path):
     assert any("no weights" in error for error in errors)
     assert any("64 positions" in error and "draft" in error for error in errors)
     assert not any("command line" in error for error in errors if error.startswith("the draft"))
+
+
+LLAMA = {"model_loader": "tnx", "n_positions": "2048", "max_rolling_batch_size": "2"}
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Llama 3 8B, and TinyLlama with its vocabulary as a draft model, without weights."""
+    target, draft = tmp_path / "model", tmp_path / "draft"
+    for path, name in ((target, "llama-3-8b"), (draft, "tinyllama-1.1b")):
+        path.mkdir()
+        config = json.loads((MODELS / f"{name}.json").read_text())
+        folder(path, config={**config, "vocab_size": 128256})
+    return str(target), {**LLAMA, "speculative_draft_model": str(draft)}
+
+
+class TestDraftModel:
+    def test_what_the_library_is_given_for_it(self, both):
+        target, named = both
+        degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "2"}
+        report = run(target, machine="inf2.48xlarge", **named, **degrees, speculative_length="4")
+        assert report.errors == ()
+        plan = as_json(report)["plan"]
+        assert plan["arguments"]["constructor"]["tp_degree"] == 8
+        assert plan["draft_arguments"]["constructor"]["tp_degree"] == 2
+        assert plan["draft_arguments"]["constructor"]["n_positions"][-1] == 2048
+        assert plan["calls"] == {
+            "enable_speculative_decoder": {"speculation_length": 5, "batch_sizes": [2]}
+        }
+        told = printed(report)
+        assert "drafts    4 tokens at a time, from the draft model" in told
+        model, draft = told.split("Handed to the tnx library")[1:]
+        assert "enable_speculative_decoder()" in model
+        assert ", for the draft model" in draft
+        assert "tp_degree" in draft
+        assert "enable_speculative_decoder" not in draft
+
+    def test_without_one_nothing_is_given_for_it(self, both):
+        report = run(both[0], machine="inf2.48xlarge", **LLAMA)
+        plan = as_json(report)["plan"]
+        assert (plan["calls"], plan["draft_arguments"]) == ({}, None)
+        told = printed(report)
+        assert "drafts  " not in told
+        assert "draft model" not in told
+
+    def test_the_last_cores_hold_it_alone(self, both):
+        """Two cores hold both: a half of Llama 3 8B and an eighth of the draft model each.
+
+        Of Llama, tnx leaves the embedding on the host: 8,030,261,248 - 128256 x 4096 numbers. The draft has 22 layers
+        (2 x 2048 x 2048 for queries and output, 2 x 2048 x 256 for keys and values, 3 x 2048 x 5632, two norms), a
+        norm, and a head of 128256 x 2048. Its 4 KV heads of 64 are copied to 8 cores: 4 heads of 2 x 2048 x 64 numbers
+        in each layer, and the cache of as many.
+        """
+        target, named = both
+        degrees = {"tensor_parallel_degree": "2", "draft_model_tp_size": "8"}
+        report = run(target, machine="inf2.48xlarge", **named, **degrees)
+        assert report.errors == ()
+        memory = report.plan.memory
+        layer = 2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048
+        draft = 22 * layer + 2048 + 128256 * 2048
+        assert memory.weights == (8_030_261_248 - 128256 * 4096) * 2 // 2 + draft * 2 // 8
+        tokens = 2 * 2048
+        draft_cache = 2 * 22 * 4 * 64 * tokens * 2
+        assert memory.kv_cache == 2 * 32 * 8 * 128 * tokens * 2 // 2 + draft_cache // 8
+        assert memory.padding == (22 * 4 * 2 * 2048 * 64 * 2 + draft_cache) // 8
+        told = printed(report)
+        assert "8 of 24 NeuronCores of 16.00 GiB; the model takes 2, the draft model 8" in told
+        assert "on each of the 2 cores that hold both models" in told
+
+    def test_cores_that_are_not_there_are_not_called_memory(self, both):
+        target, named = both
+        degrees = {"tensor_parallel_degree": "2", "draft_model_tp_size": "8"}
+        report = run(target, machine="inf2.xlarge", **named, **degrees)
+        assert report.plan.memory.needed < report.plan.memory.capacity
+        told = printed(report)
+        assert "does not fit: there are fewer cores than it takes" in told
+        assert "does not fit: needs" not in told
+
+    def test_the_machine_that_is_assumed_has_the_cores_for_it(self, both, laptop):
+        target, named = both
+        degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "32"}
+        report = run(target, **named, **degrees)
+        assert report.errors == ()
+        assert report.plan.device.instance_type == "trn1.32xlarge"
+
+
+def test_drafts_that_are_looked_up_and_prompts_in_chunks(both):
+    report = run(both[0], machine="inf2.48xlarge", **LLAMA, ngram_prompt_lookup_max="3")
+    assert report.errors == ()
+    told = printed(report)
+    assert "drafts    5 tokens at a time, looked up in prompt and text by the newest 3" in told
+    assert "enable_speculative_decoder()" in told
+    report = run(both[0], machine="inf2.48xlarge", **LLAMA, enable_chunked_prefill="true")
+    assert report.errors == ()
+    # Two slots of 2048 tokens in blocks of 128, and the block for padding.
+    expected = {"init_cache_engine": {"block_size": 128, "num_blocks": 33}}
+    assert as_json(report)["plan"]["calls"] == expected
+    assert "init_cache_engine()" in printed(report)
+
+
+LISTED = {"NEURON_RT_VISIBLE_CORES": "8-15"}
+
+
+class TestLimit:
+    """Cores that variables leave to the process that is going to serve."""
+
+    @pytest.mark.parametrize("machine", ["inf2.48xlarge", None], ids=["instance", "no-device"])
+    def test_it_counts_for_every_machine(self, both, laptop, machine):
+        report = run(both[0], LISTED, machine, **LLAMA, tensor_parallel_degree="max")
+        assert report.errors == ()
+        assert report.resolved.options.tensor_parallel_degree == 8
+        device = as_json(report)["plan"]["device"]
+        assert (device["neuron_cores"], device["visible_cores"]) == (24, 8)
+        assert device["limited_by"] == "NEURON_RT_VISIBLE_CORES=8-15"
+        (note,) = (note for note in report.notes if "NEURON_RT" in note)
+        assert "NEURON_RT_VISIBLE_CORES=8-15 (environment) leaves 8 of the 24" in note
+        assert "8 of 8 NeuronCores (NEURON_RT_VISIBLE_CORES=8-15)" in printed(report)
+
+    def test_more_cores_than_it_leaves_are_refused_by_its_name(self, both):
+        report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
+        (error,) = report.errors
+        assert "24 NeuronCores are asked for and 8 can be used" in error
+        assert "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process" in error
+
+    def test_option_env_sets_it_and_is_named(self, both):
+        target = both[0]
+        text = "option.env=NEURON_RT_NUM_CORES=4,HF_TOKEN=secret\n"
+        (Path(target) / "serving.properties").write_text(text)
+        report = run(target, {"NEURON_RT_NUM_CORES": "8"}, "inf2.48xlarge", **LLAMA)
+        assert report.plan.device.visible_cores == 4
+        (note,) = (note for note in report.notes if "NEURON_RT" in note)
+        assert "NEURON_RT_NUM_CORES=4 (option.env, " in note
+        assert "serving.properties line 1" in note
+        assert "secret" not in repr(report.resolved)
+
+    @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
+    def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):
+        report = run(both[0], {name: "7-"}, "inf2.48xlarge", **LLAMA)
+        assert report.plan.device.visible_cores == 24
+        assert any(f"{name}=7- is not understood" in warning for warning in report.warnings)
+
+    def test_all_cores_are_no_limit(self, both):
+        report = run(both[0], {"NEURON_RT_NUM_CORES": "0"}, "inf2.48xlarge", **LLAMA)
+        assert report.plan.device.visible_cores == 24
+        assert not any("NEURON_RT" in told.message for told in report.findings)
+
+    def test_a_cpu_has_none(self, laptop):
+        report = run(TINY, LISTED, model_loader="cpu")
+        assert not any("NEURON_RT" in told.message for told in report.findings)

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from djl_python_neuronx import cli, fitting, handler
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.compiling import compile_model
-from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,

@@ -136,6 +136,14 @@ def test_a_machine_of_another_kind_names_itself(machine, options):
     assert caught.value.differences["target"] == ("inf2", "trn2")
 
 
+def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, options):
+    environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "4-7", "NEURON_RT_NUM_CORES": ""}
+    for named in (None, instances.named("inf2.48xlarge")):
+        prepared = prepare(None, TINY, environ=environ, overrides=options, machine=named)
+        assert prepared.machine.limited_by == "NEURON_RT_VISIBLE_CORES=4-7"
+    assert prepared.machine.visible_cores == 4
+
+
 def test_what_the_compiler_says_arrives(machine, options):
     machine.set(TOYC_FAIL="the compiler found no tiling; see its log")
     with pytest.raises(CompileError, match="no tiling"):

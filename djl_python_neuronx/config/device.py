@@ -7,16 +7,20 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from djl_python_neuronx.config import nodes
 from djl_python_neuronx.config.instances import FAMILIES, DeviceInfo, Family, Instance, known
 
-__all__ = ["CoreLimit", "DeviceInfo", "core_limit", "detect"]
+__all__ = ["CoreLimit", "DeviceInfo", "core_limit", "detect", "for_process"]
 
+_VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 _TIMEOUT_S = 20.0
+_SHOWN = 60
+"""Characters of a value that is not understood."""
 _MOST_CORES = 4096
 """More than any machine has; a longer list of cores is a typing error, not a wish."""
 
@@ -31,6 +35,15 @@ class CoreLimit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the value, in words; None: it is understood."""
+        if self.num_cores is not None or (self.name == _NUM_CORES and not self.value.strip("0")):
+            return None
+        expected = "a number" if self.name == _NUM_CORES else "cores such as 0-7 or 0,1,4-5"
+        value = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}…"
+        return f"{self.name}={value} is not understood and left aside; expected {expected}"
 
 
 @dataclass(frozen=True)
@@ -53,30 +66,39 @@ def detect(
     Never raises. `root` and `search_path` (None: `$PATH`) tell where to look; of `environ` the variables that limit
     the cores of this process count: that of `core_limit`, and `NEURON_LOGICAL_NC_CONFIG`.
     """
-    nodes = [
+    paths = [
         path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
     ]
     listing = _neuron_ls(search_path)
-    devices = max(len(nodes), len(listing.devices))
+    devices = max(len(paths), len(listing.devices))
     told = _product_name(root) or listing.instance_type
     instance = known(told)
     cores, memory = _total(listing.devices, "nc_count"), _total(listing.devices, "memory_size")
     assumed = None
     if devices and instance:
         cores, memory, assumed = _corrected(cores, memory, devices, instance, environ)
-    visible, limit = _visible(environ, cores)
-    return DeviceInfo(
+    limit = core_limit(environ)
+    found = DeviceInfo(
         instance_type=instance.name if instance else told,
         neuron_devices=devices,
         neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
         cpus=_cpus(),
-        seen=f"{len(nodes)} devices under {root / 'dev'}, {listing.told}{limit}",
+        seen=f"{len(paths)} devices under {root / 'dev'}, {listing.told}{_told(limit)}",
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
-        visible_cores=visible,
         assumed=assumed,
     )
+    return _limited(found, limit)
+
+
+def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
+    """The machine as a process with these variables has it: fewer cores (`core_limit`), or as one of several (`nodes`).
+
+    The variables count for a machine that was only named too, on which such a process is going to run.
+    """
+    limited = _limited(machine, core_limit(environ))
+    return replace(limited, local_degree=nodes.local_degree(environ))
 
 
 def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
@@ -84,14 +106,14 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
 
     Source: AWS Neuron documentation, "Neuron Runtime configuration".
     """
-    listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    listed = environ.get(_VISIBLE_CORES, "").strip()
     if listed:
-        return CoreLimit("NEURON_RT_VISIBLE_CORES", listed, _count_of_list(listed) or None)
-    count = environ.get("NEURON_RT_NUM_CORES", "").strip()
+        return CoreLimit(_VISIBLE_CORES, listed, _count_of_list(listed) or None)
+    count = environ.get(_NUM_CORES, "").strip()
     if not count:
         return None
     understood = count.isdecimal() and len(count) < 6
-    return CoreLimit("NEURON_RT_NUM_CORES", count, (understood and int(count)) or None)
+    return CoreLimit(_NUM_CORES, count, (understood and int(count)) or None)
 
 
 def _corrected(
@@ -124,15 +146,22 @@ def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
     return family.cores_per_device * (2 if alone and family.name == "trn2" else 1)
 
 
-def _visible(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
-    """Cores that this process may use, and the words about a limit that was set."""
-    limit = core_limit(environ)
+def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
+    """The machine with no more cores than the limit allows; one that is not understood is left aside."""
+    if limit is None or limit.num_cores is None:
+        return machine
+    cores = machine.neuron_cores
+    visible = min(limit.num_cores, cores) if cores else limit.num_cores
+    return replace(machine, visible_cores=visible, limited_by=str(limit))
+
+
+def _told(limit: CoreLimit | None) -> str:
+    """The words about a limit that was set."""
     if limit is None:
-        return cores, ""
+        return ""
     if limit.num_cores is None:
-        return cores, f", {limit.name} is not understood and left aside"
-    count = limit.num_cores
-    return min(count, cores) if cores else count, f", {limit.name} allows {count} cores"
+        return f", {limit.problem}" if limit.problem else f", {limit} allows all cores"
+    return f", {limit} allows {limit.num_cores} cores"
 
 
 def _count_of_list(text: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,3 +64,9 @@ def excluding(name: str, other: str, problem: str) -> Rule:
     return Rule(
         (name, other), lambda options: asked(options, name) and asked(options, other), problem
     )
+
+
+def listed(values: Sequence[int] | Sequence[str], last: str = "and") -> str:
+    """The values as a sentence lists them: ``1, 2 and 4``."""
+    words = [str(value) for value in values]
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

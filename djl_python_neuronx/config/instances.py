@@ -34,6 +34,8 @@ class DeviceInfo:
     """Of each logical core; 0: unknown."""
     visible_cores: int = _AS_MANY_AS_THERE_ARE
     """Logical cores that this process may use; all of `neuron_cores` unless told otherwise."""
+    limited_by: str | None = None
+    """The variable, with its value, that limits `visible_cores`; None: none does."""
     assumed: str | None = None
     """What was assumed because it could not be seen, as a sentence; None: nothing."""
     local_degree: int | None = None

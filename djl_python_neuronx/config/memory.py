@@ -7,11 +7,10 @@ biases, which every core holds whole, scales of quantised weights, and feed-forw
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.division import keeps, padded_heads, round_up, takes
-from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, legal_degrees, named
+from djl_python_neuronx.config.instances import GIB
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 
@@ -26,7 +25,7 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 @dataclass(frozen=True)
 class CoreMemory:
-    """Bytes on one core."""
+    """Bytes on one core; where a draft model lies on other cores than the model, on those that hold both."""
 
     weights: int
     """An even share of the weights that are on the device."""
@@ -56,18 +55,6 @@ class CoreMemory:
         return self.fits and (
             self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
         )
-
-
-class Fit(NamedTuple):
-    """Where something fits; as text, what to set or to take."""
-
-    degree: int
-    instance_type: str | None
-    """None: this machine."""
-
-    def __str__(self) -> str:
-        setting = f"tensor_parallel_degree={self.degree}"
-        return f"{setting} on {self.instance_type}" if self.instance_type else setting
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,7 @@ class Load:
     draft: ModelFacts | None = None
     """The draft model, in `dtype`; one whose size is not known counts nothing."""
     draft_degree: int | None = None
-    """Cores that share the draft model; None: as many as share the model."""
+    """Cores that share the draft model, from the model's first one on; None: as many as share the model."""
 
     @classmethod
     def of(cls, options: ServingOptions, loader: str, draft: ModelFacts | None = None) -> Load:
@@ -198,39 +185,6 @@ def total(facts: ModelFacts, load: Load) -> int:
     """
     whole = needed(facts, load, degree=1, core_memory_bytes=0, loader="cpu")
     return whole.weights + whole.kv_cache
-
-
-def smallest_fit(
-    facts: ModelFacts, load: Load, device: DeviceInfo, loader: str, *, below: int = 0
-) -> Fit | None:
-    """The least that holds it with `SPARE`: more cores of this machine, else the smallest instance type.
-
-    Its own family goes before others. `below`: degrees up to this are known not to fit here. None: nothing holds it.
-    """
-    if facts.num_parameters is None or loader == "cpu":
-        return None
-    worlds = load.stages * load.expert_groups
-    here = _degrees(device, worlds) if device.core_memory_bytes else ()
-    more = tuple(degree for degree in here if degree > below)
-    places: list[tuple[str | None, int, tuple[int, ...]]] = [(None, device.core_memory_bytes, more)]
-    machines = [named(name) for name in INSTANCES]
-    machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))
-    places += [
-        (machine.instance_type, machine.core_memory_bytes, _degrees(machine, worlds))
-        for machine in machines
-    ]
-    for name, capacity, degrees in places:
-        for degree in degrees:
-            if takes(facts, degree, loader) and (
-                needed(facts, load, degree=degree, core_memory_bytes=capacity, loader=loader).roomy
-            ):
-                return Fit(degree, name)
-    return None
-
-
-def _degrees(device: DeviceInfo, worlds: int) -> tuple[int, ...]:
-    """What `placement` accepts as a degree where `worlds` times as many cores are taken."""
-    return legal_degrees(device.family, device.visible_cores // worlds, used=True)
 
 
 def weight_bytes(facts: ModelFacts, load: Load) -> int:

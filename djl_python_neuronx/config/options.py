@@ -107,7 +107,7 @@ class ServingOptions(BatchingOptions):
     """General.
 
     All options, validated one by one; `rules.conflicts` tells what does not go together. None means that the value
-    follows from the model and the machine, `resolve.complete` fills it in, or else that the library's default holds.
+    follows from the model and the machine, `resolve.assess` fills it in, or else that the library's default holds.
     """
 
     model_id: Annotated[

@@ -18,10 +18,10 @@ from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
 from djl_python_neuronx.artifacts.remote.selection import SERVING
 from djl_python_neuronx.artifacts.store import manifest as manifests
 from djl_python_neuronx.artifacts.store.output import properties_file, write_output
-from djl_python_neuronx.config.resolve import resolve
-from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.store_worker import make_facts
+from tests.config.settings import resolve
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny-llama"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from djl_python_neuronx.config.device import detect
+from djl_python_neuronx.config.device import core_limit, detect, for_process
 from djl_python_neuronx.config.instances import INSTANCES, named
 
 GIB = 2**30
@@ -193,3 +193,36 @@ def test_an_odd_neuron_ls_does_no_harm(machine, neuron_ls, script):
 def test_an_empty_root_is_unknown(tmp_path):
     found = detect(tmp_path / "nowhere", search_path="")
     assert (found.instance_type, found.memory_bytes, found.has_neuron) == (None, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible", "limit", "local"),
+    [
+        ({}, 24, None, None),
+        ({"NEURON_RT_VISIBLE_CORES": "0-7"}, 8, "NEURON_RT_VISIBLE_CORES=0-7", None),
+        ({"NEURON_RT_NUM_CORES": "99"}, 24, "NEURON_RT_NUM_CORES=99", None),
+        ({"NEURON_RT_NUM_CORES": "0"}, 24, None, None),
+        ({"NEURON_RT_NUM_CORES": "x", "NEURON_LOCAL_TP": "8"}, 24, None, 8),
+    ],
+)
+def test_a_machine_that_was_only_named_as_a_process_has_it(environ, visible, limit, local):
+    found = for_process(named("inf2.48xlarge"), environ)
+    assert (found.neuron_cores, found.visible_cores) == (24, visible)
+    assert (found.limited_by, found.local_degree) == (limit, local)
+    assert for_process(found, environ) == found
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"NEURON_RT_NUM_CORES": "0"}, False),
+        ({"NEURON_RT_NUM_CORES": "3"}, False),
+        ({"NEURON_RT_NUM_CORES": "-1"}, True),
+        ({"NEURON_RT_VISIBLE_CORES": "0"}, False),
+        ({"NEURON_RT_VISIBLE_CORES": "zero"}, True),
+    ],
+)
+def test_what_is_not_understood_is_said(environ, told):
+    problem = core_limit(environ).problem
+    assert (problem is not None) == told
+    assert not told or "expected" in problem

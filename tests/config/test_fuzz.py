@@ -14,8 +14,9 @@ from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED,
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.plan import make_plan
-from djl_python_neuronx.config.resolve import assess, examine, resolve
+from djl_python_neuronx.config.resolve import assess, examine
 from djl_python_neuronx.errors import ConfigError
+from tests.config.settings import resolve
 
 MODELS = [
     json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "models").glob("*"))

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python_neuronx.config.alternatives import Fit, savings, smallest_fit
 from djl_python_neuronx.config.division import Heads, keeps, padded_heads, takes
 from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.config.memory import (
     HEADROOM_BYTES,
     CoreMemory,
-    Fit,
     Load,
     needed,
     per_core,
-    smallest_fit,
     total,
 )
 from djl_python_neuronx.config.model import ModelFacts
@@ -298,6 +297,22 @@ class TestSmallestFit:
         machine = named("inf2.xlarge")
         assert smallest_fit(facts_of("gpt2"), self.LOAD, machine, "cpu") is None
         assert smallest_fit(ModelFacts(), self.LOAD, machine, "tnx") is None
+
+    def test_a_draft_model_that_needs_more_cores_takes_a_machine_that_has_them(self):
+        facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
+        load = Load(2048, 1, "bfloat16", draft=draft)
+        assert smallest_fit(facts, load, named("inf2.xlarge"), "tnx") == Fit(2, None)
+        wide = replace(load, draft_degree=8)
+        assert smallest_fit(facts, wide, named("inf2.xlarge"), "tnx") == Fit(2, "inf2.24xlarge")
+        wider = replace(load, draft_degree=32)
+        assert smallest_fit(facts, wider, named("inf2.xlarge"), "tnx") == Fit(2, "trn1.32xlarge")
+
+    def test_a_draft_model_on_few_cores_may_be_spread(self):
+        facts, machine = facts_of("llama-3-8b"), named("inf2.48xlarge")
+        load = Load(2048, 1, "float32", draft=facts, draft_degree=2)
+        assert "draft_model_tp_size=8" in savings(facts, load, 8, machine, "tnx")
+        load = replace(load, draft_degree=16)
+        assert not any("draft" in saving for saving in savings(facts, load, 8, machine, "tnx"))
 
 
 @given(

@@ -17,7 +17,7 @@ from djl_python_neuronx.config.options import (
     allowed_values,
     option,
 )
-from djl_python_neuronx.config.resolve import assess, complete, examine, resolve
+from djl_python_neuronx.config.resolve import assess, examine
 from djl_python_neuronx.config.values import MAX_DEPTH, parse_object, plain
 from djl_python_neuronx.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from djl_python_neuronx.errors import (
     InvalidOptionError,
     UnknownOptionError,
 )
+from tests.config.settings import complete, resolve
 
 TINY = {
     "model_type": "llama",

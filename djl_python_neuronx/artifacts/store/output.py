@@ -33,8 +33,8 @@ from djl_python_neuronx.artifacts.store.publish import (
     sync_tree,
     whole_file,
 )
+from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
-from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 COMPILED = "compiled"
@@ -116,7 +116,7 @@ def properties_file(
     entry_point: str,
     arguments: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
+    """A `serving.properties` with these options, as `config.files.from_file` and Java read it.
 
     `arguments` are keys without `option.`, which DJL Serving reads itself.
     """

@@ -1,0 +1,18 @@
+"""Options as a start has them: `examine` and `assess`, every problem of either raised at once."""
+
+from djl_python_neuronx.config.resolve import assess, examine
+from djl_python_neuronx.errors import ConfigError
+
+
+def resolve(*arguments, **keywords):
+    return _clean(*examine(*arguments, **keywords))
+
+
+def complete(*arguments, **keywords):
+    return _clean(*assess(*arguments, **keywords))
+
+
+def _clean(resolved, problems):
+    if problems:
+        raise ConfigError.collect(problems)
+    return resolved
