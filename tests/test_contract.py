@@ -250,6 +250,7 @@ REFUSED: dict[str, Step] = {
     "a mixed step with a slot twice": Mixed(
         make_rows({0: [5]}, {0: 6}), make_rows({0: [5], 2: [5]}, {0: 6, 2: 7})
     ),
+    "a mixed step whose decode is refused": Mixed(make_rows({0: [5]}), make_rows({2: [5]}, {2: 8})),
 }
 
 
