@@ -23,9 +23,9 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
     Raises:
         ServingError: a graph does not run, the draft model's among them.
     """
-    spec, proposer = engine.spec, engine.proposer
+    spec, drafting, proposer = engine.spec, engine.drafting, engine.proposer
     if proposer is not None:
-        engine.proposer = _Eager(proposer)
+        drafting.proposer = _Eager(proposer)
     for length, max_new_tokens in _runs(spec, drafts=proposer is not None):
         name, prompt_ids = f"warm-up-{length}-{max_new_tokens}", [0] * length
         engine.add(
@@ -35,9 +35,9 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
-            if engine.draft_error is not None:
-                raise engine.draft_error
-    engine.proposer = proposer
+            if drafting.error is not None:
+                raise drafting.error
+    drafting.proposer = proposer
     wanted = _graphs(spec, drafts=proposer is not None)
     return tuple(graph for graph in wanted if graph not in engine.graphs_run)
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
-from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
     BackendError,

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
-from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.draft_model import DraftModel
 from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
+from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.runner import DeviceCall
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.warmup import warm_up
