@@ -100,7 +100,11 @@ class Rows:
 
 @dataclass
 class Prefill:
-    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched."""
+    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched.
+
+    With `mixed_steps` a chunk may start before the end of what is cached: that is written again from there on, and what
+    lay behind is no more. The warm-up does so.
+    """
 
     rows: Rows
 

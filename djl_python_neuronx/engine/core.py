@@ -74,7 +74,8 @@ class Engine:
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
-        self._runner = Runner(backend)
+        self.runner = Runner(backend)
+        """Who calls the device."""
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
 
@@ -96,7 +97,7 @@ class Engine:
     @property
     def device_call(self) -> DeviceCall | None:
         """The call that the device is busy with, the model's own or the draft model's."""
-        return self._runner.device_call or self.drafting.device_call
+        return self.runner.device_call or self.drafting.device_call
 
     @property
     def proposer(self) -> Proposer | None:
@@ -106,7 +107,7 @@ class Engine:
     @property
     def graphs_run(self) -> frozenset[Graph]:
         """Every graph that has run."""
-        return frozenset(self._runner.graphs_run)
+        return frozenset(self.runner.graphs_run)
 
     def check(self, request: GenerationRequest) -> None:
         """See `limits.check`: compares a request with the loaded model. Pure; any thread."""
@@ -177,7 +178,7 @@ class Engine:
             return outputs
         try:
             step = self._fill(scheduled)
-            output, info = self._runner.run(step, self._batcher.reach)
+            output, info = self.runner.run(step, self._batcher.reach)
             token_ids = choose(self._sampler, step, output, scheduled, self.spec.vocab_size)
         except Exception as error:  # noqa: BLE001  (one of the four borders where foreign errors are translated)
             return outputs + self._fail_step(scheduled, error)
