@@ -177,7 +177,14 @@ class Backend(Protocol):
         """
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Reserve a slot for a prompt; returns how many of its tokens are already in the cache (0: none)."""
+        """Reserve a slot for a prompt.
+
+        Returns how many of its tokens are already in the cache (0: none), at most all but the last, which gives the
+        first new one.
+
+        Raises:
+            BackendError: the slot cannot be given to this prompt; nothing is reserved.
+        """
 
     def fork(self, slot: int, into: int) -> None:
         """Copy a slot's cache; only where `ModelSpec.can_fork`."""

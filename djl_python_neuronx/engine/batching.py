@@ -73,7 +73,8 @@ class Batcher:
         wants = None if any(chunk.is_last for chunk in scheduled.chunks) else Want.NOTHING
         rows = self._rows(sequences, *_prompts(sequences, starts, lens), starts, wants)
         decode = self._decode(scheduled.decoding) if scheduled.decoding else None
-        self.reach = sum(lens) + len(scheduled.decoding)
+        # What the backend has of a prompt makes its chunk shorter than it was planned.
+        self.reach = int(rows.lens.sum()) + len(scheduled.decoding)
         return Prefill(rows) if decode is None else Mixed(rows, decode)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:

@@ -194,7 +194,10 @@ class Engine:
         return outputs + advanced
 
     def _enter(self, scheduled: ScheduledPrefill | ScheduledChunks) -> list[TokenOutput]:
-        """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone."""
+        """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone.
+
+        A backend that again and again refuses whoever comes, with nobody else in it, is given up like one that fails.
+        """
         outputs: list[TokenOutput] = []
         for sequence in list(scheduled.entering):
             request, slot = sequence.request, sequence.slot
@@ -210,6 +213,10 @@ class Engine:
                 self.dead = self.dead or (translated if translated.fatal else None)
                 continue
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
+        if outputs and not self.num_running:
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self.dead = self.dead or translated
         return outputs
 
     def _fill(self, scheduled: Scheduled) -> Step:
