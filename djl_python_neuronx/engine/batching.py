@@ -16,9 +16,9 @@ from djl_python_neuronx.backends.base import (
     Step,
     Want,
 )
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledChunks, ScheduledPrefill
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.sampling import Sampler
 
 
 class Batcher:

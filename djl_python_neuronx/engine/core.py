@@ -21,6 +21,7 @@ from djl_python_neuronx.engine.drafts import Proposer
 from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS, translate
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import DeviceCall, Graph, Runner, StepInfo
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import (
     Scheduled,
     ScheduledChunks,
@@ -36,7 +37,6 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.sampling import Sampler
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.engine.batching import plain_rows
 from djl_python_neuronx.engine.runner import DeviceCall, Runner
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import StepError
-from djl_python_neuronx.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 

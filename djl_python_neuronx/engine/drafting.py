@@ -9,9 +9,9 @@ from collections.abc import Sequence as Tokens
 from djl_python_neuronx.engine.drafts import Proposer
 from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS, translate
 from djl_python_neuronx.engine.runner import DeviceCall
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import BackendError
-from djl_python_neuronx.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.drafts import Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.runner import DeviceCall, Graph, Kind, Runner
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.sampling import Sampler
 from djl_python_neuronx.types import GenerationRequest
 
 
