@@ -44,7 +44,7 @@ plan = LoadPlan(Path(model_dir), num_slots=4, max_model_len=512, prefill_buckets
 print("ready", flush=True)
 sys.stdin.readline()
 backend = cpu.load(plan)
-for weight in backend._model.parameters():
+for weight in backend._model.module.parameters():
     weight.view(-1)[:: 4096 // weight.itemsize].sum()  # every page; what nothing has read yet is in no count
 print(backend.cache_bytes, flush=True)
 sys.stdin.readline()

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from djl_python_neuronx.sampling import Sampler, SamplingParams
+from djl_python_neuronx.engine.sampler import Sampler
+from djl_python_neuronx.sampling import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 Step = Callable[[Float32Array, int], object]

@@ -250,6 +250,7 @@ REFUSED: dict[str, Step] = {
     "a mixed step with a slot twice": Mixed(
         make_rows({0: [5]}, {0: 6}), make_rows({0: [5], 2: [5]}, {0: 6, 2: 7})
     ),
+    "a mixed step whose decode is refused": Mixed(make_rows({0: [5]}), make_rows({2: [5]}, {2: 8})),
 }
 
 
@@ -292,6 +293,27 @@ def test_nothing_wanted_is_nothing_returned(driver: Driver) -> None:
         values = logits_of(driver.backend, Prefill(rows))
         assert values.shape == (1, 0, driver.backend.spec.vocab_size)
     last = logits_of(driver.backend, Prefill(make_rows({1: prompt[8:]}, {1: 8})))
+    driver.live[1] = Text(prompt)
+    driver.live[1].add(last[0, 0])
+    for _ in range(4):
+        driver.decode()
+    assert_same(driver.leave(1), wanted)
+
+
+def test_a_chunk_can_be_written_again(driver: Driver) -> None:
+    """From any place on, and what was behind it is no more."""
+    if not driver.backend.spec.mixed_steps:
+        pytest.skip("no mixed steps")
+    prompt = prompt_of(20)
+    wanted = driver.alone(prompt, 5)
+    driver.backend.acquire(1, prompt, 0)
+    driver.backend.run(Prefill(make_rows({1: prompt_of(20, seed=1)})))
+    for start, end in ((18, 20), (0, 7), (5, 12)):
+        rows = make_rows({1: prompt[start:end]}, {1: start}, Want.NOTHING)
+        driver.backend.run(Prefill(rows))
+    with pytest.raises(StepError):
+        driver.backend.run(Prefill(make_rows({1: prompt[13:]}, {1: 13})))
+    last = logits_of(driver.backend, Prefill(make_rows({1: prompt[12:]}, {1: 12})))
     driver.live[1] = Text(prompt)
     driver.live[1].add(last[0, 0])
     for _ in range(4):

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from djl_python_neuronx.engine.sampler import Sampler, logprobs
 from djl_python_neuronx.errors import RequestError
-from djl_python_neuronx.sampling import Sampler, SamplingParams, logprobs
+from djl_python_neuronx.sampling import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

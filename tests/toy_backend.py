@@ -81,8 +81,8 @@ class ToyBackend:
         rewinds: bool = False,
     ) -> None:
         self.spec = spec
-        self.rewinds = rewinds or spec.max_drafts > 0
-        """A decode may write again what is cached behind its start, as drafts need it."""
+        self.rewinds = rewinds or spec.max_drafts > 0 or bool(spec.cache_buckets)
+        """A step may write again what is cached behind its start, as drafts and a warm-up of full caches need it."""
         self.step_s = step_s
         self.prefill_s = prefill_s
         self.fail_at: dict[int, Exception] = {}
@@ -309,8 +309,9 @@ class ToyBackend:
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
             fresh = start == 0 and (slot not in self._live or self.spec.joins == "reencode")
             chunk = 0 < start == self._filled[slot]
+            again = self.rewinds and self.spec.mixed_steps and start < self._filled[slot]
             self._require(
-                fresh or chunk,
+                fresh or chunk or again,
                 f"slot {slot} is prefilled from {start} with {self._filled[slot]} in the cache",
             )
         return choose_bucket(longest, self.spec.prefill_buckets)

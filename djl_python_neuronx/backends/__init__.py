@@ -35,7 +35,8 @@ COMPILER = "neuronx-cc"
 """What compiles for every backend that compiles."""
 _SHARED = frozenset(
     {
-        *("attention", "base", "checkpoint", "cores", "env", "plan", "shapes", "slot_cache"),
+        *("attention", "base", "checkpoint", "cores", "env", "plan", "shapes"),
+        *("slot_cache", "slot_model", "slots"),
         *(
             "tnx_cache",
             "tnx_continuous",

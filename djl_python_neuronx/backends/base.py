@@ -100,7 +100,11 @@ class Rows:
 
 @dataclass
 class Prefill:
-    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched."""
+    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched.
+
+    With `mixed_steps` a chunk may start before the end of what is cached: that is written again from there on, and what
+    lay behind is no more. The warm-up does so.
+    """
 
     rows: Rows
 
@@ -173,7 +177,14 @@ class Backend(Protocol):
         """
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Reserve a slot for a prompt; returns how many of its tokens are already in the cache (0: none)."""
+        """Reserve a slot for a prompt.
+
+        Returns how many of its tokens are already in the cache (0: none), at most all but the last, which gives the
+        first new one.
+
+        Raises:
+            BackendError: the slot cannot be given to this prompt; nothing is reserved.
+        """
 
     def fork(self, slot: int, into: int) -> None:
         """Copy a slot's cache; only where `ModelSpec.can_fork`."""

@@ -109,10 +109,10 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     # Only now: these modules need torch, which the registry does without.
     from djl_python_neuronx.backends.tnx_continuous import ContinuousBackend
     from djl_python_neuronx.backends.tnx_paged import PagedBackend
-    from djl_python_neuronx.backends.tnx_slots import SlotBackend
+    from djl_python_neuronx.backends.tnx_slots import TnxBackend
     from djl_python_neuronx.backends.tnx_static import StaticBackend
 
-    way: type[SlotBackend] = StaticBackend
+    way: type[TnxBackend] = StaticBackend
     if "continuous_batching" in plan.arguments.neuron_config:
         way = ContinuousBackend if block_size_of(plan) is None else PagedBackend
     try:

@@ -12,10 +12,10 @@ import torch
 from djl_python_neuronx.backends.base import Rows, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx_cache import clear
-from djl_python_neuronx.backends.tnx_slots import SlotBackend
+from djl_python_neuronx.backends.tnx_slots import TnxBackend
 
 
-class ContinuousBackend(SlotBackend):
+class ContinuousBackend(TnxBackend):
     """Each slot has a position of its own; prompts run one at a time.
 
     The library writes a token into position 0 of every slot that a decode leaves out. So none is left out: the arrays

@@ -13,7 +13,7 @@ from djl_python_neuronx.backends.base import Decode, Mixed, Prefill, Rows, Step,
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
 from djl_python_neuronx.backends.tnx_model import block_size_of
-from djl_python_neuronx.backends.tnx_slots import SlotBackend
+from djl_python_neuronx.backends.tnx_slots import TnxBackend
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Sequences:
     """int32[B]: those and the new ones."""
 
 
-class PagedBackend(SlotBackend):
+class PagedBackend(TnxBackend):
     """All new tokens of a step in one row, whoever's they are; what they attend to is gathered from blocks.
 
     A slot keeps its blocks: there are enough for every slot at full length, so nobody waits for one, and block 0 is

@@ -24,25 +24,27 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import check_rows, refuse
+from djl_python_neuronx.backends.shapes import refuse
+from djl_python_neuronx.backends.slots import SlotBackend
 from djl_python_neuronx.backends.tnx_cache import is_spoiled, sampled_from_nan
 from djl_python_neuronx.backends.tnx_errors import of_step
 from djl_python_neuronx.backends.tnx_model import generation_of
 from djl_python_neuronx.backends.tnx_sampling import DeviceSampling
-from djl_python_neuronx.errors import StepError
 
 _PIECE = 8192
 
 
-class SlotBackend(ABC):
+class TnxBackend(SlotBackend, ABC):
     """A `Backend` on a model that `to_neuron` has put on the device."""
+
+    name = "tnx"
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         """Take the model over."""
+        super().__init__(plan.num_slots)
         generation = generation_of(plan)
         self._model = model
         self._sampling = generation and DeviceSampling(model, generation, plan.num_slots)
-        self._filled = np.zeros(plan.num_slots, np.int64)
         self._spoiled = np.zeros(plan.num_slots, np.bool_)
         spec = ModelSpec(
             num_slots=plan.num_slots,
@@ -88,10 +90,7 @@ class SlotBackend(ABC):
             DeviceMemoryError: the device's memory is short.
         """
         if self._model is None:
-            message = "the tnx backend is closed; expected no more steps. Load the model again"
-            error = StepError(message)
-            error.fatal = True
-            raise error
+            raise self._closed()
         rows = self._rows_of(step)
         run = self._decode if isinstance(step, Decode) else self._prefill
         try:
@@ -107,9 +106,9 @@ class SlotBackend(ABC):
         self._filled[rows.slots] = rows.starts + rows.lens
         return output
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """0: no prefix is ever reused."""
-        self._filled[slot] = 0
+        held = super().acquire(slot, prompt_ids, adapter)
         if self._spoiled[slot]:
             try:
                 # Logits are evidence, a token is only suspect. Clearing moves the whole cache, 1 to 2 ms per MiB and so
@@ -119,15 +118,7 @@ class SlotBackend(ABC):
             except Exception as error:
                 raise of_step(error, f"clearing slot {slot}") from error
             self._spoiled[slot] = False
-        return 0
-
-    def fork(self, slot: int, into: int) -> None:
-        """Refused: `can_fork` is false."""
-        refuse(f"a fork of slot {slot} into {into}", "none: the tnx backend cannot fork")
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Empty these slots; a decode of an empty slot is refused."""
-        self._filled[list(slots)] = 0
+        return held
 
     def close(self) -> None:
         """Let go of the model: the runtime frees its memory with the last reference."""
@@ -139,25 +130,19 @@ class SlotBackend(ABC):
         """The rows of a step, once they are known to keep the limits of the spec."""
         if isinstance(step, Mixed):
             refuse("a mixed step", "Prefill or Decode")
-        check_rows(step.rows, self.spec)
         self._check(step)
         return step.rows
 
     def _check(self, step: Prefill | Decode) -> None:
-        rows, cached = step.rows, self._filled[step.rows.slots]
-        if (rows.starts > cached).any():
-            refuse(f"starts {rows.starts.tolist()}", f"at most the cached {cached.tolist()}")
-        width = rows.input_ids.shape[1]
+        """As `SlotBackend._check`; also what the library's graphs are not made for."""
+        super()._check(step)
+        rows, width = step.rows, step.rows.input_ids.shape[1]
         if isinstance(step, Decode):
             drafts = rows.wants == Want.ALL_LOGITS and self.spec.max_drafts
             if width != 1 + drafts:
                 refuse(f"a decode of {width} columns", f"{1 + drafts} for each row")
-            if not rows.starts.all():
-                refuse(f"a decode of slots {rows.slots.tolist()}", "slots that hold a prompt")
         elif Want.ALL_LOGITS in rows.wants:
             refuse("the logits of every column of a prompt", "those of the last")
-        elif int(rows.lens.max()) > self.spec.prefill_buckets[-1]:
-            refuse(f"a prompt of {rows.lens.max()} tokens", f"{self.spec.prefill_buckets[-1]}")
 
     def _answer(self, output: torch.Tensor, rows: Rows) -> StepOutput:
         """float32[B, K, V] or float32[B, V] logits or int32[B] tokens, in arrays that are the caller's."""

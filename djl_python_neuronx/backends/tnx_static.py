@@ -11,12 +11,12 @@ import torch
 
 from djl_python_neuronx.backends.base import Rows, Step, StepOutput
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx_slots import SlotBackend
+from djl_python_neuronx.backends.tnx_slots import TnxBackend
 
 _NOWHERE = -1
 
 
-class StaticBackend(SlotBackend):
+class StaticBackend(TnxBackend):
     """One position for all rows, and sequences that come and go all the same.
 
     Rows are padded on the left, so that they end together. Each slot's tokens are kept: when one joins, when the shared
@@ -35,7 +35,7 @@ class StaticBackend(SlotBackend):
         self._num_reencoded = 0
 
     def run(self, step: Step) -> StepOutput:
-        """As `SlotBackend.run`; the output tells what was encoded again."""
+        """As `TnxBackend.run`; the output tells what was encoded again."""
         self._num_reencoded = 0
         output = super().run(step)
         output.num_reencoded = self._num_reencoded

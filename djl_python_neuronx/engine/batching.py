@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 import numpy as np
 
 from djl_python_neuronx.backends.base import (
@@ -14,9 +16,9 @@ from djl_python_neuronx.backends.base import (
     Step,
     Want,
 )
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledChunks, ScheduledPrefill
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.sampling import Sampler
 
 
 class Batcher:
@@ -56,22 +58,23 @@ class Batcher:
 
     def verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Decode:
         """The decode that also verifies drafts, `drafts[i]` those behind the newest token of `sequences[i]`."""
-        input_ids = np.zeros((len(sequences), self._width), np.int32)
-        lens = np.array([1 + len(ids) for ids in drafts], np.int32)
-        for row, (sequence, ids) in enumerate(zip(sequences, drafts, strict=True)):
-            input_ids[row, : lens[row]] = (sequence.output_ids[-1], *ids)
+        tokens = [
+            (sequence.output_ids[-1], *ids) for sequence, ids in zip(sequences, drafts, strict=True)
+        ]
         starts = [sequence.next_position for sequence in sequences]
         self.reach = min(max(starts) + self._width, self._max_model_len)
-        return Decode(self._rows(sequences, input_ids, lens, starts, Want.ALL_LOGITS))
+        padded = _padded(tokens, self._width)
+        return Decode(self._rows(sequences, *padded, starts, Want.ALL_LOGITS))
 
     def _fill_chunks(self, scheduled: ScheduledChunks) -> Step:
         sequences = [chunk.sequence for chunk in scheduled.chunks]
         lens = [chunk.num_tokens for chunk in scheduled.chunks]
         starts = [sequence.num_cached for sequence in sequences]
         wants = None if any(chunk.is_last for chunk in scheduled.chunks) else Want.NOTHING
-        rows = self._rows(sequences, *_padded(sequences, starts, lens), starts, wants)
+        rows = self._rows(sequences, *_prompts(sequences, starts, lens), starts, wants)
         decode = self._decode(scheduled.decoding) if scheduled.decoding else None
-        self.reach = sum(lens) + len(scheduled.decoding)
+        # What the backend has of a prompt makes its chunk shorter than it was planned.
+        self.reach = int(rows.lens.sum()) + len(scheduled.decoding)
         return Prefill(rows) if decode is None else Mixed(rows, decode)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:
@@ -105,7 +108,7 @@ class Batcher:
     def _prefill_rows(self, sequences: list[Sequence]) -> Rows:
         starts = [sequence.num_cached for sequence in sequences]
         lens = [sequence.prompt_len - sequence.num_cached for sequence in sequences]
-        return self._rows(sequences, *_padded(sequences, starts, lens), starts)
+        return self._rows(sequences, *_prompts(sequences, starts, lens), starts)
 
     def _rows(
         self,
@@ -131,11 +134,39 @@ class Batcher:
         )
 
 
-def _padded(
+def plain_rows(
+    slots: Tokens[int],
+    tokens: Tokens[Tokens[int]],
+    starts: Tokens[int],
+    wants: Want = Want.LOGITS,
+) -> Rows:
+    """Rows that no request has parameters for: `tokens[i]` behind the first `starts[i]` of `slots[i]`, base model."""
+    input_ids, lens = _padded(tokens)
+    return Rows(
+        input_ids=input_ids,
+        lens=lens,
+        starts=np.array(starts, np.int32),
+        slots=np.array(slots, np.int32),
+        adapters=np.zeros(len(lens), np.int32),
+        wants=wants,
+        sampling=np.ones((len(lens), 3), np.float32),
+    )
+
+
+def _prompts(
     sequences: list[Sequence], starts: list[int], lens: list[int]
 ) -> tuple[Int32Array, Int32Array]:
-    """Prompt tokens, int32[B, S] padded with 0, and their numbers."""
-    input_ids = np.zeros((len(sequences), max(lens)), np.int32)
-    for row, (sequence, start, length) in enumerate(zip(sequences, starts, lens, strict=True)):
-        input_ids[row, :length] = sequence.request.prompt_ids[start : start + length]
+    """So many tokens of each prompt, from a position on; as `_padded`."""
+    places = zip(sequences, starts, lens, strict=True)
+    return _padded(
+        [one.request.prompt_ids[start : start + length] for one, start, length in places]
+    )
+
+
+def _padded(tokens: Tokens[Tokens[int]], width: int = 0) -> tuple[Int32Array, Int32Array]:
+    """int32[B, S] padded with 0, S the longest or `width`, and the numbers of tokens, int32[B]."""
+    lens = [len(ids) for ids in tokens]
+    input_ids = np.zeros((len(lens), max([width, *lens])), np.int32)
+    for row, ids in enumerate(tokens):
+        input_ids[row, : lens[row]] = ids
     return input_ids, np.array(lens, np.int32)

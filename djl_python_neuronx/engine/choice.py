@@ -15,8 +15,8 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.engine.drafts import verify
 from djl_python_neuronx.engine.faults import require_shape
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import Scheduled, ScheduledChunks
-from djl_python_neuronx.sampling import Sampler
 
 
 def choose(

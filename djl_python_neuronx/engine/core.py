@@ -16,10 +16,12 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.choice import choose
 from djl_python_neuronx.engine.chunking import ChunkScheduler
+from djl_python_neuronx.engine.drafting import Drafting
 from djl_python_neuronx.engine.drafts import Proposer
-from djl_python_neuronx.engine.faults import translate
+from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS, translate
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import DeviceCall, Graph, Runner, StepInfo
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import (
     Scheduled,
     ScheduledChunks,
@@ -35,14 +37,9 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.sampling import Sampler
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 
 logger = logging.getLogger(__name__)
-
-MAX_FAILED_STEPS = 3
-"""Device calls that may fail one after another before the engine gives itself up: a device that is gone
-fails every call, and every request sent to it would be lost one by one."""
 
 
 class Engine:
@@ -65,9 +62,9 @@ class Engine:
         """Why the engine has given up; every later step does nothing."""
         self.last_step: StepInfo | None = None
         """What the last `step` ran; None if it ran nothing or failed."""
+        self.drafting = Drafting(proposer, self.spec.max_drafts)
+        """Who drafts, and how that went for the last step."""
         self._backend = backend
-        self.proposer = proposer if self.spec.max_drafts else None
-        """Who drafts; None: nobody, or one that was given up after its failures."""
         self._scheduler = (
             ChunkScheduler(self.spec)
             if self.spec.mixed_steps
@@ -77,13 +74,10 @@ class Engine:
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
-        self._runner = Runner(backend)
+        self.runner = Runner(backend)
+        """Who calls the device."""
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
-        self._failed_drafts = 0
-        self._drafts_s = 0.0
-        self.draft_error: BackendError | None = None
-        """Why nothing could be drafted for the last step."""
 
     @property
     def has_work(self) -> bool:
@@ -103,13 +97,17 @@ class Engine:
     @property
     def device_call(self) -> DeviceCall | None:
         """The call that the device is busy with, the model's own or the draft model's."""
-        proposer, call = self.proposer, self._runner.device_call
-        return proposer.device_call if call is None and proposer is not None else call
+        return self.runner.device_call or self.drafting.device_call
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """Who drafts; None: nobody, or one that was given up after its failures."""
+        return self.drafting.proposer
 
     @property
     def graphs_run(self) -> frozenset[Graph]:
         """Every graph that has run."""
-        return frozenset(self._runner.graphs_run)
+        return frozenset(self.runner.graphs_run)
 
     def check(self, request: GenerationRequest) -> None:
         """See `limits.check`: compares a request with the loaded model. Pure; any thread."""
@@ -180,13 +178,14 @@ class Engine:
             return outputs
         try:
             step = self._fill(scheduled)
-            output, info = self._runner.run(step, self._batcher.reach)
+            output, info = self.runner.run(step, self._batcher.reach)
             token_ids = choose(self._sampler, step, output, scheduled, self.spec.vocab_size)
         except Exception as error:  # noqa: BLE001  (one of the four borders where foreign errors are translated)
             return outputs + self._fail_step(scheduled, error)
         self._failed_steps = 0
         advanced = self._advance(scheduled, token_ids, output)
-        info = info._replace(drafts_s=self._drafts_s, draft_failed=self.draft_error is not None)
+        drafting = self.drafting
+        info = info._replace(drafts_s=drafting.seconds, draft_failed=drafting.error is not None)
         if info.kind == "verification":
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in advanced if output.token_ids)
@@ -195,7 +194,10 @@ class Engine:
         return outputs + advanced
 
     def _enter(self, scheduled: ScheduledPrefill | ScheduledChunks) -> list[TokenOutput]:
-        """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone."""
+        """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone.
+
+        A backend that again and again refuses whoever comes, with nobody else in it, is given up like one that fails.
+        """
         outputs: list[TokenOutput] = []
         for sequence in list(scheduled.entering):
             request, slot = sequence.request, sequence.slot
@@ -211,35 +213,18 @@ class Engine:
                 self.dead = self.dead or (translated if translated.fatal else None)
                 continue
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
+        if outputs and not self.num_running:
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self.dead = self.dead or translated
         return outputs
 
     def _fill(self, scheduled: Scheduled) -> Step:
-        self._drafts_s, self.draft_error = 0.0, None
-        if isinstance(scheduled, ScheduledDecode) and self.proposer is not None:
-            drafts = self._draft(self.proposer, scheduled.sequences)
-            if any(drafts):
-                return self._batcher.verification(scheduled.sequences, drafts)
+        if not isinstance(scheduled, ScheduledDecode):
+            self.drafting.skip()
+        elif any(drafts := self.drafting.propose(scheduled.sequences, self._sampler)):
+            return self._batcher.verification(scheduled.sequences, drafts)
         return self._batcher.fill(scheduled)
-
-    def _draft(self, proposer: Proposer, sequences: list[Sequence]) -> list[list[int]]:
-        """Drafts for each sequence; none where the proposer fails, which costs speed and no request."""
-        counts = [min(self.spec.max_drafts, sequence.num_missing - 1) for sequence in sequences]
-        if max(counts) < 1:
-            return []
-        started_s = time.monotonic()
-        drafts: list[list[int]] = []
-        try:
-            drafts = proposer.propose(sequences, counts, self._sampler)
-            self._failed_drafts = 0
-        except Exception as error:
-            self._failed_drafts += 1
-            self.draft_error = translate(error)
-            gone = self.draft_error.fatal or self._failed_drafts >= MAX_FAILED_STEPS
-            if gone:
-                self.proposer = None
-            logger.warning("drafts_failed given_up=%s", gone, exc_info=error)
-        self._drafts_s = time.monotonic() - started_s
-        return drafts
 
     def _advance(
         self, scheduled: Scheduled, token_ids: Int32Array, output: StepOutput
@@ -281,8 +266,7 @@ class Engine:
         if slot is None or not acquired:
             return
         self._sampler.release(slot)
-        if self.proposer is not None:
-            self.proposer.release(slot)
+        self.drafting.release(slot)
         try:
             self._backend.release([slot])
         except Exception:

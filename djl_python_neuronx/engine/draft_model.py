@@ -13,13 +13,13 @@ from djl_python_neuronx.backends.base import (
     Float32Array,
     HostLogits,
     Prefill,
-    Rows,
     Want,
 )
+from djl_python_neuronx.engine.batching import plain_rows
 from djl_python_neuronx.engine.runner import DeviceCall, Runner
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import StepError
-from djl_python_neuronx.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class DraftModel:
         for start in range(0, len(new), spec.max_prefill_batch):
             group = new[start : start + spec.max_prefill_batch]
             slots = [slot for slot, _ in group]
-            rows = _rows(slots, [tokens for _, tokens in group], [0] * len(group), Want.NOTHING)
-            self._run(Prefill(rows))
+            prompts = [tokens for _, tokens in group]
+            self._run(Prefill(plain_rows(slots, prompts, [0] * len(group), Want.NOTHING)))
             self._cached[slots] = [len(tokens) for _, tokens in group]
 
     def _draft(
@@ -114,7 +114,8 @@ class DraftModel:
             # Every slot is in every decode; what an idle one is fed is written over by its next token.
             fed = [[unread[i].pop(0) if i in going else 0] for i in held]
             starts = [int(self._cached[slots[i]]) for i in held]
-            logits = self._run(Decode(_rows([slots[i] for i in held], fed, starts)))[:, 0]
+            step = Decode(plain_rows([slots[i] for i in held], fed, starts))
+            logits = self._run(step)[:, 0]
             rows = [row for row, i in enumerate(held) if i in going and not unread[i]]
             for i in going:
                 self._cached[slots[i]] += 1
@@ -140,21 +141,3 @@ class DraftModel:
 def _slot(sequence: Sequence) -> int:
     assert sequence.slot is not None  # noqa: S101  (narrowing for mypy: it runs)
     return sequence.slot
-
-
-def _rows(
-    slots: Tokens[int], fed: Tokens[Tokens[int]], starts: Tokens[int], wants: Want = Want.LOGITS
-) -> Rows:
-    lens = [len(tokens) for tokens in fed]
-    input_ids = np.zeros((len(fed), max(lens)), np.int32)
-    for row, tokens in enumerate(fed):
-        input_ids[row, : len(tokens)] = tokens
-    return Rows(
-        input_ids=input_ids,
-        lens=np.array(lens, np.int32),
-        starts=np.array(starts, np.int32),
-        slots=np.array(slots, np.int32),
-        adapters=np.zeros(len(fed), np.int32),
-        wants=wants,
-        sampling=np.ones((len(fed), 3), np.float32),
-    )

@@ -18,8 +18,8 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import Float32Array, Int32Array, ModelSpec, Rows
 from djl_python_neuronx.engine.runner import DeviceCall
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.sampling import Sampler
 
 _LEAST_MATCH = 2
 """A single token that occurred before says little about what comes next."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from djl_python_neuronx.errors import BackendError, StepError
 
+MAX_FAILED_STEPS = 3
+"""Device calls that may fail one after another before a model is given up: a device that is gone fails every
+call, and every request sent to it would be lost one by one."""
+
 
 def require_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Refuse an answer of another shape than the step asked for.

@@ -55,7 +55,7 @@ class Runner:
 
     def __init__(self, backend: Backend) -> None:
         """Nothing has run yet."""
-        self._backend = backend
+        self.backend = backend
         self.device_call: DeviceCall | None = None
         self.graphs_run: set[Graph] = set()
         """Every graph that has run."""
@@ -72,19 +72,19 @@ class Runner:
         started_s = time.monotonic()
         self.device_call = DeviceCall(started_s, graph not in self.graphs_run)
         try:
-            output = self._backend.run(step)
+            output = self.backend.run(step)
         finally:
             self.device_call = None
         device_s = time.monotonic() - started_s
         self.graphs_run.add(graph)
         rows = sum(len(part.slots) for part in parts)
         tokens = rows if kind == "decode" else sum(int(part.lens.sum()) for part in parts)
-        if self._backend.spec.mixed_steps and kind == "prefill":
+        if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
         return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reencoded)
 
     def _graph(self, kind: Kind, reach: int, parts: tuple[Rows, ...]) -> Graph:
-        spec = self._backend.spec
+        spec = self.backend.spec
         if not spec.mixed_steps:
             buckets = spec.prefill_buckets if kind == "prefill" else spec.token_buckets
             return Graph(kind, choose_bucket(reach, buckets or (spec.max_model_len,)))

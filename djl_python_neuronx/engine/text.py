@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from djl_python_neuronx.engine.sampler import logprobs
 from djl_python_neuronx.engine.spelling import make_speller
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.sampling import logprobs
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
 
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from itertools import pairwise
+from typing import NamedTuple
 
-from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.backends.base import ModelSpec, Prefill, Want
+from djl_python_neuronx.engine.batching import plain_rows
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.drafts import Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
-from djl_python_neuronx.engine.runner import DeviceCall, Graph, Kind
+from djl_python_neuronx.engine.runner import DeviceCall, Graph, Kind, Runner
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.sampling import Sampler
 from djl_python_neuronx.types import GenerationRequest
 
 
 def warm_up(engine: Engine) -> tuple[Graph, ...]:
-    """Run real sequences through an engine that has no others yet.
+    """Run real sequences through an engine that has no others yet, and what only several long ones reach by itself.
 
-    Returns the graphs that stay cold: those that a sequence reaches only by generating far beyond the longest prompt,
-    and those that only a full cache needs.
+    Returns the graphs that stay cold: those that a sequence reaches only by generating far beyond the longest prompt.
 
     Raises:
         ServingError: a graph does not run, the draft model's among them.
     """
-    spec, proposer = engine.spec, engine.proposer
+    spec, drafting, proposer = engine.spec, engine.drafting, engine.proposer
     if proposer is not None:
-        engine.proposer = _Eager(proposer)
+        drafting.proposer = _Eager(proposer)
     for length, max_new_tokens in _runs(spec, drafts=proposer is not None):
         name, prompt_ids = f"warm-up-{length}-{max_new_tokens}", [0] * length
         engine.add(
@@ -35,9 +37,11 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
-            if engine.draft_error is not None:
-                raise engine.draft_error
-    engine.proposer = proposer
+            if drafting.error is not None:
+                raise drafting.error
+    drafting.proposer = proposer
+    if spec.cache_buckets:
+        _fill_caches(engine.runner)
     wanted = _graphs(spec, drafts=proposer is not None)
     return tuple(graph for graph in wanted if graph not in engine.graphs_run)
 
@@ -64,12 +68,65 @@ def _runs(spec: ModelSpec, *, drafts: bool) -> list[tuple[int, int]]:
 def _graphs(spec: ModelSpec, *, drafts: bool) -> list[Graph]:
     """All that a step may need, but for prefills, which `_runs` has."""
     if spec.mixed_steps:
-        caches = spec.cache_buckets or (0,)
-        return [
-            Graph("mixed", tokens, cache) for tokens in spec.prefill_buckets for cache in caches
-        ]
+        return _mixed_graphs(spec)
     kinds: list[Kind] = ["decode", "verification"] if drafts else ["decode"]
     return [Graph(kind, end) for kind in kinds for end in _decodes(spec)]
+
+
+def _mixed_graphs(spec: ModelSpec) -> list[Graph]:
+    """Those that some step fits: its tokens lie in the cache, and its sequences end within their slots."""
+    graphs = []
+    for fewer, tokens in pairwise((0, *spec.prefill_buckets)):
+        longest = min(tokens, spec.num_slots) * spec.max_model_len
+        graphs += [
+            Graph("mixed", tokens, cache)
+            for less, cache in pairwise((0, *spec.cache_buckets))
+            if fewer < cache and less < longest
+        ]
+    return graphs if spec.cache_buckets else [Graph("mixed", n) for n in spec.prefill_buckets]
+
+
+def _fill_caches(runner: Runner) -> None:
+    """Fill every slot, then write chunks again that need less and less of the cache: each graph of a mixed step once.
+
+    No request asks for these steps, so nothing is wanted of them; a token of a chunk and one of a decode are alike.
+
+    Raises:
+        ServingError: a graph does not run.
+    """
+    backend, spec = runner.backend, runner.backend.spec
+    slots, most = range(spec.num_slots), spec.prefill_buckets[-1]
+    steps = sorted({_step_of(graph, spec) for graph in _mixed_graphs(spec)}, reverse=True)
+    longest, share = steps[0].end, most // spec.num_slots
+    fill = [
+        _Step(end, spec.num_slots, min(end, share) * spec.num_slots)
+        for end in (*range(share, longest, share), longest)
+    ]
+    for slot in slots:
+        backend.acquire(slot, [0] * longest, 0)
+    for end, num_rows, num_tokens in (*fill, *steps):
+        lens = [(num_tokens + row) // num_rows for row in range(num_rows)]
+        rows = plain_rows(
+            slots[:num_rows], [[0] * n for n in lens], [end - n for n in lens], Want.NOTHING
+        )
+        runner.run(Prefill(rows), num_tokens)
+    backend.release(slots)
+
+
+class _Step(NamedTuple):
+    """Chunks that together have `num_tokens`, in slots that each hold `end` with them."""
+
+    end: int
+    num_rows: int
+    num_tokens: int
+
+
+def _step_of(graph: Graph, spec: ModelSpec) -> _Step:
+    """As many tokens, and as much of the cache, as a graph has room for."""
+    blocks = graph.cache // spec.cache_block
+    num_rows = min(spec.num_slots, graph.bucket, blocks)
+    end = min(blocks // num_rows * spec.cache_block, spec.max_model_len)
+    return _Step(end, num_rows, min(graph.bucket, num_rows * end))
 
 
 class _Eager:

@@ -16,6 +16,8 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Decode, DeviceTokens, Prefill, Want  # noqa: E402
 from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.engine.core import Engine  # noqa: E402
+from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Text, assert_same, make_rows  # noqa: E402
@@ -152,3 +154,18 @@ def test_any_traffic_gives_what_transformers_gives(
         assert assert_like_alone(backend, load_reference(tmp_path), seed=5) > 100
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"on_device_generation": {"do_sample": False}}], ids=str)
+def test_warm_up_runs_every_program(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Those that the library tells apart by blocks in use, too; and it leaves nothing behind."""
+    save_tiny_model("llama", tmp_path)
+    backend: Any = backends.load("tnx", tnx_plan(tmp_path, block_size=8, **options))
+    programs = backend._model.decoder_lm_head_for_context
+    ran = set()
+    for key, program in programs.items():
+        program.register_forward_pre_hook(lambda *_, key=key: ran.add(key))
+    assert warm_up(Engine(backend)) == ()
+    assert ran == set(programs)
+    assert assert_like_alone(backend, load_reference(tmp_path), seed=3) > 100
+    backend.close()

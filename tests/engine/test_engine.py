@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
-from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.backends.shapes import choose_bucket
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
     BackendError,
@@ -252,6 +254,68 @@ def test_a_sequence_that_the_backend_refuses_leaves_alone() -> None:
     assert isinstance(found["b"][-1].error, DeviceMemoryError)
     assert tokens(found["a"]) == expected([5, 8], 3)
     assert tokens(found["c"]) == expected([7, 8], 3)
+    assert_clean(engine, backend)
+
+
+def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> None:
+    class Full(ToyBackend):
+        full = True
+
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            if self.full:
+                msg = "the slot cannot be cleared"
+                raise DeviceMemoryError(msg)
+            return super().acquire(slot, prompt_ids, adapter)  # type: ignore[arg-type]
+
+    backend = Full()
+    engine = Engine(backend, decode_interleave=0)
+    backend.full = False
+    engine.add(request("stream", [5, 6], 30, ignore_eos=True))
+    outputs = engine.step()
+    backend.full = True
+    for i in range(2 * MAX_FAILED_STEPS):
+        engine.add(request(f"beside {i}", [5, 6], 3))
+    found = run(engine, outputs)
+    assert tokens(found["stream"]) == expected([5, 6], 30)
+    assert engine.dead is None
+    for i in range(MAX_FAILED_STEPS + 1):
+        engine.add(request(f"alone {i}", [5, 6], 3))
+    found = run(engine)
+    assert [len(found[f"alone {i}"]) for i in range(MAX_FAILED_STEPS + 1)] == [1] * 4
+    assert isinstance(engine.dead, DeviceMemoryError)
+    assert_clean(engine, backend)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 17, 40])
+def test_what_the_backend_has_of_a_prompt_is_not_run_again(length: int, mixed: bool) -> None:
+    class Remembering(ToyBackend):
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            ids = list(prompt_ids)  # type: ignore[call-overload]
+            super().acquire(slot, ids, adapter)
+            self._filled[slot] = known = min(len(ids) - 1, 6)
+            self._cache[slot, :known] = ids[:known]
+            return known
+
+    backend = Remembering(replace(TOY_SPEC, max_prefill_batch=2, mixed_steps=mixed))
+    if mixed:
+        backend.spec = replace(backend.spec, prefill_buckets=(8, 16))
+    engine = Engine(backend)
+    for name in "ab":
+        engine.add(request(name, [ord(name)] * length, 9, ignore_eos=True))
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id].append(output)
+        info = engine.last_step
+        assert info is not None
+        if info.kind in {"prefill", "mixed"}:
+            longest = info.tokens if mixed else max(backend.steps[-1].lens)
+            assert info.bucket == choose_bucket(longest, backend.spec.prefill_buckets)
+    for name in "ab":
+        assert tokens(found[name]) == expected([ord(name)] * length, 9)
+    prefilled = sum(sum(step.lens) for step in backend.steps if step.kind == "prefill")
+    assert prefilled == 2 * (length - min(length - 1, 6))
     assert_clean(engine, backend)
 
 

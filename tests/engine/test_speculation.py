@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
-from djl_python_neuronx.engine.core import MAX_FAILED_STEPS, Engine
+from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.draft_model import DraftModel
 from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
+from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.runner import DeviceCall
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import DeviceMemoryError, StepError
-from djl_python_neuronx.sampling import Sampler, SamplingParams
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.engine.test_engine import assert_clean, request, run, tokens
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
