@@ -13,6 +13,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import device, instances, nodes, sources
+from djl_python_neuronx.config.advice import NOT_SERVED
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, draft_settings
 from djl_python_neuronx.config.findings import Level
@@ -207,8 +208,8 @@ def _loader(
 ) -> str:
     """The backend to plan for: asked for, the artifact's, or the one that knows the model.
 
-    Where the libraries are, on a Neuron machine that was not merely named, the installed one goes first, as it does
-    when the model is served.
+    As when the model is served, a library goes first that this version can load with, and on a Neuron machine that was
+    not merely named, one that is installed there.
     """
     if options.model_loader in {"cpu", *NEURON_LOADERS}:
         return options.model_loader
@@ -217,16 +218,14 @@ def _loader(
     degree = options.tensor_parallel_degree
     if not here.has_neuron and degree in {None, 1}:
         return "cpu"
+    served = [name for name in NEURON_LOADERS if name not in NOT_SERVED]
+    candidates = [served, [*NEURON_LOADERS]]
     if here.has_neuron and not explicit:
         installed = libraries()
-        ready = [
-            name
-            for name, package in NEURON_LOADERS.items()
-            if installed[package].state == "installed"
-        ]
-        if chosen := preferred(options, facts.model_type, ready):
-            return chosen
-    return preferred(options, facts.model_type) or "tnx"
+        ready = [name for name in served if installed[NEURON_LOADERS[name]].state == "installed"]
+        candidates.insert(0, ready)
+    chosen = (preferred(options, facts.model_type, names) for names in candidates)
+    return next(filter(None, chosen), "tnx")
 
 
 def _machine(

@@ -29,10 +29,10 @@ _MAX_SHOWN = 200
 _RECOMMENDED = {"pipeline_parallel_degree": {"1"}, "max_rolling_batch_size": {"32", "256"}}
 """Options that DJL Serving fills in where the user says nothing, to the values. Source: djl-serving d21927c,
 LmiConfigRecommender.java."""
-_NOT_YET = {
-    "save_mp_checkpoint_path": "only compiling beforehand would write there, which this version cannot; left out"
+_NOT_SERVED_WITH = {
+    "save_mp_checkpoint_path": "partition writes there; serving does not, and leaves it out"
 }
-"""Options that nothing here reads yet, to what is to be said of them."""
+"""Options that serving does not read, to what is to be said of them."""
 
 
 def shown(value: object) -> object:
@@ -177,8 +177,8 @@ def told_off(name: str, negative: Setting, other: tuple[Setting, object]) -> Fin
 
 
 def idle(options: ServingOptions) -> Iterator[Finding]:
-    """What is accepted and does nothing yet."""
-    for name, problem in _NOT_YET.items():
+    """What is accepted and does nothing."""
+    for name, problem in _NOT_SERVED_WITH.items():
         if getattr(options, name) is not None:
             yield Finding((name,), problem, "note")
 
