@@ -50,7 +50,7 @@ def test_a_killed_download_goes_on_where_it_was(proxy, bucket, tmp_path):
     def is_last_piece(request):
         return request.is_data and (request.range or "").startswith(f"bytes={2 * PIECE_BYTES}-")
 
-    proxy.rules = [Fault("stall", when=is_last_piece, seconds=60)]
+    proxy.rules = [Fault("stall", when=is_last_piece, seconds=600)]
     child = start(proxy, tmp_path)
     # Every request was answered and its piece recorded, but for the one that stalls.
     journal = "*/partial/journal"
@@ -75,7 +75,7 @@ def test_what_a_killed_download_left_of_another_version_is_not_used(proxy, bucke
         Fault(
             "stall",
             when=lambda r: r.is_data and f"={2 * PIECE_BYTES}-" in (r.range or ""),
-            seconds=60,
+            seconds=600,
         )
     ]
     child = start(proxy, tmp_path)
