@@ -360,8 +360,8 @@ def test_toy_hangs_until_it_is_let_go() -> None:
         target=lambda: answers.append(backend.run(Prefill(make_rows({0: [5]}))))
     )
     thread.start()
-    assert backend.hanging.wait(10)
+    assert backend.hanging.wait(60)
     assert answers == []
     backend.resume.set()
-    thread.join(10)
+    thread.join(60)
     assert isinstance(answers[0], HostLogits)
