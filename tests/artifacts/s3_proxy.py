@@ -113,6 +113,7 @@ class S3Proxy:
 
 class _Handler(BaseHTTPRequestHandler):
     owner: S3Proxy
+    protocol_version = "HTTP/1.1"  # else `Expect: 100-continue` stays without an answer, and botocore waits a second
 
     def log_message(self, *_: object) -> None:
         pass
