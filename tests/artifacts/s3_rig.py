@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("boto3", reason="boto3 is not installed")
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
+from botocore.loaders import JSONFileLoader
 from botocore.retries.standard import ExponentialBackoff
 
 from djl_python_neuronx.artifacts.remote import partial, s3, s3_pieces
@@ -32,12 +34,17 @@ SMALL = {
 NAME = "model.safetensors"
 
 
+_load_file = functools.cache(JSONFileLoader().load_file)
+
+
 def make_small_and_quick(patch):
     """Pieces as small as `PIECE_BYTES`, read in smaller parts still, and next to no wait before a retry."""
     patch.setattr(partial, "PIECE_BYTES", PIECE_BYTES)
     patch.setattr(s3_pieces, "_READ_BYTES", PIECE_BYTES // 16)
     patch.setattr(s3_pieces, "_BACKOFF_S", 0.005)
     patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
+    # botocore reads its models, megabytes of JSON, anew for every client.
+    patch.setattr(JSONFileLoader, "load_file", lambda self, path: _load_file(path))
 
 
 def settings(proxy, **more):
