@@ -46,7 +46,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks, mode, blows):
         **MODES[mode],
         "model_id": str(MODEL),
         "model_loader": "cpu",
-        "max_rolling_batch_size": "16",
+        "max_rolling_batch_size": "32",  # all victims of a blow have a row
         "predict_timeout": "60",
     }
     peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry")
