@@ -225,6 +225,7 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE_S)
+        self.tee.close()
         self._sock.close()
 
     def _read(self):
