@@ -138,7 +138,9 @@ ARRIVALS = st.lists(
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(arrivals=ARRIVALS)
 def test_any_joins_and_leaves_give_what_each_prompt_gives_alone(
