@@ -1,4 +1,8 @@
-"""What the markers mean: a test whose needs are not met is skipped, and says what is missing."""
+"""What the markers mean: a test whose needs are not met is skipped, and says what is missing.
+
+Hypothesis never judges speed here: how long an example takes says more about the machine. With
+`--hypothesis-profile=repeatable`, as CI runs it, the examples are the same each time.
+"""
 
 import os
 import subprocess
@@ -6,8 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from djl_python_neuronx.config import device, loader
+
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("patient", **PATIENT)
+settings.register_profile("repeatable", derandomize=True, **PATIENT)
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser):

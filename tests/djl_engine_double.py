@@ -30,6 +30,10 @@ class Connection:
     def __init__(self, sock):
         self._file = sock.makefile("rb")
 
+    def close(self):
+        """Without it the socket stays open, whoever closes that."""
+        self._file.close()
+
     def read(self, count):
         data = self._file.read(count)
         if len(data) != count:

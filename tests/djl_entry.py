@@ -1,6 +1,6 @@
 """An entry point for `djl_peer`: the handler as it is, on the toy backend unless `model_id` names a model.
 
-Knobs come as properties `toy_*`. SIGUSR1 makes the process print what is in use.
+Knobs come as properties `toy_*`. SIGUSR1 makes the process print what is in use, SIGUSR2 lets a hanging toy go on.
 """
 
 from __future__ import annotations
@@ -59,4 +59,5 @@ def usage():
 
 
 signal.signal(signal.SIGUSR1, lambda *_: print("usage", usage(), flush=True))  # noqa: T201
+signal.signal(signal.SIGUSR2, lambda *_: handler._State.service.backend.resume.set())
 handle = handler.handle

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 DOUBLE = Path(__file__).with_name("djl_engine_double.py")
 STARTUP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
-BATCH_DELAY_S = 0.1
+BATCH_DELAY_S = 60.0
+"""A batch that is full goes at once: nothing here waits for this."""
 MAX_CONTENT_BYTES = 20 * 1024 * 1024
 REST = {"rows": 0, "streams": 0, "running": 0, "waiting": 0, "slots": 0, "violations": []}
 """`Peer.usage` when nothing is going on."""
@@ -212,11 +213,19 @@ class Channel:
             raise EngineError("cannot send to the process") from error
         return future
 
+    def time_out(self):
+        """End the outstanding call, or the next one, as its limit would."""
+        while True:
+            with contextlib.suppress(InvalidStateError):
+                return self._future.set_exception(FutureTimeoutError())
+            time.sleep(0.01)
+
     def close(self):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE_S)
+        self.tee.close()
         self._sock.close()
 
     def _read(self):
@@ -225,7 +234,7 @@ class Channel:
             while True:
                 message = read_message(self.tee)
                 on_message(message)
-                if self._future is not None and not self._future.done():
+                with contextlib.suppress(InvalidStateError):  # it was timed out
                     self._future.set_result(message)
                 more = message.content is None
                 while more:
@@ -298,6 +307,10 @@ class Peer:
     def kill(self, number=signal.SIGKILL):
         """From outside: the process is gone, and nobody told Java."""
         self._process.send_signal(number)
+
+    def time_out(self):
+        """What happens once a call has taken `timeout_s`, now."""
+        self._channel.time_out()
 
     @property
     def pid(self):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.djl_peer import REST, ROOT, Peer
+from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 
@@ -46,7 +46,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks, mode, blows):
         **MODES[mode],
         "model_id": str(MODEL),
         "model_loader": "cpu",
-        "max_rolling_batch_size": "16",
+        "max_rolling_batch_size": "32",  # all victims of a blow have a row
         "predict_timeout": "60",
     }
     peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry")
@@ -65,7 +65,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks, mode, blows):
                 )
                 for i in range(NUM_LOST // len(blows))
             ]
-            victims[0].result().started.wait(30)
+            assert victims[0].result().started.wait(PATIENCE_S)
             lose(peer, blow)
             num_lost += sum(is_lost(victim.result()) for victim in victims)
             peer.wait_ready()
@@ -99,7 +99,7 @@ def is_lost(answer):
 def test_serving_one_request_at_a_time_unasked_is_told_in_the_log(tmp_path):
     properties = {"model_id": str(MODEL), "model_loader": "cpu", "rolling_batch": "disable"}
     with Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry") as peer:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while not any("Set option.async_mode=true" in line for line in peer.log):
             assert time.monotonic() < deadline_s, peer.log
             time.sleep(0.01)

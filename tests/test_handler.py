@@ -10,11 +10,13 @@ import time
 
 import pytest
 
-from tests.djl_peer import REST, ROOT, EngineError, Peer
+from tests.djl_peer import PATIENCE_S, REST, ROOT, EngineError, Peer
 from tests.toy_backend import expected
 from tests.toy_tokenizer import TOKENIZER
 
 ENTRY = "tests.djl_entry"
+RESUME = signal.SIGUSR2
+"""Lets a toy device go on that hangs at `toy_hang_at`."""
 MODES = {
     "rolling": {"rolling_batch": "tnx"},
     "async": {"async_mode": "true", "rolling_batch": "disable"},
@@ -28,7 +30,8 @@ def start(tmp_path):
     peers = []
 
     def start(mode, **properties):
-        peer = Peer(tmp_path, {**MODES[mode], **properties}, tmp_path, entry_point=ENTRY)
+        properties = {**MODES[mode], "toy_hung": str(tmp_path / "hung"), **properties}
+        peer = Peer(tmp_path, properties, tmp_path, entry_point=ENTRY)
         peers.append(peer)
         return peer.start()
 
@@ -41,6 +44,13 @@ def payload(prompt, num_tokens=5, *, stream=False, **parameters):
     inputs = "".join(f"<{i}>" for i in prompt)
     parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, **parameters}
     return {"inputs": inputs, "parameters": parameters, "stream": stream}
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def text(prompt, num_tokens=5):
@@ -73,10 +83,12 @@ def test_answers_are_the_models_own(start, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_comes_in_pieces(start, mode):
-    answer = start(mode, toy_step_s="0.05").submit(payload([5], 20, stream=True))
-    answer.started.wait(20)
+    peer = start(mode, toy_hang_at="10")
+    answer = peer.submit(payload([5], 20, stream=True))
+    assert answer.started.wait(PATIENCE_S)
     assert not answer.done
-    assert len(answer.wait().chunks) > 5
+    peer.kill(RESUME)
+    assert len(answer.wait().chunks) > 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -108,10 +120,12 @@ def test_a_bad_request_gets_its_error_and_nobody_else(start, mode):
 
 
 def test_a_full_queue_says_when_to_come_back(start):
-    peer = start("async", toy_slots="1", toy_step_s="0.02", toy_max_waiting="3")
+    peer = start("async", toy_slots="1", toy_hang_at="0", toy_max_waiting="3")
     answers = [peer.submit(payload([5, i + 3], 3)) for i in range(12)]
-    statuses = {answer.wait().status_sent for answer in answers}
-    assert statuses == {200, 503}
+    wait_until(lambda: sum(answer.done for answer in answers) == 8)
+    peer.kill(RESUME)
+    statuses = [answer.wait().status_sent for answer in answers]
+    assert sorted(statuses) == 4 * [200] + 8 * [503]
     refused = [answer for answer in answers if answer.status_sent == 503]
     assert all(int(answer.headers["Retry-After"]) > 0 for answer in refused)
 
@@ -138,22 +152,24 @@ def test_a_plain_batch_answers_each_row_in_its_place(start):
 
 
 def test_a_plain_answer_that_takes_too_long_is_an_error_not_a_restart(start):
-    peer = start("plain", predict_timeout="1", toy_step_s="0.05")
-    late = peer.submit(payload([5], 60))
+    peer = start("plain", predict_timeout="4", toy_step_s="0.04")
+    peer.timeout_s = PATIENCE_S  # Java's own limit is not the point
+    late = peer.submit(payload([5], 100))
     assert late.wait().status_sent == 408
     assert "async_mode" in json.loads(late.content)["error"]
-    streamed = peer.submit(payload([5], 40, stream=True))
+    streamed = peer.submit(payload([5], 100, stream=True))
     lines = [json.loads(line) for line in streamed.wait().content.splitlines()]
-    assert lines[-1]["generated_text"] == text([5], 40)
+    assert lines[-1]["generated_text"] == text([5], 100)
     assert peer.usage() == REST
     assert peer.num_starts == 1
 
 
 def test_a_rolling_batch_reset_frees_everything(start):
-    peer = start("rolling", toy_step_s="0.02")
+    peer = start("rolling", toy_hang_at="10")
     lost = [peer.submit(payload([5, i], 60, stream=True)) for i in range(3, 9)]
-    lost[0].started.wait(20)
+    assert lost[0].started.wait(PATIENCE_S)
     peer.spoil_next_reply = True
+    peer.kill(RESUME)
     for answer in lost:
         answer.wait()
     again = [peer.submit(payload([6, i], 6)) for i in range(3, 9)]
@@ -164,19 +180,25 @@ def test_a_rolling_batch_reset_frees_everything(start):
 
 
 def test_more_requests_than_rows_and_than_slots_are_all_answered(start):
-    peer = start("rolling", max_rolling_batch_size="8", toy_slots="3")
-    answers = [peer.submit(payload([i % 50 + 5, i % 7 + 5], 4)) for i in range(60)]
+    peer = start("rolling", max_rolling_batch_size="8", toy_slots="3", toy_hang_at="0")
+    payloads = [payload([i % 50 + 5, i % 7 + 5], 4) for i in range(60)]
+    answers = [peer.submit(each) for each in payloads[:8]]
+    wait_until(lambda: max(peer.batch_sizes, default=0) == 8)
+    peer.kill(RESUME)
+    answers += [peer.submit(each) for each in payloads[8:]]
     for i, answer in enumerate(answers):
         expected_text = text([i % 50 + 5, i % 7 + 5], 4)
         assert json.loads(answer.wait().content) == {"generated_text": expected_text}
     assert max(peer.batch_sizes) == 8
+    assert peer.usage() == REST
 
 
 def test_a_frozen_process_is_killed_and_the_next_one_serves(start):
-    peer = start("rolling", predict_timeout="2", toy_step_s="0.02")
+    peer = start("rolling", toy_hang_at="10")
     lost = peer.submit(payload([5], 60, stream=True))
-    lost.started.wait(20)
+    assert lost.started.wait(PATIENCE_S)
     peer.kill(signal.SIGSTOP)
+    peer.time_out()
     assert lost.wait().lost
     peer.wait_ready()
     assert peer.num_starts == 2
@@ -186,15 +208,16 @@ def test_a_frozen_process_is_killed_and_the_next_one_serves(start):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode, tmp_path):
-    peer = start(mode, predict_timeout="1", toy_hang_at="12", toy_hung=str(tmp_path / "hung"))
+def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode):
+    peer = start(mode, predict_timeout="3", toy_hang_at="12")
+    peer.timeout_s = PATIENCE_S  # the handler is to notice, not Java
     first = [peer.submit(payload([5, i], 4)) for i in range(3, 5)]
     for answer in first:
         assert answer.wait().status_sent == 200
     stuck = peer.submit(payload([5], 60))
     assert stuck.wait().status_sent in {408, 503}
     # DJL restarts a process that ends during a call: without asynchronous mode, the next one.
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while peer.num_starts == 1 and time.monotonic() < deadline_s:
         peer.submit(payload([6]))
         time.sleep(0.1)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.graphs import obtain
 from djl_python_neuronx.loading import LoadProgress, prepare
+from tests.artifacts.s3_proxy import wait_until
+from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
 
 pytest_plugins = ["tests.neuron_fixtures"]
@@ -173,19 +174,12 @@ def test_a_killed_compile_ends_whole_and_resumes(machine, options):
     pairs = [f"{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-c", KILLED, str(TINY), *pairs]
     process = subprocess.Popen(command, cwd=ROOT, env=machine.environ)
-    deadline_s = time.monotonic() + 60
-    while machine.compiled() != GRAPHS[:2]:
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or machine.compiled() == GRAPHS[:2], "two graphs")
+    assert process.poll() is None
     pid = machine.compiler_pid()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while (
-        Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    ):
-        assert time.monotonic() < deadline_s, "the compiler outlived its starter"
-        time.sleep(0.05)
+    wait_until(lambda: not alive(pid), "the compiler's end with its starter")
     machine.set(TOYC_STOP_AT="")
     compiled(machine, options)
     assert machine.compiled() == [*GRAPHS[:2], *GRAPHS[1:]]

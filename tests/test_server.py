@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
+"""How long a hang lasts before it fails a test; nothing that works waits for its end."""
+# As httpx.get and httpx.post, a connection per request, but those wait for five seconds only.
+http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class Running:
@@ -113,19 +117,17 @@ def answer(prompt: list[int], num_tokens: int = 5) -> str:
 def test_json_and_streams_give_the_same_text(server: Running) -> None:
     text = answer([5, 6])
     for path in ("/invocations", "/predictions/toy"):
-        response = httpx.post(
-            server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"}
-        )
+        response = http.post(server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"})
         assert response.status_code == 200
         assert response.json() == {"generated_text": text}
         assert response.headers["content-type"] == "application/json"
         assert int(response.headers["content-length"]) == len(response.content)
         assert response.headers["x-request-id"] == "mine"
-    streamed = httpx.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    streamed = http.post(server.url + "/invocations", json=body([5, 6], stream=True))
     assert streamed.headers["content-type"] == "application/jsonlines"
     lines = [json.loads(line) for line in streamed.text.splitlines()]
     assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == text
-    events = httpx.post(
+    events = http.post(
         server.url + "/invocations",
         json=body([5, 6], stream=True),
         headers={"accept": "text/event-stream"},
@@ -174,7 +176,7 @@ def serving(spec: ModelSpec) -> Iterator[str]:
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
     with serving(spec) as url:
-        assert httpx.get(url + "/info").json() == {
+        assert http.get(url + "/info").json() == {
             "model": "toy",
             "max_model_len": 128,
             "longest_prompt": 64,
@@ -187,7 +189,7 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
 
 def test_info_tells_of_chunks() -> None:
     with serving(replace(TOY_SPEC, mixed_steps=True)) as url:
-        assert httpx.get(url + "/info").json()["chunked_prefill"] is True
+        assert http.get(url + "/info").json()["chunked_prefill"] is True
 
 
 VERIFYING = replace(TOY_SPEC, max_drafts=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
@@ -204,8 +206,8 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
     running = Running(application)
     told = []
     for _ in range(2):
-        told.append(httpx.get(running.url + "/info").json()["speculation"])
-        response = httpx.post(running.url + "/invocations", json=body([5, 6], 20))
+        told.append(http.get(running.url + "/info").json()["speculation"])
+        response = http.post(running.url + "/invocations", json=body([5, 6], 20))
         assert response.json() == {"generated_text": answer([5, 6], 20)}
     running.close()
     application.service.close()
@@ -234,23 +236,23 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
 def test_what_a_device_cannot_sample_is_refused(parameters: dict[str, Any], says: str) -> None:
     with serving(DYNAMIC) as url:
         for stream in (False, True):
-            response = httpx.post(
+            response = http.post(
                 url + "/invocations", json=body([5, 6], parameters=parameters, stream=stream)
             )
             assert response.status_code == 400
             assert says in response.json()["error"]
             assert response.json()["type"] == "unsupported_parameter"
-        assert httpx.post(url + "/invocations", json=body([5, 6])).status_code == 200
+        assert http.post(url + "/invocations", json=body([5, 6])).status_code == 200
     if "default_top_k" in says:
         with serving(replace(DYNAMIC, default_top_k=64)) as url:
-            response = httpx.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+            response = http.post(url + "/invocations", json=body([5, 6], parameters=parameters))
             assert response.status_code == 200
 
 
 def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) -> None:
     backend.hang_at = {3}
-    with httpx.stream(
-        "POST", server.url + "/invocations", json=body([5, 6], stream=True), timeout=PATIENCE_S
+    with http.stream(
+        "POST", server.url + "/invocations", json=body([5, 6], stream=True)
     ) as response:
         lines = response.iter_lines()
         first = [json.loads(next(lines))["token"]["text"] for _ in range(3)]
@@ -264,17 +266,19 @@ def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) ->
 def test_a_client_that_goes_away_frees_its_slot(
     server: Running, backend: ToyBackend, stream: bool
 ) -> None:
-    backend.step_s = 0.01
+    backend.hang_at = {3}
     assert server.application.service is not None
     loop = server.application.service.loop
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100, stream=stream)))
-    wait_until(lambda: loop.engine.num_running == 1)
+    assert backend.hanging.wait(PATIENCE_S)
     connection.close() if not stream else connection.sock.close()
-    wait_until(lambda: loop.num_streams == 0 and loop.engine.num_running == 0)
-    assert backend.num_steps < 60
+    wait_until(lambda: loop.num_streams == 0)
+    backend.resume.set()
+    wait_until(lambda: loop.engine.num_running == 0)
+    assert backend.num_steps == 4
     assert backend.acquired == frozenset()
-    assert httpx.post(server.url + "/invocations", json=body([5, 6])).json() == {
+    assert http.post(server.url + "/invocations", json=body([5, 6])).json() == {
         "generated_text": answer([5, 6])
     }
 
@@ -298,30 +302,30 @@ def test_a_client_that_goes_away_frees_its_slot(
     ],
 )
 def test_bad_requests(server: Running, content: bytes, status: int, kind: str, says: str) -> None:
-    response = httpx.post(server.url + "/invocations", content=content)
+    response = http.post(server.url + "/invocations", content=content)
     assert response.status_code == response.json()["code"] == status
     assert response.json()["type"] == kind
     assert __import__("re").search(says, response.json()["error"])
 
 
 def test_routes_that_do_not_exist(server: Running) -> None:
-    missing = httpx.post(server.url + "/predictions/other", json=body([5]))
+    missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
-    assert httpx.get(server.url + "/invocations").status_code == 405
-    assert httpx.get(server.url + "/nothing").json()["code"] == 404
+    assert http.get(server.url + "/invocations").status_code == 405
+    assert http.get(server.url + "/nothing").json()["code"] == 404
 
 
 def test_the_model_can_have_a_name(server: Running) -> None:
     service = server.application.service
     assert service is not None
     service.options = service.options.model_copy(update={"model_name": "given"})
-    assert httpx.post(server.url + "/predictions/given", json=body([5])).status_code == 200
-    assert httpx.post(server.url + "/predictions/toy", json=body([5])).status_code == 404
+    assert http.post(server.url + "/predictions/given", json=body([5])).status_code == 200
+    assert http.post(server.url + "/predictions/toy", json=body([5])).status_code == 404
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.putrequest("POST", "/invocations")
     connection.putheader("content-length", str(MAX_BODY_BYTES + 1))
     connection.endheaders()
@@ -360,33 +364,34 @@ def test_an_error_before_the_first_token_has_its_status_also_when_streaming(
 ) -> None:
     for stream in (False, True):
         backend.fail_at = {backend.num_steps: RuntimeError("device says no")}
-        response = httpx.post(server.url + "/invocations", json=body([5, 6], stream=stream))
+        response = http.post(server.url + "/invocations", json=body([5, 6], stream=stream))
         assert response.status_code == 424
         assert "device says no" in response.json()["error"]
     backend.fail_at = {backend.num_steps + 2: RuntimeError("device says no")}
-    response = httpx.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    response = http.post(server.url + "/invocations", json=body([5, 6], stream=True))
     assert response.status_code == 200
     assert json.loads(response.text.splitlines()[-1])["code"] == 424
-    assert httpx.post(server.url + "/invocations", json=body([5, 6])).status_code == 200
+    assert http.post(server.url + "/invocations", json=body([5, 6])).status_code == 200
 
 
 def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
     application = Application("toy")
     running = Running(application)
     try:
-        assert httpx.get(running.url + "/ping").status_code == 503
-        loading = httpx.post(running.url + "/invocations", json=body([5]))
+        assert http.get(running.url + "/ping").status_code == 503
+        loading = http.post(running.url + "/invocations", json=body([5]))
         assert (loading.status_code, loading.json()["type"]) == (503, "backend_unavailable")
-        assert httpx.get(running.url + "/metrics").status_code == 200
-        application.service = toy_service(backend, predict_timeout=0.2)
-        assert httpx.get(running.url + "/ping").status_code == 200
-        httpx.post(running.url + "/invocations", json=body([5, 6], 40))
+        assert http.get(running.url + "/metrics").status_code == 200
+        application.service = toy_service(backend)
+        assert http.get(running.url + "/ping").status_code == 200
+        http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        hung = httpx.post(running.url + "/invocations", json=body([5, 6], 40), timeout=PATIENCE_S)
+        application.service.loop._step_timeout_s = 0.2  # from now on: other steps may be slow
+        hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
         assert "option.predict_timeout" in hung.json()["error"]
-        assert httpx.get(running.url + "/ping").status_code == 503
-        assert httpx.post(running.url + "/invocations", json=body([5])).status_code == 503
+        assert http.get(running.url + "/ping").status_code == 503
+        assert http.post(running.url + "/invocations", json=body([5])).status_code == 503
     finally:
         backend.resume.set()
         running.close()
@@ -399,7 +404,7 @@ def test_a_model_that_cannot_be_loaded_is_told() -> None:
     application.failure = ServingError("weights are missing")
     running = Running(application)
     try:
-        response = httpx.get(running.url + "/ping")
+        response = http.get(running.url + "/ping")
         assert response.status_code == 503
         assert "weights are missing" in response.json()["error"]
     finally:
@@ -408,13 +413,13 @@ def test_a_model_that_cannot_be_loaded_is_told() -> None:
 
 def test_metrics_count(server: Running) -> None:
     for _ in range(3):
-        httpx.post(server.url + "/invocations", json=body([5, 6, 7]))
-    httpx.post(server.url + "/invocations", content=b"{")
+        http.post(server.url + "/invocations", json=body([5, 6, 7]))
+    http.post(server.url + "/invocations", content=b"{")
     assert server.application.service is not None
     wait_until(
-        lambda: "djl_neuronx_generated_tokens_total 15.0" in httpx.get(server.url + "/metrics").text
+        lambda: "djl_neuronx_generated_tokens_total 15.0" in http.get(server.url + "/metrics").text
     )
-    text = httpx.get(server.url + "/metrics").text
+    text = http.get(server.url + "/metrics").text
     assert 'djl_neuronx_requests_total{finish_reason="length",protocol="lmi"} 3.0' in text
     assert 'djl_neuronx_rejected_requests_total{code="bad_request"} 1.0' in text
     assert "djl_neuronx_prompt_tokens_total 12.0" in text
@@ -458,7 +463,7 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
     crowd = ToyBackend(spec, step_s=0.0005)
     application.service = service = toy_service(crowd, max_waiting=1000)
     pick = random.Random(3)
-    httpx.post(server.url + "/invocations", json=body([5]))
+    http.post(server.url + "/invocations", json=body([5]))
     descriptors = num_descriptors()
     threads = threading.active_count()
 
@@ -508,7 +513,7 @@ def test_what_does_not_end_within_the_drain_time_gets_its_error(
 
     def ask() -> None:
         payload = body([5, 6], 100, stream=stream)
-        responses.append(httpx.post(running.url + "/invocations", json=payload, timeout=PATIENCE_S))
+        responses.append(http.post(running.url + "/invocations", json=payload))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -525,16 +530,18 @@ def test_what_does_not_end_within_the_drain_time_gets_its_error(
 def test_gauges_fall_when_the_last_request_is_given_up(
     server: Running, backend: ToyBackend
 ) -> None:
-    backend.step_s = 0.01
+    backend.hang_at = {3}
     loop = server.application.service.loop  # type: ignore[union-attr]
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100)))
-    wait_until(lambda: loop.engine.num_running == 1)
-    assert "djl_neuronx_slots_in_use 1.0" in httpx.get(server.url + "/metrics").text
+    assert backend.hanging.wait(PATIENCE_S)
+    assert "djl_neuronx_slots_in_use 1.0" in http.get(server.url + "/metrics").text
     connection.close()
-    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in httpx.get(server.url + "/metrics").text)
+    wait_until(lambda: loop.num_streams == 0)
+    backend.resume.set()
+    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(server.url + "/metrics").text)
     aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'
-    assert aborted in httpx.get(server.url + "/metrics").text
+    assert aborted in http.get(server.url + "/metrics").text
 
 
 def test_one_id_for_many_requests_is_only_a_label(server: Running, backend: ToyBackend) -> None:
@@ -554,13 +561,11 @@ def test_one_id_for_many_requests_is_only_a_label(server: Running, backend: ToyB
             await asyncio.gather(*(ask(client, i) for i in range(4)))
 
     asyncio.run(all_of_them())
-    odd = httpx.post(server.url + "/invocations", json=body([5]), headers={"x-request-id": "a b"})
+    odd = http.post(server.url + "/invocations", json=body([5]), headers={"x-request-id": "a b"})
     assert odd.headers["x-request-id"] != "a b"
 
 
 def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -591,16 +596,19 @@ def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[
     )
 
 
-def free_port() -> int:
-    import socket
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody is given meanwhile, and that a server with SO_REUSEADDR may listen on."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
-
-def test_a_folder_without_a_model_ends_the_process_with_the_reason(tmp_path: Path) -> None:
-    process = serve_process(tmp_path, free_port())
+def test_a_folder_without_a_model_ends_the_process_with_the_reason(
+    tmp_path: Path, port: int
+) -> None:
+    process = serve_process(tmp_path, port)
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert str(tmp_path) in log
@@ -608,11 +616,11 @@ def test_a_folder_without_a_model_ends_the_process_with_the_reason(tmp_path: Pat
     assert "Traceback" not in log
 
 
-def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path) -> None:
+def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path, port: int) -> None:
     (tmp_path / "serving.properties").write_text(
         "option.tensor_paralel_degree=2\noption.dtype=fp13\n"
     )
-    process = serve_process(tmp_path, free_port(), "-o", "n_positions=many")
+    process = serve_process(tmp_path, port, "-o", "n_positions=many")
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     for said in (
@@ -636,35 +644,36 @@ def checks() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_quick_start(tmp_path: Path) -> None:
-    """The process that `make serve` starts: 300 known answers at once, a third given up, then SIGTERM drains."""
+@pytest.fixture
+def quick_start(port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process that `make serve` starts, and its URL."""
     pytest.importorskip("torch", reason="needs the `cpu` extra")
-    port = free_port()
-    process = serve_process(
-        TINY_LLAMA, port, "-o", "max_rolling_batch_size=16", "--log-level", "warning"
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with httpx.Client() as client:
-            statuses = set()
-            deadline = time.monotonic() + 120
-            while 200 not in statuses:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                try:
-                    statuses.add(client.get(url + "/ping").status_code)
-                except httpx.ConnectError:
-                    time.sleep(0.02)
-        assert statuses <= {200, 503}
-        descriptors = num_descriptors(process.pid)
-        asyncio.run(known_answers(url))
-        wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in httpx.get(url + "/metrics").text)
-        wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
-        asyncio.run(drains(url, process))
-        assert process.wait(PATIENCE_S) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    options = ("-o", "max_rolling_batch_size=16", "--log-level", "warning")
+    process = serve_process(TINY_LLAMA, port, *options)
+    yield process, f"http://127.0.0.1:{port}"
+    process.kill()
+    process.communicate()
+
+
+def test_the_quick_start(quick_start: tuple[subprocess.Popen[str], str]) -> None:
+    """300 known answers at once, a third given up, then SIGTERM drains."""
+    process, url = quick_start
+    statuses = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while 200 not in statuses:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        try:
+            statuses.add(http.get(url + "/ping").status_code)
+        except httpx.ConnectError:
+            time.sleep(0.02)
+    assert statuses <= {200, 503}
+    descriptors = num_descriptors(process.pid)
+    asyncio.run(known_answers(url))
+    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(url + "/metrics").text)
+    wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
+    asyncio.run(drains(url, process))
+    assert process.wait(PATIENCE_S) == 0
 
 
 async def known_answers(url: str) -> None:
@@ -687,7 +696,9 @@ async def known_answers(url: str) -> None:
         text = json.loads(response.text.splitlines()[-1])["generated_text"]
         assert text == check["completion"], check["prompt"]
 
-    async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=400)) as client:
+    async with httpx.AsyncClient(
+        timeout=PATIENCE_S * 2, limits=httpx.Limits(max_connections=400)
+    ) as client:
         await asyncio.gather(*(one(client, i, check) for i, check in enumerate(checks()[:300])))
 
 
@@ -700,7 +711,7 @@ async def drains(url: str, process: subprocess.Popen[str]) -> None:
         "stream": True,
     }
     async with (
-        httpx.AsyncClient(timeout=60) as client,
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
         client.stream("POST", url + "/invocations", json=payload) as response,
     ):
         lines = response.aiter_lines()

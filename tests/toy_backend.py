@@ -43,7 +43,7 @@ TOY_SPEC = ModelSpec(
 )
 """Change it with `dataclasses.replace`."""
 
-HANG_LIMIT_S = 60.0
+HANG_LIMIT_S = 300.0
 """A forgotten `resume` ends a test instead of blocking it for ever."""
 
 UInt64Array = npt.NDArray[np.uint64]

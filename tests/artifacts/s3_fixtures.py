@@ -9,6 +9,7 @@ import pytest
 from moto import server as moto_server
 
 from tests.artifacts.s3_proxy import S3Proxy
+from tests.artifacts.s3_rig import make_small_and_quick
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def bucket(moto, direct):
 
 
 @pytest.fixture
-def proxy(moto, bucket):
+def proxy(moto, bucket, monkeypatch):
+    make_small_and_quick(monkeypatch)
     with S3Proxy(moto) as running:
         yield running

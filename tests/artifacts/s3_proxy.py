@@ -8,6 +8,7 @@ It speaks HTTP/1.1 with one request per connection, so that a broken body breaks
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import struct
@@ -112,6 +113,7 @@ class S3Proxy:
 
 class _Handler(BaseHTTPRequestHandler):
     owner: S3Proxy
+    protocol_version = "HTTP/1.1"  # else `Expect: 100-continue` stays without an answer, and botocore waits a second
 
     def log_message(self, *_: object) -> None:
         pass
@@ -130,15 +132,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault and fault.kind == "call":
             fault.action()
-        upstream = http.client.HTTPConnection("127.0.0.1", self.owner.server_port, timeout=60)
         headers = {
             name: value
             for name, value in self.headers.items()
             if name.lower() not in {"connection", "transfer-encoding", "content-length", "expect"}
         }
-        upstream.request(self.command, self.path, body=body, headers=headers)
-        answer = upstream.getresponse()
-        content = answer.read()
+        server = http.client.HTTPConnection("127.0.0.1", self.owner.server_port, timeout=60)
+        with contextlib.closing(server):
+            server.request(self.command, self.path, body=body, headers=headers)
+            answer = server.getresponse()
+            content = answer.read()
         kept = [
             (name, value)
             for name, value in answer.getheaders()
@@ -204,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass  # noqa: N815
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
     """Return once `condition` holds; fail, naming `what`, if it never does."""
     deadline = time.monotonic() + timeout_s
     while not condition():

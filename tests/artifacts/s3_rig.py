@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 
-from djl_python_neuronx.artifacts.remote.partial import PIECE_BYTES
-
 pytest.importorskip("boto3", reason="boto3 is not installed")
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
-from djl_python_neuronx.artifacts.remote import s3
+from botocore.loaders import JSONFileLoader
+from botocore.retries.standard import ExponentialBackoff
+
+from djl_python_neuronx.artifacts.remote import partial, s3, s3_pieces
 from djl_python_neuronx.artifacts.remote.selection import EVERYTHING
 
+PIECE_BYTES = 2**20
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
     "AWS_REGION": "us-east-1",
 }
 URI = "s3://models/llama"
-LARGE = random.Random(0).randbytes(2 * PIECE_BYTES + 4_000_001)
+LARGE = random.Random(0).randbytes(2 * PIECE_BYTES + 400_001)
 """Three pieces."""
 SMALL = {
     "config.json": b'{"model_type": "llama"}',
@@ -29,6 +32,19 @@ SMALL = {
     "model-00001-of-00001.safetensors": random.Random(1).randbytes(300_000),
 }
 NAME = "model.safetensors"
+
+
+_load_file = functools.cache(JSONFileLoader().load_file)
+
+
+def make_small_and_quick(patch):
+    """Pieces as small as `PIECE_BYTES`, read in smaller parts still, and next to no wait before a retry."""
+    patch.setattr(partial, "PIECE_BYTES", PIECE_BYTES)
+    patch.setattr(s3_pieces, "_READ_BYTES", PIECE_BYTES // 16)
+    patch.setattr(s3_pieces, "_BACKOFF_S", 0.005)
+    patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
+    # botocore reads its models, megabytes of JSON, anew for every client.
+    patch.setattr(JSONFileLoader, "load_file", lambda self, path: _load_file(path))
 
 
 def settings(proxy, **more):

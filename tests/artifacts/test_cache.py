@@ -308,12 +308,12 @@ def test_who_waits_says_for_whom(shelf, tmp_path, caplog):
 
     def before(piece):
         entered.set()
-        may_go.wait(20)
+        may_go.wait(60)
 
     shelf.before = before
     first = threading.Thread(target=fetch, args=(shelf, tmp_path))
     first.start()
-    assert entered.wait(20)
+    assert entered.wait(60)
     [place] = tmp_path.iterdir()
     holder = json.loads((place / "lock.json").read_text())
     assert holder["pid"] == os.getpid()

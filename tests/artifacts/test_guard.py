@@ -28,6 +28,8 @@ if os.fork() == 0:
             time.sleep(600)
         os._exit(0)
     time.sleep(600)
+while len(open(sys.argv[1]).read().split()) < 3:
+    time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 """
 _STARTER = """
@@ -113,7 +115,7 @@ def test_the_command_ends_when_the_guard_is_killed(started):
 
 def test_what_the_command_leaves_running_ends_with_it(tmp_path):
     path = tmp_path / "pids"
-    ran = subprocess.run(guarded([sys.executable, "-c", _TREE, str(path), "0.5"]), check=False)
+    ran = subprocess.run(guarded([sys.executable, "-c", _TREE, str(path), "0"]), check=False)
     assert ran.returncode == 0
     assert all_gone(pids_in(path, 3))
 

@@ -11,7 +11,7 @@ import pytest
 
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
-from djl_python_neuronx.artifacts.remote.partial import PIECE_BYTES
+from djl_python_neuronx.artifacts.remote import partial
 from djl_python_neuronx.artifacts.remote.selection import Selection
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import Fault
@@ -105,13 +105,16 @@ def test_a_changed_remote_is_loaded_anew_and_what_stayed_is_not(proxy, bucket, t
     assert contents(old) == {**SMALL, NAME: LARGE}, "this process still uses it"
 
 
-def test_the_native_client_loads_the_same(proxy, bucket, tmp_path):
+def test_the_native_client_loads_the_same(proxy, bucket, tmp_path, monkeypatch):
     pytest.importorskip("awscrt", reason="awscrt is not installed")
+    monkeypatch.setattr(partial, "PIECE_BYTES", 16 * 2**20)
     huge = random.Random(3).randbytes(65 * 2**20)
     put(bucket, {**SMALL, NAME: huge})
     assert contents(fetch(proxy, tmp_path, client="crt")) == {**SMALL, NAME: huge}
     ranges = {asked for path, asked in proxy.data_requests() if path.endswith("/" + NAME)}
-    assert len(ranges) > len(huge) / PIECE_BYTES + 1, "asked in parts of the native client's size"
+    assert len(ranges) > len(huge) / partial.PIECE_BYTES + 1, (
+        "asked in parts of the native client's size"
+    )
 
 
 @pytest.mark.parametrize(

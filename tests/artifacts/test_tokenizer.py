@@ -207,23 +207,28 @@ def test_threads_share_a_tokenizer(loaded):
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(loaded):
-    """Counts what another thread gets done meanwhile; with the GIL held it would be next to nothing."""
-    started, done = threading.Event(), threading.Event()
-    turns = 0
+    """Counts what another thread gets done meanwhile; with the GIL held it would always be next to nothing."""
 
-    def encode():
-        started.set()
-        loaded["byte_level"].encode("jumps over the lazy dog " * 50_000)
-        done.set()
+    def turns_meanwhile():
+        started, done = threading.Event(), threading.Event()
+        turns = 0
 
-    thread = threading.Thread(target=encode)
-    thread.start()
-    started.wait()
-    while not done.is_set():
-        done.wait(0.0005)
-        turns += 1
-    thread.join()
-    assert turns > 20
+        def encode():
+            started.set()
+            loaded["byte_level"].encode("jumps over the lazy dog " * 50_000)
+            done.set()
+
+        thread = threading.Thread(target=encode)
+        thread.start()
+        started.wait()
+        while not done.is_set():
+            done.wait(0.0005)
+            turns += 1
+        thread.join()
+        return turns
+
+    # A busy machine may let this thread sleep through one of them.
+    assert any(turns_meanwhile() > 20 for _ in range(10))
 
 
 def test_a_class_name_of_transformers_5_loads_with_any_version(tmp_path):

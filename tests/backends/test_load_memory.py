@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="no /proc/<pid>/smaps_rollup"
 )
 MIB = 2**20
-NOISE = 8 * MIB
+NOISE, ROOM = 8 * MIB, 40 * MIB
+"""What may be missing from an amount, and what the interpreter may take besides: less than any amount counted twice."""
 KNOWN = """
 import mmap, sys
 print("ready", flush=True)
@@ -44,9 +45,9 @@ def test_known_amounts_are_measured(benchmark, tmp_path):
     (tmp_path / "file").write_bytes(bytes(32 * MIB))
     found = benchmark.measure(KNOWN, tmp_path / "file")
     # What is gone again may lie between two samples; only the kernel's own mark is sure to have it.
-    assert 48 * MIB - NOISE < found.peak_anonymous < 96 * MIB + NOISE
-    assert 80 * MIB - NOISE < found.peak_pss < 96 * MIB + NOISE
-    assert 96 * MIB - NOISE < found.high_water < 96 * MIB + NOISE
+    assert 48 * MIB - NOISE < found.peak_anonymous < 96 * MIB + ROOM
+    assert 80 * MIB - NOISE < found.peak_pss < 96 * MIB + ROOM
+    assert 96 * MIB - NOISE < found.high_water < 96 * MIB + ROOM
     assert found.cache_bytes == 7
 
 
@@ -71,6 +72,6 @@ def test_a_model_in_the_type_of_its_files_is_not_copied(benchmark, tmp_path, dty
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 128 * MIB
     found = benchmark.measure(benchmark.LOAD, tmp_path, dtype)
-    assert found.peak_pss > 0.95 * size, "the weights were not all looked at"
+    assert found.high_water > 0.95 * size, "the weights were not all looked at"
     assert found.peak_anonymous - found.cache_bytes < 0.4 * size
     assert found.high_water - found.cache_bytes < 1.7 * size

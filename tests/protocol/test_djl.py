@@ -20,7 +20,7 @@ from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingB
 from djl_python_neuronx.service import Service
 from tests import djl_engine_double
 from tests.djl_engine_double import Input
-from tests.djl_peer import decode_record
+from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_tokenizer import TOKENIZER
 
@@ -113,7 +113,7 @@ class Caller:
         ]
 
     def finish(self):
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while self.live:
             assert time.monotonic() < deadline_s
             self.step()
@@ -201,7 +201,7 @@ def test_a_call_waits_for_a_step_but_not_for_ever(backend, service):
     try:
         output = door.answer(call(0, [body([5])]))
         assert records(output) == [{"data": "", "last": "false"}]
-        assert backend.hanging.wait(20)
+        assert backend.hanging.wait(PATIENCE_S)
     finally:
         door.close()
 
@@ -274,7 +274,7 @@ def test_an_id_that_comes_again_after_a_reset_gets_none_of_the_old_tokens(backen
     first, again = call(0, [body([5], 60)]), call(0, [body([7], 3)], reset_rollingbatch="true")
     first.properties["batch_000.requestId"] = again.properties["batch_000.requestId"] = "same"
     door.answer(first)
-    assert backend.hanging.wait(30)
+    assert backend.hanging.wait(PATIENCE_S)
     caller = Caller(door)
     caller.live, caller.answers = [0], {0: records(door.answer(again))}
     backend.resume.set()
@@ -388,7 +388,7 @@ def test_a_plain_stream_that_is_dropped_frees_its_slot(backend, service):
     output = PlainDoor(service, 60.0).answer(single(body([5], 100, stream=True)))
     chunks = output.stream_content
     assert next(chunks)
-    assert backend.hanging.wait(30)
+    assert backend.hanging.wait(PATIENCE_S)
     del chunks, output
     backend.resume.set()
     wait_until(lambda: service.loop.num_streams == 0)
@@ -411,7 +411,7 @@ def test_a_dead_engine_answers_everyone(service, door):
 
 
 def wait_until(condition):
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
