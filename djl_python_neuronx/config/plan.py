@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -89,17 +89,26 @@ def make_plan(
         loader=loader,
         format=artifact_format,
         graphs=planned,
-        estimated_compile_s=60.0 * compile_minutes(facts, len(planned)),
+        estimated_compile_s=60.0 * compile_minutes(planned, facts, draft),
         memory=_memory(options, facts, device, loader, draft),
         device=device,
         arguments=None if loader == "cpu" else arguments,
     )
 
 
-def compile_minutes(facts: ModelFacts, num_graphs: int) -> float:
-    """Minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`."""
-    layers = facts.num_layers or _UNKNOWN_LAYERS
-    return num_graphs * layers * _SECONDS_PER_LAYER / 60.0
+def compile_minutes(
+    planned: Iterable[Graph], facts: ModelFacts, draft: ModelFacts | None = None
+) -> float:
+    """Minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`.
+
+    A draft model's graphs are as deep as it is, or as the large model where nothing is known of it.
+    """
+    models = (
+        draft if draft is not None and graph.kind in {"draft prefill", "draft decode"} else facts
+        for graph in planned
+    )
+    layers = sum(model.num_layers or _UNKNOWN_LAYERS for model in models)
+    return layers * _SECONDS_PER_LAYER / 60.0
 
 
 def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Graph]:

@@ -159,7 +159,7 @@ def assess(
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
     resolved = replace(resolved, options=options, origins=MappingProxyType(origins))
-    minutes = plan.compile_minutes(facts, len([*plan.graphs(options, facts, loader)]))
+    minutes = plan.compile_minutes(plan.graphs(options, facts, loader), facts, draft)
     found = suitability.findings(
         options,
         facts,

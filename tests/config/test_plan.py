@@ -166,16 +166,25 @@ def test_no_graph_is_told_before_lengths_are_known():
 
 def test_compiling_takes_longer_for_more_graphs_and_more_layers():
     small, large = facts("llama-3-8b"), facts("llama-3-70b")
-    assert compile_minutes(small, 0) == 0
-    assert compile_minutes(small, 10) == pytest.approx(10 * compile_minutes(small, 1))
-    ratio = compile_minutes(large, 10) / compile_minutes(small, 10)
+    one = [Graph("decode", 128, 8)]
+    assert compile_minutes([], small) == 0
+    assert compile_minutes(10 * one, small) == pytest.approx(10 * compile_minutes(one, small))
+    ratio = compile_minutes(one, large) / compile_minutes(one, small)
     assert ratio == pytest.approx(large.num_layers / small.num_layers)
     # What users of 70B models tell of: 30 to 70 minutes.
-    assert 30 <= compile_minutes(large, 12) <= 70
+    assert 30 <= compile_minutes(12 * one, large) <= 70
+
+
+def test_a_draft_models_graphs_take_as_long_as_it_is_deep():
+    small, large = facts("llama-3-8b"), facts("llama-3-70b")
+    own, drafts = Graph("speculation", 128, 8), Graph("draft decode", 128, 8)
+    both = compile_minutes([own, drafts], large, small)
+    assert both == pytest.approx(compile_minutes([own], large) + compile_minutes([drafts], small))
+    assert compile_minutes([drafts], large) == compile_minutes([own], large)
 
 
 def test_a_model_of_unknown_depth_has_an_estimate_too():
-    assert compile_minutes(ModelFacts(), 1) > 0
+    assert compile_minutes([Graph("decode", 128, 8)], ModelFacts()) > 0
 
 
 @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
@@ -183,7 +192,7 @@ def test_the_plan_of_a_neuron_loader(loader):
     device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
     plan = make_plan(resolved(), known, device, loader, artifact_format="split")
     assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
-    assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(known, len(plan.graphs)))
+    assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
     alone = memory.per_core(
         known,
         degree=2,
