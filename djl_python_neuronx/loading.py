@@ -99,6 +99,9 @@ def prepare(
     machine = device.for_process(machine, environ)
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
+    limit = device.core_limit(environ)
+    if limit is not None and limit.problem is not None:
+        logger.warning("core_limit reason=%r", limit.problem)
     return _prepare(examined, environ, machine, progress)
 
 

@@ -145,6 +145,15 @@ def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, opt
     assert prepared.machine.visible_cores == 4
 
 
+def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
+    environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "zero", "NEURON_RT_NUM_CORES": ""}
+    prepared = prepare(
+        None, TINY, environ=environ, overrides=options, machine=instances.named("inf2.48xlarge")
+    )
+    assert prepared.machine.limited_by is None
+    assert "NEURON_RT_VISIBLE_CORES=zero is not understood" in caplog.text
+
+
 def test_what_the_compiler_says_arrives(machine, options):
     machine.set(TOYC_FAIL="the compiler found no tiling; see its log")
     with pytest.raises(CompileError, match="no tiling"):

@@ -23,9 +23,13 @@ class Fit(NamedTuple):
     degree: int
     instance_type: str | None
     """None: this machine."""
+    draft_degree: int | None = None
+    """None: as it is set."""
 
     def __str__(self) -> str:
         setting = f"tensor_parallel_degree={self.degree}"
+        if self.draft_degree is not None:
+            setting += f" with draft_model_tp_size={self.draft_degree}"
         return f"{setting} on {self.instance_type}" if self.instance_type else setting
 
 
@@ -34,7 +38,8 @@ def smallest_fit(
 ) -> Fit | None:
     """The least that holds it with `SPARE`: more cores of this machine, else the smallest instance type.
 
-    Its own family goes before others. `below`: degrees up to this are known not to fit here. None: nothing holds it.
+    Its own family goes before others. `below`: degrees up to this are known not to fit here. A draft model that was
+    given cores of its own may be given as many as the model instead. None: nothing holds it.
     """
     if facts.num_parameters is None or loader == "cpu":
         return None
@@ -47,19 +52,28 @@ def smallest_fit(
     places += [(machine.instance_type, machine, _degrees(machine, worlds)) for machine in machines]
     for name, machine, degrees in places:
         for degree in degrees:
-            if takes(facts, degree, loader) and (
-                needed(
-                    facts,
-                    load,
-                    degree=degree,
-                    core_memory_bytes=machine.core_memory_bytes,
-                    loader=loader,
-                    # The draft model may need more of them than the model.
-                    cores=machine.visible_cores,
-                ).roomy
-            ):
+            if not takes(facts, degree, loader):
+                continue
+            if _roomy(facts, load, degree, machine, loader):
                 return Fit(degree, name)
+            if load.draft_degree is None:
+                continue
+            spread = replace(load, draft_degree=degree)
+            if _roomy(facts, spread, degree, machine, loader):
+                return Fit(degree, name, degree)
     return None
+
+
+def _roomy(facts: ModelFacts, load: Load, degree: int, machine: DeviceInfo, loader: str) -> bool:
+    """Whether it fits on these cores with some to spare; the draft model may need more of them than the model."""
+    return needed(
+        facts,
+        load,
+        degree=degree,
+        core_memory_bytes=machine.core_memory_bytes,
+        loader=loader,
+        cores=machine.visible_cores,
+    ).roomy
 
 
 def _degrees(device: DeviceInfo, worlds: int) -> tuple[int, ...]:

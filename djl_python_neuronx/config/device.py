@@ -148,11 +148,13 @@ def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
 
 def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
     """The machine with no more cores than the limit allows; one that is not understood is left aside."""
-    if limit is None or limit.num_cores is None:
+    if limit is None or limit.num_cores is None or not machine.has_neuron:
         return machine
     cores = machine.neuron_cores
     visible = min(limit.num_cores, cores) if cores else limit.num_cores
-    return replace(machine, visible_cores=visible, limited_by=str(limit))
+    return replace(
+        machine, visible_cores=visible, limited_by=str(limit), allowed_cores=limit.num_cores
+    )
 
 
 def _told(limit: CoreLimit | None) -> str:

@@ -36,6 +36,8 @@ class DeviceInfo:
     """Logical cores that this process may use; all of `neuron_cores` unless told otherwise."""
     limited_by: str | None = None
     """The variable, with its value, that limits `visible_cores`; None: none does."""
+    allowed_cores: int | None = None
+    """What it allows, whether or not there are as many."""
     assumed: str | None = None
     """What was assumed because it could not be seen, as a sentence; None: nothing."""
     local_degree: int | None = None
@@ -176,13 +178,17 @@ def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
         return device
     if device.neuron_cores != device.neuron_devices * family.cores_per_device:
         return device
-    # A limit that was set counts logical cores as they are going to be.
-    limited = device.visible_cores != device.neuron_cores
+    cores, visible = 2 * device.neuron_cores, device.visible_cores
+    if device.allowed_cores is not None:
+        # A limit counts logical cores as they are going to be.
+        visible = min(device.allowed_cores, cores)
+    elif visible == device.neuron_cores:
+        visible = cores
     return replace(
         device,
-        neuron_cores=2 * device.neuron_cores,
+        neuron_cores=cores,
         core_memory_bytes=device.core_memory_bytes // 2,
-        visible_cores=device.visible_cores if limited else 2 * device.neuron_cores,
+        visible_cores=visible,
     )
 
 

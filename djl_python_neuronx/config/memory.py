@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.division import keeps, padded_heads, round_up, takes
 from djl_python_neuronx.config.instances import GIB
+from djl_python_neuronx.config.intent import drafting
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 
@@ -124,7 +125,7 @@ class Load:
             num_blocks=options.pa_num_blocks and options.pa_num_blocks - (loader == "tnx"),
             block_size=options.pa_block_size,
             draft=draft,
-            draft_degree=options.draft_model_tp_size,
+            draft_degree=options.draft_model_tp_size if drafting(options) else None,
         )
 
 

@@ -235,8 +235,10 @@ def _memory(
         ]
         if fit:
             told = f"smallest that fits: {fit}. {listed(['Take that', *ways], 'or')}"
+        elif ways:
+            told = f"no machine holds it as it is; {listed(ways, 'or')}"
         else:
-            ways = ways or ["take a smaller model"]
-            told = f"nothing known holds it; {listed(ways, 'or')}"
+            told = "nothing known holds it; take a smaller model"
         problem = f"does not fit: needs {needed.needed / GIB:.1f} GiB per core, has {needed.capacity / GIB:.1f} GiB; "
-        yield Finding(names, problem + told)
+        drafts = () if load.draft_degree is None else ("draft_model_tp_size",)
+        yield Finding((*names, *drafts), problem + told)

@@ -55,7 +55,7 @@ def findings(
     yield from _workers(options, device)
     yield from library_conflicts(used, loader)
     yield from overrides.findings(options)
-    yield from _foreign_graphs(options, loader)
+    yield from _foreign_graphs(options, facts, loader)
     yield from architecture.findings(options, facts, loader, filled)
     if capability is None:
         return
@@ -147,8 +147,10 @@ def _workers(options: ServingOptions, device: DeviceInfo) -> Iterator[Finding]:
         yield Finding(("compilation_worker_count",), problem, "warning")
 
 
-def _foreign_graphs(options: ServingOptions, loader: str) -> Iterator[Finding]:
-    if loader == "nxdi" and options.compiled_graph_path and options.model_loader in OPEN:
+def _foreign_graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Finding]:
+    if loader != "nxdi" or capability_of("tnx", facts.model_type) is None:
+        return
+    if options.compiled_graph_path and options.model_loader in OPEN:
         problem = (
             f"this model is loaded by {LIBRARIES[loader]}, and graphs that {LIBRARIES['tnx']} compiled do not fit it: "
             f"they would all be compiled anew. If they are its graphs, {ways('tnx')}; else "

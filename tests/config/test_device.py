@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from djl_python_neuronx.config.device import core_limit, detect, for_process
+from djl_python_neuronx.config.device import DeviceInfo, core_limit, detect, for_process
 from djl_python_neuronx.config.instances import INSTANCES, named
 
 GIB = 2**30
@@ -210,6 +210,11 @@ def test_a_machine_that_was_only_named_as_a_process_has_it(environ, visible, lim
     assert (found.neuron_cores, found.visible_cores) == (24, visible)
     assert (found.limited_by, found.local_degree) == (limit, local)
     assert for_process(found, environ) == found
+
+
+def test_a_machine_without_neuron_has_no_cores_to_limit():
+    laptop = DeviceInfo(None, 0, 0, 2**30, 8, "a laptop")
+    assert for_process(laptop, {"NEURON_RT_NUM_CORES": "4"}) == laptop
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from djl_python_neuronx.config.device import for_process
 from djl_python_neuronx.config.instances import (
     FAMILIES,
     GIB,
@@ -114,6 +115,12 @@ class TestSingleCores:
     def test_a_limit_stays_as_it_was_told(self):
         limited = replace(self.PAIRS, visible_cores=8)
         assert on_single_cores(limited, 1).visible_cores == 8
+
+    @pytest.mark.parametrize(("count", "visible"), [("3", 3), ("4", 4), ("6", 6), ("99", 8)])
+    def test_a_limit_counts_the_cores_that_there_are_going_to_be(self, count, visible):
+        machine = for_process(named("trn2.3xlarge"), {"NEURON_RT_NUM_CORES": count})
+        assert machine.visible_cores == min(visible, 4)
+        assert on_single_cores(machine, 1).visible_cores == visible
 
     @pytest.mark.parametrize("asked", [None, 2])
     def test_pairs_are_the_default(self, asked):

@@ -298,14 +298,16 @@ class TestSmallestFit:
         assert smallest_fit(facts_of("gpt2"), self.LOAD, machine, "cpu") is None
         assert smallest_fit(ModelFacts(), self.LOAD, machine, "tnx") is None
 
-    def test_a_draft_model_that_needs_more_cores_takes_a_machine_that_has_them(self):
+    def test_a_draft_model_is_spread_before_a_larger_machine_is_taken(self):
         facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
         load = Load(2048, 1, "bfloat16", draft=draft)
         assert smallest_fit(facts, load, named("inf2.xlarge"), "tnx") == Fit(2, None)
         wide = replace(load, draft_degree=8)
-        assert smallest_fit(facts, wide, named("inf2.xlarge"), "tnx") == Fit(2, "inf2.24xlarge")
-        wider = replace(load, draft_degree=32)
-        assert smallest_fit(facts, wider, named("inf2.xlarge"), "tnx") == Fit(2, "trn1.32xlarge")
+        assert smallest_fit(facts, wide, named("inf2.xlarge"), "tnx") == Fit(2, None, 2)
+        assert str(Fit(2, None, 2)) == "tensor_parallel_degree=2 with draft_model_tp_size=2"
+        narrow = Load(8192, 32, "bfloat16", draft=facts, draft_degree=2)
+        found = smallest_fit(facts, narrow, named("inf2.48xlarge"), "tnx", below=2)
+        assert found == Fit(8, None, 8)
 
     def test_a_draft_model_on_few_cores_may_be_spread(self):
         facts, machine = facts_of("llama-3-8b"), named("inf2.48xlarge")
@@ -350,6 +352,8 @@ class TestOfOptions:
                 "shard_over_sequence": True,
                 "pipeline_parallel_degree": 2,
                 "draft_model_tp_size": 2,
+                "speculative_draft_model": "a/draft",
+                "speculative_length": 4,
             }
         )
         expected = Load(
@@ -366,6 +370,8 @@ class TestOfOptions:
         )
         assert Load.of(options, "tnx") == expected
         assert Load.of(options, "cpu") == Load(512, 4, "bfloat16")
+        alone = options.model_copy(update={"speculative_draft_model": None})
+        assert Load.of(alone, "tnx").draft_degree is None
 
     @pytest.mark.parametrize(
         "missing", [{"n_positions": None}, {"max_rolling_batch_size": None}, {"dtype": "auto"}]

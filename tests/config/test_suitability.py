@@ -244,6 +244,13 @@ EQUIVALENTS = [
         {"model_loader": "nxdi"},
     ),
     (
+        "compiled_graph_path",
+        "warning",
+        "compiled anew",
+        {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
+        {"facts": of("qwen2")},
+    ),
+    (
         "weight_tiling",
         "note",
         "left out",
