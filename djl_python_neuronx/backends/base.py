@@ -183,6 +183,7 @@ class Backend(Protocol):
         first new one.
 
         Raises:
+            StepError, DeviceMemoryError: the device failed; nothing is reserved.
             BackendError: the slot cannot be given to this prompt; nothing is reserved.
         """
 

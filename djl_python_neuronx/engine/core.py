@@ -32,6 +32,7 @@ from djl_python_neuronx.engine.scheduler import (
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import (
     BackendError,
+    DeviceMemoryError,
     RequestError,
     RequestTimeoutError,
     ServingError,
@@ -196,9 +197,11 @@ class Engine:
     def _enter(self, scheduled: ScheduledPrefill | ScheduledChunks) -> list[TokenOutput]:
         """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone.
 
-        A backend that again and again refuses whoever comes, with nobody else in it, is given up like one that fails.
+        A device that fails again and again whoever comes, with nobody else on it, is given up as in a step. A backend
+        that only refuses a prompt says so with another error, and is not.
         """
         outputs: list[TokenOutput] = []
+        failure: BackendError | None = None
         for sequence in list(scheduled.entering):
             request, slot = sequence.request, sequence.slot
             assert slot is not None  # noqa: S101  (narrowing for mypy: the scheduler has just set it)
@@ -211,12 +214,14 @@ class Engine:
                 translated = translate(error)
                 outputs.append(self._fail(sequence, translated, acquired=False))
                 self.dead = self.dead or (translated if translated.fatal else None)
+                if isinstance(translated, (StepError, DeviceMemoryError)):
+                    failure = translated
                 continue
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
-        if outputs and not self.num_running:
+        if failure is not None and not self.num_running:
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:
-                self.dead = self.dead or translated
+                self.dead = self.dead or failure
         return outputs
 
     def _fill(self, scheduled: Scheduled) -> Step:

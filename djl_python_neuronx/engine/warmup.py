@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Tokens
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from djl_python_neuronx.engine.runner import DeviceCall, Graph, Kind, Runner
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.types import GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 
 def warm_up(engine: Engine) -> tuple[Graph, ...]:
@@ -97,20 +100,26 @@ def _fill_caches(runner: Runner) -> None:
     backend, spec = runner.backend, runner.backend.spec
     slots, most = range(spec.num_slots), spec.prefill_buckets[-1]
     steps = sorted({_step_of(graph, spec) for graph in _mixed_graphs(spec)}, reverse=True)
-    longest, share = steps[0].end, most // spec.num_slots
-    fill = [
-        _Step(end, spec.num_slots, min(end, share) * spec.num_slots)
-        for end in (*range(share, longest, share), longest)
-    ]
+    longest = steps[0].end
+    ends = (*range(most, longest, most), longest)
+    logger.info(
+        "warm_up_cache slots=%d tokens=%d calls=%d", spec.num_slots, longest, len(ends) * len(slots)
+    )
     for slot in slots:
         backend.acquire(slot, [0] * longest, 0)
-    for end, num_rows, num_tokens in (*fill, *steps):
+        for start, end in pairwise((0, *ends)):
+            _write(runner, [slot], end, [end - start])
+    for end, num_rows, num_tokens in steps:
         lens = [(num_tokens + row) // num_rows for row in range(num_rows)]
-        rows = plain_rows(
-            slots[:num_rows], [[0] * n for n in lens], [end - n for n in lens], Want.NOTHING
-        )
-        runner.run(Prefill(rows), num_tokens)
+        _write(runner, slots[:num_rows], end, lens)
     backend.release(slots)
+
+
+def _write(runner: Runner, slots: Tokens[int], end: int, lens: Tokens[int]) -> None:
+    """One call that writes chunks of these lengths, each up to position `end` of its slot."""
+    starts = [end - length for length in lens]
+    rows = plain_rows(slots, [[0] * length for length in lens], starts, Want.NOTHING)
+    runner.run(Prefill(rows), sum(lens))
 
 
 class _Step(NamedTuple):

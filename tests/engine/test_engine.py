@@ -286,6 +286,26 @@ def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> N
     assert_clean(engine, backend)
 
 
+def test_prompts_that_a_backend_refuses_do_not_end_it() -> None:
+    class Choosy(ToyBackend):
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            ids = list(prompt_ids)  # type: ignore[call-overload]
+            if 9 in ids:
+                msg = "no adapter for this prompt"
+                raise BackendError(msg)
+            return super().acquire(slot, ids, adapter)
+
+    backend = Choosy()
+    engine = Engine(backend)
+    for i in range(MAX_FAILED_STEPS + 1):
+        engine.add(request(f"refused {i}", [5, 9], 3))
+        found = run(engine)
+        assert isinstance(found[f"refused {i}"][-1].error, BackendError)
+    engine.add(request("served", [5, 6], 3, ignore_eos=True))
+    assert tokens(run(engine)["served"]) == expected([5, 6], 3)
+    assert_clean(engine, backend)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 17, 40])
 def test_what_the_backend_has_of_a_prompt_is_not_run_again(length: int, mixed: bool) -> None:
