@@ -188,6 +188,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from djl_python_neuronx.server import serve
     except ImportError as error:
+        if (error.name or "").partition(".")[0] == __package__:
+            raise  # a fault of this package, which no installation mends
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
     from djl_python_neuronx.bars import bars

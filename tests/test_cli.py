@@ -1,5 +1,6 @@
 """The command line itself: what is a wrong one, and what the process ends with."""
 
+import argparse
 import logging
 import re
 import sys
@@ -95,6 +96,17 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
     named = {} if model_id is None else {"model_id": model_id}
     overrides = {**named, "max_waiting": "7"}
     assert given == {"model_dir": folder, "overrides": overrides, "name": name}
+
+
+def test_only_a_missing_library_is_told_as_one(monkeypatch):
+    pytest.importorskip("djl_python_neuronx.server", reason="needs the `server` extra")
+    monkeypatch.delitem(sys.modules, "djl_python_neuronx.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match="needs uvicorn; install it"):
+        cli._serve(argparse.Namespace())
+    monkeypatch.setitem(sys.modules, "djl_python_neuronx.server", None)
+    with pytest.raises(ImportError, match=r"djl_python_neuronx\.server"):
+        cli._serve(argparse.Namespace())
 
 
 def test_a_port_of_sagemaker_is_checked(monkeypatch):

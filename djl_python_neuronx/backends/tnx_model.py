@@ -195,14 +195,16 @@ def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
     """`NeuronConfig` with the objects that it takes; every one is new, for tracing changes some of them.
 
     Raises:
-        IncompatibleOptionsError: the installed library has no such keyword. It would leave it out and say nothing.
+        IncompatibleOptionsError: the installed library has no such keyword, which it would only assert.
     """
-    known = inspect.signature(library.NeuronConfig).parameters
-    for name in plan.arguments.neuron_config:
+    parameters = inspect.signature(library.NeuronConfig).parameters.values()
+    known = [entry.name for entry in parameters if entry.kind is not entry.VAR_KEYWORD]
+    for name, value in plan.arguments.neuron_config.items():
         if name not in known:
+            hint = did_you_mean(name, known) or ";"
             message = (
-                f"the NeuronConfig of the installed {PACKAGE} has no keyword {name!r}{did_you_mean(name, known)}; "
-                "correct or remove it in override_neuron_config, or leave out the option that is handed to it"
+                f"{name}={value!r}: the NeuronConfig of the installed {PACKAGE} has no such keyword{hint} correct or "
+                "remove it in option.override_neuron_config, or leave out the option that is handed to it"
             )
             raise IncompatibleOptionsError(message)
     classes = importlib.import_module(f"{library.__name__}.config")

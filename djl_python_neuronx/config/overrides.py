@@ -64,7 +64,11 @@ RESERVED: Mapping[str, str] = MappingProxyType(
 
 def findings(options: ServingOptions) -> Iterator[Finding]:
     """What is wrong with the names in `override_neuron_config`, as far as no library is needed to tell."""
-    for name in options.override_neuron_config or {}:
+    names = options.override_neuron_config or {}
+    if others := [name for name in names if name not in {*DERIVED, *RESERVED}]:
+        problem = f"whether the library knows {', '.join(others)} is seen when it loads"
+        yield Finding(("override_neuron_config",), problem, "note")
+    for name in names:
         if name in DERIVED:
             advice = f"it follows from {DERIVED[name]}; set option.{DERIVED[name]} instead"
         elif name in RESERVED:

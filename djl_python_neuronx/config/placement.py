@@ -104,9 +104,10 @@ def _world(
     draft_degree = options.draft_model_tp_size if drafting(options) else None
     machine = f" on {device.instance_type}" if device.instance_type else ""
     machine = f" on {machines} machines" if machines > 1 else machine
-    if 0 < device.visible_cores < device.neuron_cores:
+    if device.limited_by or 0 < device.visible_cores < device.neuron_cores:
         limit = device.limited_by or "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES"
-        machine += f", of {device.neuron_cores}: {limit} limits this process"
+        whole = f", of {device.neuron_cores}" if device.neuron_cores else ""
+        machine += f"{whole}: {limit} limits this process"
     if cores and world > cores:
         names = tuple(factors)
         problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"
@@ -233,6 +234,9 @@ def _memory(
         ways = [
             f"set {saving}" for saving in alternatives.savings(facts, load, degree, device, loader)
         ]
+        if options.context_length_estimate:
+            shorter = "and prompts (context_length_estimate) no longer than that"
+            ways = [f"{way} {shorter}" if "n_positions" in way else way for way in ways]
         if fit:
             told = f"smallest that fits: {fit}. {listed(['Take that', *ways], 'or')}"
         elif ways:

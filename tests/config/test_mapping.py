@@ -298,7 +298,7 @@ class TestOverrides:
     def problems(self, **overrides):
         found = list(findings(given(override_neuron_config=overrides)))
         assert {finding.names for finding in found} <= {("override_neuron_config",)}
-        return [finding.problem for finding in found]
+        return [finding.problem for finding in found if finding.level == "error"]
 
     def test_they_are_merged_last_and_only_there(self):
         options = given(fuse_qkv=True, override_neuron_config={"fused_qkv": False, "new": [1]})
@@ -311,6 +311,8 @@ class TestOverrides:
 
     def test_other_names_are_the_librarys_to_judge(self):
         assert self.problems(qk_layernorm=True, something_new=1) == []
+        note, _ = findings(given(override_neuron_config={"new": 1, "tp_degree": 2}))
+        assert (note.level, "knows new is seen when it loads" in note.problem) == ("note", True)
         assert self.problems() == []
 
     @pytest.mark.parametrize("name", sorted(DERIVED))

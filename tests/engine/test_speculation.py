@@ -287,6 +287,16 @@ def test_a_draft_model_that_fails_again_and_again_is_given_up() -> None:
     assert draft.num_steps == MAX_FAILED_STEPS
 
 
+def test_a_draft_model_that_fails_now_and_then_stays() -> None:
+    draft, backend = draft_toy(), ToyBackend(SPEC)
+    draft.fail_at.update({at: StepError("told to") for at in range(0, 500, 12)})
+    engine = Engine(backend, proposer=DraftModel(draft))
+    engine.add(request("a", [5, 6], 100))
+    assert tokens(run(engine)["a"]) == expected([5, 6], 100)
+    assert engine.proposer is not None
+    assert draft.num_steps > 12 * MAX_FAILED_STEPS
+
+
 def test_the_step_tells_what_was_drafted_and_stands() -> None:
     """Of the drafts behind a stop token none stands in the text; the bucket holds all columns."""
     stop = expected([5, 6, 7], 40)[6]
