@@ -100,8 +100,8 @@ def prepare(
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
     limit = device.core_limit(environ)
-    if limit is not None and limit.problem is not None:
-        logger.warning("core_limit reason=%r", limit.problem)
+    if limit is not None and (problem := limit.problem or limit.beyond(machine)):
+        logger.warning("core_limit reason=%r", problem)
     return _prepare(examined, environ, machine, progress)
 
 

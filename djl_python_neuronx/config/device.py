@@ -32,6 +32,8 @@ class CoreLimit(NamedTuple):
     value: str
     num_cores: int | None
     """None: the value is not understood, or asks for all cores."""
+    last_core: int | None = None
+    """The greatest number that is listed; None: none is, any cores will do."""
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
@@ -44,6 +46,16 @@ class CoreLimit(NamedTuple):
         expected = "a number" if self.name == _NUM_CORES else "cores such as 0-7 or 0,1,4-5"
         value = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}…"
         return f"{self.name}={value} is not understood and left aside; expected {expected}"
+
+    def beyond(self, machine: DeviceInfo) -> str | None:
+        """What is wrong with the value on a machine that has no such cores; None: nothing, or nobody knows."""
+        cores = machine.neuron_cores
+        if machine.family == "trn2":
+            cores *= 2  # as many as there are if each physical core is a logical one
+        if not cores or self.last_core is None or self.last_core < cores:
+            return None
+        name = machine.instance_type or "this machine"
+        return f"{self}: {name} has no core {self.last_core}; its cores are 0 to {cores - 1}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,8 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
     """
     listed = environ.get(_VISIBLE_CORES, "").strip()
     if listed:
-        return CoreLimit(_VISIBLE_CORES, listed, _count_of_list(listed) or None)
+        cores = _listed_cores(listed)
+        return CoreLimit(_VISIBLE_CORES, listed, len(cores) or None, max(cores, default=None))
     count = environ.get(_NUM_CORES, "").strip()
     if not count:
         return None
@@ -166,16 +179,16 @@ def _told(limit: CoreLimit | None) -> str:
     return f", {limit} allows {limit.num_cores} cores"
 
 
-def _count_of_list(text: str) -> int | None:
-    """How many cores a list such as ``0,1,4-7`` names; None if it is no such list."""
+def _listed_cores(text: str) -> set[int]:
+    """The cores that a list such as ``0,1,4-7`` names; empty if it is no such list."""
     named: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and len(last) < 6 and len(first) < 6):
-            return None
+            return set()
         named.update(range(int(first), min(int(last), _MOST_CORES) + 1))
-    return len(named)
+    return named
 
 
 def _neuron_ls(search_path: str | None) -> _Listing:

@@ -212,6 +212,24 @@ def test_a_machine_that_was_only_named_as_a_process_has_it(environ, visible, lim
     assert for_process(found, environ) == found
 
 
+@pytest.mark.parametrize(
+    ("machine", "cores", "last"),
+    [
+        ("inf2.48xlarge", "0-23", None),
+        ("inf2.48xlarge", "22-24", 23),
+        ("inf2.xlarge", "8", 1),
+        ("trn2.3xlarge", "4-7", None),
+        ("trn2.3xlarge", "4-8", 7),
+    ],
+)
+def test_cores_that_a_machine_does_not_have_are_named(machine, cores, last):
+    problem = core_limit({"NEURON_RT_VISIBLE_CORES": cores}).beyond(named(machine))
+    assert (problem is not None) == (last is not None)
+    assert last is None or f"{machine} has no core" in problem
+    assert last is None or problem.endswith(f"0 to {last}")
+    assert core_limit({"NEURON_RT_NUM_CORES": "99"}).beyond(named(machine)) is None
+
+
 def test_a_machine_without_neuron_has_no_cores_to_limit():
     laptop = DeviceInfo(None, 0, 0, 2**30, 8, "a laptop")
     assert for_process(laptop, {"NEURON_RT_NUM_CORES": "4"}) == laptop
