@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from djl_python_neuronx.artifacts.remote import hub
 from djl_python_neuronx.artifacts.remote.hub_snapshot import check_whole
@@ -210,7 +211,7 @@ def test_offline_takes_what_is_there(server, environ, variable):
     offline = {**environ, variable: "yes"}
     assert hub.fetch("ours/llama", environ=offline) == folder
     server.tokens.clear()
-    with pytest.raises(ArtifactAccessError, match=r"not in the cache.*HF_HUB_OFFLINE"):
+    with pytest.raises(ArtifactAccessError, match=f"Load it once without {variable}, or name"):
         hub.fetch("ours/llama", revision="v2", environ=offline)
     assert server.tokens == [], "nobody was asked"
 
@@ -370,6 +371,16 @@ def test_a_hub_that_cannot_be_reached(environ):
             ArtifactAccessError, match=r"HF_HUB_OFFLINE=1 takes what is in the cache"
         ):
             hub.fetch("ours/llama", environ={**environ, "HF_ENDPOINT": url})
+
+
+def test_a_hub_that_stops_to_answer_is_not_taken_for_offline_mode(server, environ, monkeypatch):
+    def stops(*_, **__):
+        raise LocalEntryNotFoundError("away")
+
+    monkeypatch.setattr(hub, "snapshot_download", stops)
+    with pytest.raises(ArtifactAccessError, match=f"{server.url} did not answer") as caught:
+        hub.fetch("ours/llama", environ=environ)
+    assert "OFFLINE" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["ours/none", "ours/gated", "ours/readme", "ours/broken"])
