@@ -162,11 +162,14 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this package compiled what is in a folder: a store of ours, or the folder of graphs in an output."""
-    for place in (folder, folder.parent):
-        with suppress(ArtifactError):
-            manifests.read(place)
-            return True
+    """Whether this package compiled what is in a folder.
+
+    The manifest that tells is the store's, which an output's folder of graphs has kept. The output's own tells nothing:
+    one can be made with the graphs of another program.
+    """
+    with suppress(ArtifactError):
+        manifests.read(folder)
+        return True
     return False
 
 

@@ -221,15 +221,15 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
     shutil.copytree(ours.folder, elsewhere / "compiled")
     (elsewhere / "compiled" / "manifest.json").unlink()
     (elsewhere / "manifest.json").write_text('{"name": "of another program"}')
+    named, taken_over = {"compiled_graph_path": str(elsewhere / "compiled")}, tmp_path / "taken"
+    both = {**options, **named}
+    compile_model(str(TINY), str(taken_over), environ=machine.environ, overrides=both)
     for found, folder, foreign in (
         (ours, ours.folder, False),
         (obtained(output), output / "compiled", False),
         (obtained(TINY, compiled_graph_path=str(ours.folder)), ours.folder, False),
         (obtained(elsewhere), elsewhere / "compiled", True),
-        (
-            obtained(TINY, compiled_graph_path=str(elsewhere / "compiled")),
-            elsewhere / "compiled",
-            True,
-        ),
+        (obtained(TINY, **named), elsewhere / "compiled", True),
+        (obtained(taken_over), taken_over / "compiled", True),
     ):
         assert (found.folder, found.plan.foreign_graphs) == (folder, foreign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,15 @@ def load_tokenizer(
         raise ArtifactError(msg) from error
 
 
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """True if one of the files that lie beside config.json is a tokenizer's."""
+    return any(name in _VOCABULARIES or name.endswith(_SUFFIXES) for name in names)
+
+
 def _load(folder: Path, *, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ANN401
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Looked for here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
-    if not trust_remote_code and not any(
-        name in _VOCABULARIES or name.endswith(_SUFFIXES) for name in names
-    ):
+    if not trust_remote_code and not has_vocabulary(names):
         msg = (
             f"no tokenizer in {folder}: expected one of {', '.join(_VOCABULARIES)}, *.model or *.tiktoken. "
             "Copy the tokenizer's files beside config.json."

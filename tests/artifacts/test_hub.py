@@ -16,8 +16,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from djl_python_neuronx.artifacts.remote import hub
+from djl_python_neuronx.artifacts.remote.hub_snapshot import check_whole
+from djl_python_neuronx.artifacts.remote.selection import SERVING
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 
 FILES = {
@@ -208,7 +211,7 @@ def test_offline_takes_what_is_there(server, environ, variable):
     offline = {**environ, variable: "yes"}
     assert hub.fetch("ours/llama", environ=offline) == folder
     server.tokens.clear()
-    with pytest.raises(ArtifactAccessError, match=r"not in the cache.*HF_HUB_OFFLINE"):
+    with pytest.raises(ArtifactAccessError, match=f"Load it once without {variable}, or name"):
         hub.fetch("ours/llama", revision="v2", environ=offline)
     assert server.tokens == [], "nobody was asked"
 
@@ -216,11 +219,17 @@ def test_offline_takes_what_is_there(server, environ, variable):
 SHARDED = {
     "config.json": b"{}",
     "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
     "model.safetensors.index.json": json.dumps(
-        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        {
+            "weight_map": {
+                "a": "model-00001-of-00002.safetensors",
+                "b": "model-00002-of-00002.safetensors",
+            }
+        }
     ).encode(),
-    "model-1.safetensors": b"1",
-    "model-2.safetensors": b"2",
+    "model-00001-of-00002.safetensors": b"1",
+    "model-00002-of-00002.safetensors": b"2",
     "LICENSE.txt": b"free",
     "README.md": b"read",
 }
@@ -244,17 +253,18 @@ def offline(environ):
     return hub.fetch("ours/sharded", environ={**environ, "HF_HUB_OFFLINE": "1"})
 
 
-def test_offline_does_not_miss_what_nobody_reads(snapshot, environ):
+def test_offline_does_not_miss_what_nobody_reads(snapshot, environ, caplog):
     (snapshot / "LICENSE.txt").unlink()
     (snapshot.parents[1] / "blobs" / f"{_etag(b'1')}.0a1b.incomplete").write_bytes(
         b"of one that is whole"
     )
     assert offline(environ) == snapshot
+    assert "hub_download_unfinished" not in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["no shard", "no link's file"])
 def test_offline_refuses_what_was_cut_off(snapshot, environ, damage):
-    shard = snapshot / "model-2.safetensors"
+    shard = snapshot / "model-00002-of-00002.safetensors"
     if damage == "no shard":
         shard.unlink()
     else:
@@ -262,7 +272,7 @@ def test_offline_refuses_what_was_cut_off(snapshot, environ, damage):
     with pytest.raises(ArtifactAccessError, match="Start once without HF_HUB_OFFLINE") as caught:
         offline(environ)
     assert f"model in {snapshot} is not whole" in str(caught.value)
-    assert ": model-2.safetensors missing" in str(caught.value)
+    assert ": model-00002-of-00002.safetensors missing" in str(caught.value)
 
 
 @pytest.mark.parametrize("snapshot", ["listed"], indirect=True)
@@ -273,12 +283,65 @@ def test_offline_refuses_a_model_without_a_file_that_the_hub_has(snapshot, envir
 
 
 @pytest.mark.parametrize("snapshot", ["not listed"], indirect=True)
-def test_offline_names_a_file_in_the_making_where_nothing_else_tells(snapshot, environ):
-    (snapshot / "generation_config.json").unlink()
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors.index.json", "weights"),
+    ],
+)
+def test_offline_names_what_a_model_lacks_where_a_file_is_in_the_making(snapshot, gone, named):
+    (snapshot / gone).unlink()
+    check_whole(snapshot, SERVING)  # without `offline`: the library remembers its list of the files
     making = snapshot.parents[1] / "blobs" / "abc.incomplete"
     making.write_bytes(b"{")
-    with pytest.raises(ArtifactAccessError, match=re.escape(str(making))):
+    said = f": {named} (begun: {making}) missing"
+    with pytest.raises(ArtifactAccessError, match=re.escape(said)):
+        check_whole(snapshot, SERVING)
+
+
+@pytest.mark.parametrize("snapshot", ["not listed"], indirect=True)
+def test_offline_takes_a_whole_model_beside_another_download(snapshot, environ, caplog):
+    """As of another commit, or of a file that nobody selected: nothing tells which file a blob belongs to."""
+    making = snapshot.parents[1] / "blobs" / "abc.incomplete"
+    making.write_bytes(b"{")
+    assert offline(environ) == snapshot
+    assert f"hub_download_unfinished folder={snapshot} blobs='{making}'" in caplog.text
+
+
+@pytest.mark.parametrize("snapshot", ["not listed"], indirect=True)
+def test_offline_refuses_single_weights_whose_link_leads_nowhere(snapshot, environ):
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/gone")
+    with pytest.raises(ArtifactAccessError, match=r": model\.safetensors missing"):
         offline(environ)
+
+
+@pytest.mark.parametrize("snapshot", ["listed"], indirect=True)
+def test_offline_a_list_of_another_form_is_not_read(snapshot, environ):
+    (snapshot / "generation_config.json").unlink()
+    listed = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
+    listed.write_text(listed.read_text().replace('"format_version": 1', '"format_version": 2'))
+    assert offline(environ) == snapshot
+
+
+@pytest.mark.parametrize("snapshot", ["not listed"], indirect=True)
+def test_offline_an_index_that_is_none_is_left_to_who_reads_it(snapshot, environ):
+    index = {
+        "weight_map": {
+            "a": ["model-00001-of-00002.safetensors"],
+            "b": "model-9.safetensors",
+            "c": 3,
+        }
+    }
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ArtifactAccessError, match=r": model-9\.safetensors missing"):
+        offline(environ)
+    del index["weight_map"]["b"]
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert offline(environ) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -308,6 +371,16 @@ def test_a_hub_that_cannot_be_reached(environ):
             ArtifactAccessError, match=r"HF_HUB_OFFLINE=1 takes what is in the cache"
         ):
             hub.fetch("ours/llama", environ={**environ, "HF_ENDPOINT": url})
+
+
+def test_a_hub_that_stops_to_answer_is_not_taken_for_offline_mode(server, environ, monkeypatch):
+    def stops(*_, **__):
+        raise LocalEntryNotFoundError("away")
+
+    monkeypatch.setattr(hub, "snapshot_download", stops)
+    with pytest.raises(ArtifactAccessError, match=f"{server.url} did not answer") as caught:
+        hub.fetch("ours/llama", environ=environ)
+    assert "OFFLINE" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["ours/none", "ours/gated", "ours/readme", "ours/broken"])

@@ -167,6 +167,17 @@ def test_what_a_draft_model_was_compiled_for_is_nobody_else_s(place):
     assert find_or_fail(CompileStore(root), make_facts(n_positions=64)) == draft
 
 
+@pytest.mark.parametrize(("first", "then"), [("draft", "model"), ("model", "draft")])
+def test_a_compile_found_for_another_role_is_of_both(place, first, then):
+    root, journal = place
+    made = build(root, journal, role=first)
+    assert find_or_fail(CompileStore(root), make_facts(), role=then) == made
+    assert manifests.read(made).role == first, "a finished compile is never changed"
+    for role in (first, then):
+        with pytest.raises(ArtifactMismatchError, match="n_positions: compiled 128, wanted 256"):
+            find_or_fail(CompileStore(root), make_facts(n_positions=256), role=role)
+
+
 def test_a_manifest_of_before_roles_is_a_model_s(place):
     root, journal = place
     path = build(root, journal) / "manifest.json"

@@ -98,6 +98,23 @@ def test_a_draft_model_s_compile_is_not_the_latest_of_the_model(tmp_path, transp
         assert caught.value.differences == {"n_positions": (compiled, 256)}
 
 
+@pytest.mark.parametrize("server", ["one", "another"])
+def test_a_draft_model_s_compile_that_is_served_is_the_latest_of_the_model_too(
+    tmp_path, transport, server
+):
+    build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport), role="draft")
+    serving = CompileStore(tmp_path / server, mirror=mirror(transport))
+    find_or_fail(serving, make_facts(), role="model")
+    transport.asked.clear()
+    for role in ("model", "draft"):
+        find_or_fail(serving, make_facts(), role=role)
+    assert transport.asked == [], "known of both roles"
+    fresh = CompileStore(tmp_path / "fresh", mirror=mirror(transport))
+    for role in ("model", "draft"):
+        with pytest.raises(ArtifactMismatchError):
+            find_or_fail(fresh, make_facts(n_positions=256), role=role)
+
+
 def test_a_remote_place_that_cannot_be_read_stops_before_the_compile(tmp_path, transport):
     transport.broken = "access denied"
     with pytest.raises(ArtifactAccessError, match="access denied"):

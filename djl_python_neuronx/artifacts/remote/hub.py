@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from types import MappingProxyType
 
 from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
 
-from djl_python_neuronx.artifacts.remote.hub_settings import HubSettings
+from djl_python_neuronx.artifacts.remote.hub_settings import HubSettings, without_users
 from djl_python_neuronx.artifacts.remote.hub_snapshot import check_whole
 from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
@@ -21,7 +20,6 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 
 # All that the library's HTTP client raises: requests' errors are OSErrors; httpx', which came with 1.0, are not, but
 # there the base of the hub's own error is the base of them all.
@@ -51,7 +49,7 @@ def fetch(
     """
     settings = HubSettings.of(environ)
     where = f"{repo_id} at {revision}" if revision else repo_id
-    with _translated(repo_id, revision, settings.site, origin):
+    with _translated(repo_id, revision, settings, origin):
         if settings.offline:
             folder = snapshot_download(
                 repo_id, revision=revision, cache_dir=settings.cache_dir, local_files_only=True,
@@ -105,9 +103,11 @@ def _check_room(
 
 
 @contextmanager
-def _translated(repo_id: str, revision: str | None, endpoint: str, origin: str) -> Iterator[None]:
+def _translated(
+    repo_id: str, revision: str | None, settings: HubSettings, origin: str
+) -> Iterator[None]:
     """The library's errors as ours."""
-    model = f"the model {repo_id!r}"
+    model, endpoint = f"the model {repo_id!r}", settings.site
     try:
         yield
     except (ArtifactAccessError, ArtifactNotFoundError):
@@ -130,10 +130,7 @@ def _translated(repo_id: str, revision: str | None, endpoint: str, origin: str) 
         raise ArtifactNotFoundError(msg) from error
     except errors.LocalEntryNotFoundError as error:
         at = f" at {revision!r}" if revision else ""
-        msg = (
-            f"{model}{at} is not in the cache, whole, and the hub was not asked or did not answer. "
-            "Load it once without HF_HUB_OFFLINE, or name a folder."
-        )
+        msg = f"{model}{at} is not in the cache, whole, and {_unasked(settings)}, or name a folder."
         raise ArtifactAccessError(msg) from error
     except _UNREACHABLE as error:
         said = _first_line(error)
@@ -144,8 +141,14 @@ def _translated(repo_id: str, revision: str | None, endpoint: str, origin: str) 
         raise ArtifactAccessError(msg) from error
 
 
+def _unasked(settings: HubSettings) -> str:
+    if settings.offline:
+        return f"the hub was not asked. Load it once without {settings.offline}"
+    return f"{settings.site} did not answer. Check the network and HF_ENDPOINT"
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     if not lines or "header" in lines[0].lower():
         return type(error).__name__  # a header that is wrong is quoted, and may hold the token
-    return _USERINFO.sub("", lines[0])[:300]
+    return without_users(lines[0])[:300]

@@ -58,7 +58,7 @@ def _downloaded(
                 cache_dir=settings.cache_dir,
                 endpoint=settings.endpoint,
                 token=settings.token,
-                local_files_only=settings.offline or bool(away),
+                local_files_only=bool(settings.offline or away),
             )
         )
     # From the most special to the general: the classes inherit from each other.
@@ -79,7 +79,7 @@ def _downloaded(
         raise ArtifactNotFoundError(msg) from None
     except errors.LocalEntryNotFoundError:
         what = (
-            "offline mode is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"
+            f"offline mode is on ({settings.offline})"
             if settings.offline
             else f"the hub cannot be reached ({away or 'it did not answer'})"
         )

@@ -4,7 +4,9 @@
     <key>/              a finished compile: its files and manifest.json; never changed
     .work/<key>.<token> an unfinished one, handed to the next try of the same key
     .locks/<key>        held by who compiles or fetches it; <key>.json tells who
+    .roles/<key>.<role> it was found for another role than it was made for, too
     .pushed/<key>       the remote store has it
+    .pushed/<key>.<role> it was the latest one there for this role
     .copies/            see `copies.copy_once`
     .trash/             on its way out
 """
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from djl_python_neuronx.artifacts.remote.locks import held
 from djl_python_neuronx.artifacts.store import manifest as manifests
@@ -37,6 +39,7 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, Artifa
 logger = logging.getLogger(__name__)
 
 OnMismatch = Literal["error", "recompile"]
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def _count_nothing(_metric: str) -> None: ...
@@ -102,7 +105,7 @@ class CompileStore:
             (str(path.parent), other.facts)
             for root in self._roots
             for path in sorted(root.glob(f"[0-9a-f]*/{manifests.FILE_NAME}"))
-            if (other := _manifest_in(path.parent)) is not None and other.role == role
+            if (other := _manifest_in(path.parent)) is not None and role in self._roles(other)
         ]
         if self._mirror and (latest := self._mirror.latest(facts.artifact_digest, role)):
             found.append(latest)
@@ -132,7 +135,7 @@ class CompileStore:
 
         `role` tells whose earlier compiles are looked at where there is none for these facts: what a model was
         compiled for as another one's draft says nothing of what it is to be served with. One that fits is taken
-        whatever it was made as.
+        whatever it was made as, and is of both roles from then on.
 
         A remote store that cannot be read is an error, as it may have what would take an hour to make. One that
         cannot be written is logged before the compile, and tried again at each start.
@@ -145,7 +148,9 @@ class CompileStore:
             ArtifactError: the one that is there is damaged. With `recompile` it is made again.
         """
         found = self._look(facts, on_mismatch)
-        if found is not None and (self._is_pushed(facts) or not any(map(is_writable, self._roots))):
+        if found is not None and (
+            self._is_noted(found, role) or not any(map(is_writable, self._roots))
+        ):
             self._count("compile_cache_hits_total")
             return found
         root = self._writable_root()
@@ -161,7 +166,9 @@ class CompileStore:
                 self._probe()
                 folder = _run(compile, root, facts.key)
                 found = self._finish(folder, root, facts, effective_options, packages, role)
-            self._push(found, root)
+            if role not in self._roles(manifests.read(found)):
+                _mark(root, ".roles", f"{facts.key}.{role}")
+            self._push(found, root, role)
             remove_stale(root / ".work", root / ".locks")
         return found
 
@@ -247,7 +254,8 @@ class CompileStore:
             return None
         with storing(f"the compile {facts.key}", root):
             replace_folder(folder, root / facts.key, root / ".trash")
-        self._mark_pushed(facts, root)
+        for name in (facts.key, f"{facts.key}.{manifest.role}"):
+            _mark(root, ".pushed", name)
         return root / facts.key
 
     def _probe(self) -> None:
@@ -260,28 +268,47 @@ class CompileStore:
             # One may be allowed to read a common store and not to write it.
             logger.warning("compile_will_not_be_pushed error=%s", error)
 
-    def _is_pushed(self, facts: CompileFacts) -> bool:
-        return self._mirror is None or any(
-            (root / ".pushed" / facts.key).exists() for root in self._roots
+    def _is_noted(self, folder: Path, role: Role) -> bool:
+        """Whether all is written down that a start with a finished compile has to leave."""
+        manifest = manifests.read(folder)
+        return role in self._roles(manifest) and self._is_pushed(manifest.facts, role)
+
+    def _roles(self, manifest: Manifest) -> set[Role]:
+        """What a compile was made for, and found for since."""
+        key = manifest.facts.key
+        found = {role for role in _ROLES if self._is_marked(".roles", f"{key}.{role}")}
+        return {manifest.role, *found}
+
+    def _is_pushed(self, facts: CompileFacts, role: Role) -> bool:
+        return self._mirror is None or all(
+            self._is_marked(".pushed", name) for name in (facts.key, f"{facts.key}.{role}")
         )
 
-    def _mark_pushed(self, facts: CompileFacts, root: Path) -> None:
-        # Without the mark it is only pushed once more.
-        with suppress(OSError):
-            (root / ".pushed").mkdir(exist_ok=True)
-            (root / ".pushed" / facts.key).touch()
+    def _is_marked(self, what: str, name: str) -> bool:
+        return any((root / what / name).exists() for root in self._roots)
 
-    def _push(self, folder: Path, root: Path) -> None:
+    def _push(self, folder: Path, root: Path, role: Role) -> None:
         manifest = manifests.read(folder)
-        if self._mirror is None or self._is_pushed(manifest.facts):
+        facts = manifest.facts
+        if self._mirror is None or self._is_pushed(facts, role):
             return
         try:
-            self._mirror.push(folder, manifest)
+            if not self._is_marked(".pushed", facts.key):
+                self._mirror.push(folder, manifest)
+                _mark(root, ".pushed", facts.key)
+            self._mirror.set_latest(folder, manifest, role)
         except ArtifactError as error:
             # An hour's work is safe on this machine; losing the start over its copy would help nobody.
             logger.error("compile_not_pushed folder=%s error=%s", folder, error)  # noqa: TRY400
             return
-        self._mark_pushed(manifest.facts, root)
+        _mark(root, ".pushed", f"{facts.key}.{role}")
+
+
+def _mark(root: Path, what: str, name: str) -> None:
+    # Without the mark the same is only done once more, at the next start.
+    with suppress(OSError):
+        (root / what).mkdir(exist_ok=True)
+        (root / what / name).touch()
 
 
 def _manifest_in(folder: Path) -> Manifest | None:

@@ -98,13 +98,20 @@ class Mirror:
         manifests.verify(folder, manifest)
 
     def push(self, folder: Path, manifest: Manifest) -> None:
-        """Make a finished compile of this machine known to the others.
+        """Store a finished compile of this machine for the others.
 
         Raises:
             ArtifactError: it cannot be stored.
         """
-        latest = self._latest(manifest.facts.artifact_digest, manifest.role)
         self._transport.upload(folder, self.place(manifest.facts))
+
+    def set_latest(self, folder: Path, manifest: Manifest, role: Role) -> None:
+        """Make a compile that was pushed the artifact's latest one for a role, whatever it was made for.
+
+        Raises:
+            ArtifactError: it cannot be stored.
+        """
+        latest = self._latest(manifest.facts.artifact_digest, role)
         with tempfile.TemporaryDirectory() as alone:
             shutil.copyfile(folder / manifests.FILE_NAME, Path(alone, manifests.FILE_NAME))
             self._transport.upload(Path(alone), latest)
