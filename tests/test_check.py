@@ -386,6 +386,7 @@ def test_which_loader_is_planned_for(
     monkeypatch.setattr(check_module, "NOT_SERVED", frozenset())
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
+    states["neuronx-cc"] = "missing"
     found = {name: Library(name, None, state) for name, state in states.items()}
     monkeypatch.setattr(check_module, "libraries", lambda: found)
     monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: here)
@@ -836,7 +837,7 @@ class TestLimit:
         (note,) = (note for note in report.notes if "NEURON_RT" in note)
         assert "NEURON_RT_NUM_CORES=4 (option.env, " in note
         assert "serving.properties line 1" in note
-        assert "secret" not in repr(report.resolved)
+        assert "secret" not in repr(report) + json.dumps(as_json(report))
 
     @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
     def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):
