@@ -401,6 +401,14 @@ def test_which_loader_is_planned_for(
     assert any(str(needed) in line for line in told) == missing
 
 
+def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path, laptop):
+    config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
+    report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
+    assert report.errors == ()
+    assert report.plan.loader == "nxdi"
+    assert "this version cannot load with nxdi yet" in report.lacking
+
+
 @pytest.mark.parametrize(
     ("degree", "assumed"),
     [("2", "inf2.48xlarge"), ("24", "inf2.48xlarge"), ("32", "trn1.32xlarge"), ("64", "trn2")],
@@ -694,6 +702,13 @@ def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
         assert "several machines (NEURON_LOCAL_TP=32) is not served" in " ".join(told.split())
 
 
+def test_several_machines_by_the_variables_of_option_env(tmp_path, laptop):
+    target = folder(tmp_path, "option.env=NEURON_LOCAL_TP=4\n")
+    wanted = {"model_loader": "tnx", "tensor_parallel_degree": "8"}
+    report = run(target, machine="inf2.48xlarge", **wanted)
+    assert any("several machines (NEURON_LOCAL_TP=4)" in reason for reason in report.lacking)
+
+
 def test_a_draft_model_is_judged_as_it_would_be_loaded(environ, tmp_path):
     draft = tmp_path / "draft"
     draft.mkdir()
@@ -740,6 +755,18 @@ class TestDraftModel:
         assert ", for the draft model" in draft
         assert "tp_degree" in draft
         assert "enable_speculative_decoder" not in draft
+
+    def test_one_that_a_load_refuses_has_no_plan(self, both):
+        target, named = both
+        path = Path(named["speculative_draft_model"])
+        config = json.loads((path / "config.json").read_text())
+        folder(path, config={**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+        report = run(target, machine="inf2.48xlarge", **named)
+        (error,) = report.errors
+        assert error.startswith("the draft model: ")
+        assert "rope_scaling" in error
+        assert report.plan is not None
+        assert report.draft_plan is None
 
     def test_without_one_nothing_is_given_for_it(self, both):
         report = run(both[0], machine="inf2.48xlarge", **LLAMA)
