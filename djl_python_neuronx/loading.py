@@ -143,7 +143,7 @@ def _prepare(
     )
     _log_plan(artifact, planned)
     options = resolved.options
-    fits = check_fit(artifact, options, loader, _surroundings(loader, machine))
+    fits = check_fit(artifact, options, loader, _surroundings(artifact, loader, machine))
     tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
     plan = load_plan(options, artifact, tokenizer, planned.arguments, loader, fits=fits)
     prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
@@ -152,9 +152,9 @@ def _prepare(
     return _with_draft(prepared, _prepare_draft(prepared, draft_dir, environ, progress))
 
 
-def _surroundings(loader: str, machine: DeviceInfo) -> dict[str, object]:
-    """What graphs depend on beside options; empty for a backend that compiles none."""
-    if not backends.compiles(loader):
+def _surroundings(artifact: Artifact, loader: str, machine: DeviceInfo) -> dict[str, object]:
+    """What graphs depend on beside options; empty where there are none."""
+    if artifact.backend != loader or not backends.compiles(loader):
         return {}
     return {
         "target": graph_target(machine, loader),
