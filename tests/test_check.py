@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -70,7 +71,9 @@ def environ(tmp_path_factory):
 
 @pytest.fixture
 def process(environ, monkeypatch):
-    """The same in this process' environment, for the command line."""
+    """The same in this process' environment, for the command line; other tests set cores there."""
+    for name in [name for name in os.environ if name.startswith(("NEURON_", "OPTION_", "HF_"))]:
+        monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
@@ -799,6 +802,13 @@ class TestDraftModel:
         told = printed(report)
         assert "8 of 24 NeuronCores of 16.00 GiB; the model takes 2, the draft model 8" in told
         assert "on each of the 2 cores that hold both models" in told
+
+    def test_one_core_that_holds_both_is_one(self, both):
+        target, named = both
+        degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "1"}
+        report = run(target, machine="inf2.48xlarge", **named, **degrees)
+        assert report.errors == ()
+        assert "on the core that holds both models: " in printed(report)
 
     def test_cores_that_are_not_there_are_not_called_memory(self, both):
         target, named = both
