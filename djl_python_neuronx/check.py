@@ -345,5 +345,5 @@ def _lacking(
     degree = options.tensor_parallel_degree
     if loader != "cpu" and isinstance(degree, int) and (found := nodes.spanning(degree, environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
-    if model.artifact is None:
+    if model.artifact is None or not model.artifact.weights:
         yield "its weights are not here and were not looked at"

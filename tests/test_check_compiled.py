@@ -124,6 +124,17 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
     assert any("differs in tensor_parallel_degree: it is not used" in w for w in again.warnings)
 
 
+def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = folders.optimum_tnx(tmp_path)
+    (path / "tokenizer.json").touch()
+    assert run(path, machine="inf2.48xlarge").loadable
+    shutil.rmtree(path / "checkpoint")
+    report = run(path, machine="inf2.48xlarge")
+    assert report.ok
+    assert report.lacking == ("its weights are not here and were not looked at",)
+
+
 def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
     at_hand(LAPTOP)
     path = output(tmp_path / "output", "cpu", {"n_positions": "many"})
