@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import device, instances, nodes, sources
 from djl_python_neuronx.config.advice import NOT_SERVED
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.draft import ORIGIN, draft_settings
+from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.graph_facts import flag_facts, library_facts
 from djl_python_neuronx.config.intent import drafting
 from djl_python_neuronx.config.loader import NEURON_LOADERS, libraries, preferred
 from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.plan import ServingPlan, make_plan
 from djl_python_neuronx.config.resolve import Resolved, assess, examine
-from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
+from djl_python_neuronx.errors import ArtifactNotFoundError, InvalidOptionError, ServingError
+from djl_python_neuronx.fitting import graph_target
 from djl_python_neuronx.messages import Messages, Told
-from djl_python_neuronx.outline import Model, draft_of, model_of
+from djl_python_neuronx.outline import Model, Place, completed, judge_graphs, model_of, recorded
 
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines to plan for where there is none: the first whose runtime takes the tensor parallel degrees."""
@@ -99,35 +100,34 @@ def check(
     except ServingError as error:
         messages.refuse([error])
         return Report(name, findings=messages.all())
-    model = model_of(resolved, environ, messages)
+    # The process that serves is going to have the variables of `option.env` too.
+    process = sources.with_worker_variables(environ, resolved.worker_variables)
+    model = model_of(resolved, process, messages)
     if model is None:
         messages.add(resolved)
         return Report(name, resolved=resolved, findings=messages.all())
     facts = ModelFacts.from_config(model.config, model.dtype)
-    # The process that serves is going to have the variables of `option.env` too.
-    process = sources.with_worker_variables(environ, resolved.runtime_variables)
     here = device.detect(environ=process) if machine is None else machine
     loader = _loader(resolved.options, facts, model, here, explicit=machine is not None)
-    planned_for = _machine(resolved.options, here, loader, process, messages)
-    if loader != "cpu":
-        _tell_limit(planned_for, process, resolved, messages)
+    resolved, draft_model = completed(resolved, model, loader, process, messages)
+    place = _place(resolved, here, loader, process, messages, explicit=machine is not None)
     _missing(loader, here if machine is None else None, messages)
-    draft_config = draft_of(resolved, model, environ, messages)
-    draft = None if draft_config is None else ModelFacts.from_config(draft_config)
+    draft = None if draft_model is None else ModelFacts.from_config(draft_model.config)
     resolved, problems = assess(
-        resolved, model.config, planned_for, loader, model.dtype, draft=draft
+        resolved, model.config, place.machine, loader, model.dtype, draft=draft
     )
     messages.judge(resolved, problems)
     messages.add(resolved)
+    judge_graphs(model, resolved.options, place, messages)
     draft_plan = None
-    if draft_config is not None and drafting(resolved.options) and not problems:
-        draft_plan = _draft_plan(resolved, draft_config, planned_for, loader, messages)
+    if draft_model is not None and drafting(resolved.options) and not problems:
+        draft_plan = _draft_plan(resolved, draft_model, place, messages)
     if loader == "cpu" and facts.num_parameters is None:
         kind = facts.model_type or "(config.json names none)"
         doubt = "whether transformers can load it, and what it takes, shows when it is loaded"
         messages.tell("warning", f"the model_type {kind} is not known here: {doubt}")
     plan = make_plan(
-        resolved, facts, planned_for, loader, artifact_format=model.format, draft=draft
+        resolved, facts, place.machine, loader, artifact_format=model.format, draft=draft
     )
     lacking = tuple(_lacking(loader, model, resolved.options, process))
     return Report(name, resolved, model, facts, plan, draft_plan, messages.all(), lacking)
@@ -185,22 +185,22 @@ def _names_hub_model(target: str) -> bool:
 
 
 def _draft_plan(
-    resolved: Resolved,
-    config: Mapping[str, Any],
-    machine: DeviceInfo,
-    loader: str,
-    messages: Messages,
+    resolved: Resolved, draft: Model, place: Place, messages: Messages
 ) -> ServingPlan | None:
     """The plan of the draft model, which is prepared as every model is; None, with that told, if a load refuses it."""
-    name = resolved.options.speculative_draft_model or ""
-    settings = draft_settings(resolved.options, loader, name)
+    whose = "the draft model: "
+    settings = draft_settings(resolved.options, place.loader, draft.name)
     examined, problems = examine(None, None, {}, settings, overrides_from=ORIGIN)
-    completed, unsuitable = assess(examined, config, machine, loader)
+    examined = recorded(examined, draft, place.loader, messages)
+    examined = replace(examined, options=alone(examined.options))
+    finished, unsuitable = assess(examined, draft.config, place.machine, place.loader, draft.dtype)
     for problem in (*problems, *unsuitable):
-        messages.tell("error", f"the draft model: {problem}", ("speculative_draft_model",))
+        messages.tell("error", f"{whose}{problem}", ("speculative_draft_model",))
     if problems or unsuitable:
         return None
-    return make_plan(completed, ModelFacts.from_config(config), machine, loader)
+    judge_graphs(draft, finished.options, place, messages, whose)
+    facts = ModelFacts.from_config(draft.config, draft.dtype)
+    return make_plan(finished, facts, place.machine, place.loader)
 
 
 def _loader(
@@ -226,6 +226,37 @@ def _loader(
         candidates.insert(0, ready)
     chosen = (preferred(options, facts.model_type, names) for names in candidates)
     return next(filter(None, chosen), "tnx")
+
+
+def _place(
+    resolved: Resolved,
+    here: DeviceInfo,
+    loader: str,
+    environ: Mapping[str, str],
+    messages: Messages,
+    *,
+    explicit: bool,
+) -> Place:
+    """Where a process with these variables loads the model; its flags, its cores and what graphs there depend on.
+
+    Of a machine that was merely named it is not known what is installed there, of an assumed one nothing.
+    """
+    machine = _machine(resolved.options, here, loader, environ, messages)
+    if loader == "cpu":
+        return Place(loader, machine, environ, {})
+    _tell_limit(machine, environ, resolved, messages)
+    try:
+        flag_facts(environ)
+    except InvalidOptionError as error:
+        messages.refuse([error])
+    known: dict[str, object] = {}
+    if here.has_neuron:
+        known["target"] = graph_target(machine, loader)
+    if here.has_neuron and not explicit:
+        known |= library_facts(loader)
+        if (version := libraries()["neuronx-cc"].version) is not None:
+            known["compiler_version"] = version
+    return Place(loader, machine, environ, known)
 
 
 def _machine(
@@ -269,7 +300,7 @@ def _tell_limit(
     limit = device.core_limit(environ)
     if limit is None:
         return
-    setting = resolved.runtime_variables.get(limit.name)
+    setting = resolved.worker_variables.get(limit.name)
     where = "environment" if setting is None else f"option.env, {setting.origin}"
     if limit.problem is not None:
         messages.tell("warning", f"{limit.problem} ({where})")
@@ -314,5 +345,5 @@ def _lacking(
     degree = options.tensor_parallel_degree
     if loader != "cpu" and isinstance(degree, int) and (found := nodes.spanning(degree, environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
-    if not model.has_weights:
+    if model.artifact is None or not model.artifact.weights:
         yield "its weights are not here and were not looked at"

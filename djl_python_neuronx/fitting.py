@@ -1,4 +1,4 @@
-"""What a folder was compiled for, against what is wanted of it now."""
+"""What a folder was compiled for, against what is wanted of it now. Imports no backend: `check` asks too."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts.formats import Artifact
 from djl_python_neuronx.artifacts.layouts.folder import some, unreadable
 from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, OwnOutput
 from djl_python_neuronx.artifacts.store.digest import sha256_of_each
 from djl_python_neuronx.artifacts.store.manifest import read as read_manifest
 from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.graph_facts import flag_facts, graph_options, library_facts
+from djl_python_neuronx.config.graph_facts import flag_facts, graph_options
+from djl_python_neuronx.config.loader import NEURON_LOADERS
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
@@ -25,6 +25,8 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 logger = logging.getLogger(__name__)
 
 _FLAGS = "cc_flags"
+_SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
+"""What graphs depend on beside options and flags."""
 _NOT_TAKEN = frozenset(
     {
         # Places of the machine that compiled.
@@ -115,31 +117,30 @@ def graph_target(machine: DeviceInfo, loader: str) -> str:
 
 
 def check_fit(
-    artifact: Artifact, options: ServingOptions, loader: str, machine: DeviceInfo
+    artifact: Artifact, options: ServingOptions, loader: str, surroundings: Mapping[str, object]
 ) -> bool:
     """Whether what is compiled in the folder can be used; of the compiler's flags see `flags_fit`.
+
+    `surroundings`: `target` (see `graph_target`), `library_version` and `compiler_version` where it is to be used. One
+    that is left out is not known and not compared.
 
     Raises:
         ArtifactMismatchError: it was compiled for other settings, and is not to be compiled again.
     """
-    if artifact.backend != loader or not backends.compiles(loader):
+    if artifact.backend != loader or loader not in NEURON_LOADERS:
         return False
     recorded: dict[str, object] = dict(artifact.compiled_for)
-    wanted: dict[str, object] = dict(graph_options(options, loader))
+    wanted: dict[str, object] = {**graph_options(options, loader), **surroundings}
     if artifact.format == OwnOutput.name:
         # It records all that there was: an option that it does not have was not set.
         recorded.pop(_FLAGS, None)
-        wanted |= library_facts(loader)
         recorded["target"] = read_manifest(artifact.path).facts.target
-        wanted["target"] = graph_target(machine, loader)
-        names = {*recorded, *wanted}
-        recorded = {**dict.fromkeys(names), **recorded}
-        wanted = {**dict.fromkeys(names), **wanted}
+        names = {*recorded, *wanted} - (_SURROUNDINGS - surroundings.keys())
+        recorded = {name: recorded.get(name) for name in names}
+        wanted = {name: wanted.get(name) for name in names}
     else:
         # Foreign formats know one length, the longest.
         wanted["n_positions"] = options.max_model_len
-    if "compiler_version" in recorded:
-        wanted["compiler_version"] = backends.compiler(loader)[1]
     return _matches(artifact, options, recorded, wanted) and artifact.compiled is not None
 
 

@@ -20,6 +20,7 @@ from djl_python_neuronx.compile_process import CompileProgress
 from djl_python_neuronx.config import device, sources
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.draft import ORIGIN, alone, draft_settings
+from djl_python_neuronx.config.graph_facts import library_facts
 from djl_python_neuronx.config.intent import drafting
 from djl_python_neuronx.config.loader import choose_loader, libraries
 from djl_python_neuronx.config.model import ModelFacts
@@ -32,7 +33,7 @@ from djl_python_neuronx.errors import (
     ConfigError,
     ServingError,
 )
-from djl_python_neuronx.fitting import check_fit, proved, with_recorded
+from djl_python_neuronx.fitting import check_fit, graph_target, proved, with_recorded
 from djl_python_neuronx.load_plan import load_plan
 from djl_python_neuronx.types import Tokenizer
 
@@ -145,13 +146,25 @@ def _prepare(
     )
     _log_plan(artifact, planned)
     options = resolved.options
-    fits = check_fit(artifact, options, loader, machine)
+    fits = check_fit(artifact, options, loader, _surroundings(artifact, loader, machine))
     tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
     plan = load_plan(options, artifact, tokenizer, planned.arguments, loader, fits=fits)
     prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
     if draft_dir is None or not drafting(options):
         return prepared
     return _with_draft(prepared, _prepare_draft(prepared, draft_dir, environ, progress))
+
+
+def _surroundings(artifact: Artifact, loader: str, machine: DeviceInfo) -> dict[str, object]:
+    """What graphs depend on beside options; empty where there are none."""
+    if artifact.backend != loader or not backends.compiles(loader):
+        return {}
+    return {
+        "target": graph_target(machine, loader),
+        "library_version": None,
+        **library_facts(loader),
+        "compiler_version": backends.compiler(loader)[1],
+    }
 
 
 def _with_draft(prepared: Prepared, draft: Prepared) -> Prepared:

@@ -1,4 +1,7 @@
-"""What is known of a model without its weights: config.json, from a folder, the hub or S3, and what lies beside it."""
+"""What is known of a model without its weights: config.json, from a folder, the hub or S3, and what lies beside it.
+
+What is compiled there is judged as a start judges it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
+from djl_python_neuronx.artifacts.formats import Artifact
+from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactMismatchError,
+    ArtifactNotFoundError,
+    ServingError,
+)
+from djl_python_neuronx.fitting import check_fit, flags_fit, proved, with_recorded
 from djl_python_neuronx.messages import Messages
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 VOCABULARY_SUFFIXES = (".model", ".tiktoken")
 """What artifacts.tokenizer, whose import is not light, takes for a tokenizer."""
+_DRAFT = "speculative_draft_model"
 
 
 @dataclass(frozen=True)
@@ -28,13 +41,35 @@ class Model:
     """Where its configuration was read, in words."""
     config: Mapping[str, Any]
     """config.json"""
-    format: str = "huggingface"
-    backend: str | None = None
-    """The only backend that can load it; None: any that knows the architecture."""
-    dtype: str | None = None
-    """Of most of the checkpoint; None: nothing but config.json was read."""
-    has_weights: bool = False
-    """The weights lie here too."""
+    artifact: Artifact | None = None
+    """The folder that holds it; None: nothing but config.json was read."""
+
+    @property
+    def format(self) -> str:
+        """The folder's."""
+        return "huggingface" if self.artifact is None else self.artifact.format
+
+    @property
+    def backend(self) -> str | None:
+        """The only backend that can load it; None: any that knows the architecture."""
+        return None if self.artifact is None else self.artifact.backend
+
+    @property
+    def dtype(self) -> str | None:
+        """Of most of the checkpoint; None: not known."""
+        return None if self.artifact is None else self.artifact.dtype
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model is going to be loaded, and by what."""
+
+    loader: str
+    machine: DeviceInfo
+    environ: Mapping[str, str]
+    """The variables of the process that serves."""
+    surroundings: Mapping[str, object]
+    """What graphs depend on there, as far as it is known; see `fitting.check_fit`."""
 
 
 def model_of(resolved: Resolved, environ: Mapping[str, str], messages: Messages) -> Model | None:
@@ -65,7 +100,7 @@ def _local(folder: Path, resolved: Resolved, messages: Messages) -> Model:
     origin = "the argument" if options.model_id is None else "option.model_id"
     name = options.model_id or str(folder)
     try:
-        artifact = formats.detect(folder, origin=origin)
+        artifact = proved(formats.detect(folder, origin=origin))
     except ArtifactNotFoundError as error:
         if not (folder / fetch.CONFIG).is_file():
             raise
@@ -77,15 +112,7 @@ def _local(folder: Path, resolved: Resolved, messages: Messages) -> Model:
             f"no tokenizer in {folder}: expected one of {', '.join(VOCABULARIES)}, *.model or *.tiktoken. "
             "Copy the tokenizer's files beside config.json",
         )
-    return Model(
-        name,
-        str(folder),
-        artifact.config,
-        artifact.format,
-        artifact.backend,
-        artifact.dtype,
-        has_weights=True,
-    )
+    return Model(name, str(folder), artifact.config, artifact)
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -95,29 +122,80 @@ def _has_tokenizer(folder: Path) -> bool:
     )
 
 
-def draft_of(
-    resolved: Resolved, model: Model, environ: Mapping[str, str], messages: Messages
-) -> Mapping[str, Any] | None:
-    """The draft model's configuration, if one is named and it can be had.
+def completed(
+    settings: Resolved,
+    model: Model,
+    loader: str,
+    environ: Mapping[str, str],
+    messages: Messages,
+) -> tuple[Resolved, Model | None]:
+    """The settings with what the model's folder was compiled for, and the draft model that is named then."""
+    filled = recorded(settings, model, loader, messages)
+    base = settings.options.model_dir
+    if model.artifact is not None and _DRAFT not in settings.origins:
+        base = model.artifact.path  # which names it
+    return filled, _draft_of(filled, base, model, environ, messages)
+
+
+def recorded(settings: Resolved, model: Model, loader: str, messages: Messages) -> Resolved:
+    """The settings with what the model's folder was compiled for, where nobody set another value."""
+    if model.artifact is None:
+        return settings
+    try:
+        return with_recorded(settings, model.artifact, loader)
+    except ServingError as error:
+        messages.refuse([error])
+        return settings
+
+
+def _draft_of(
+    resolved: Resolved,
+    base: Path | None,
+    model: Model,
+    environ: Mapping[str, str],
+    messages: Messages,
+) -> Model | None:
+    """The draft model, if one is named and its configuration can be had. `base` is where a relative name starts.
 
     Without its weights it is good for a plan, as the model is.
     """
-    name, model_dir = resolved.options.speculative_draft_model, resolved.options.model_dir
+    name, origin = resolved.options.speculative_draft_model, f"option.{_DRAFT}"
     if name is None:
         return None
-    folder = fetch.local_folder(name, model_dir)
+    folder = fetch.local_folder(name, base)
     try:
         if folder is None:
-            return fetch.fetch_config(name, None, environ, origin="option.speculative_draft_model")
+            return Model(name, "", fetch.fetch_config(name, None, environ, origin=origin))
         try:
-            formats.detect(folder, origin="option.speculative_draft_model")
+            artifact = proved(formats.detect(folder, origin=origin))
         except ArtifactNotFoundError as error:
             if not (folder / fetch.CONFIG).is_file():
                 raise
-            level: Level = "error" if model.has_weights else "warning"
-            messages.tell(level, f"the draft model: {error}", ("speculative_draft_model",))
-        return formats.read_json(folder / fetch.CONFIG)
+            level: Level = "error" if model.artifact is not None else "warning"
+            messages.tell(level, f"the draft model: {error}", (_DRAFT,))
+            return Model(name, str(folder), formats.read_json(folder / fetch.CONFIG))
+        return Model(name, str(folder), artifact.config, artifact)
     except ServingError as error:
-        problem = f"the draft model (option.speculative_draft_model): {error}"
-        messages.tell("error", problem, ("speculative_draft_model",))
+        messages.tell("error", f"the draft model ({origin}): {error}", (_DRAFT,))
         return None
+
+
+def judge_graphs(
+    model: Model, options: ServingOptions, place: Place, messages: Messages, whose: str = ""
+) -> None:
+    """Tell where what is compiled in the model's folder is not for these options; see `fitting.check_fit`."""
+    if model.artifact is None:
+        return
+    strict = options.model_copy(update={"on_mismatch": "error"})
+    try:
+        if check_fit(model.artifact, strict, place.loader, place.surroundings):
+            flags_fit(model.artifact, strict, place.environ)
+    except ArtifactMismatchError as error:
+        names = tuple(sorted(error.differences))
+        if options.on_mismatch == "error":
+            messages.tell("error", f"{whose}{error}", names)
+        else:
+            told = f"{whose}what is compiled in {model.artifact.path} differs in {', '.join(names)}"
+            messages.tell("warning", f"{told}: it is not used, and compiled again", names)
+    except ServingError as error:
+        messages.tell("error", f"{whose}{error}")

@@ -174,7 +174,9 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     else:
         whose = "of this machine" if plan.loader == "cpu" else "per core"
         if degrees := _degrees(report):
-            whose = f"on each of the {min(degrees)} cores that hold both models"
+            few = min(degrees)
+            cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
+            whose = f"on {cores} both models"
         yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
 
 

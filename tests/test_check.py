@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -70,7 +71,9 @@ def environ(tmp_path_factory):
 
 @pytest.fixture
 def process(environ, monkeypatch):
-    """The same in this process' environment, for the command line."""
+    """The same in this process' environment, for the command line; other tests set cores there."""
+    for name in [name for name in os.environ if name.startswith(("NEURON_", "OPTION_", "HF_"))]:
+        monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
@@ -386,6 +389,7 @@ def test_which_loader_is_planned_for(
     monkeypatch.setattr(check_module, "NOT_SERVED", frozenset())
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
+    states["neuronx-cc"] = "missing"
     found = {name: Library(name, None, state) for name, state in states.items()}
     monkeypatch.setattr(check_module, "libraries", lambda: found)
     monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: here)
@@ -398,6 +402,14 @@ def test_which_loader_is_planned_for(
     told = report.warnings if serves_here else report.notes
     missing = needed is not None and states[needed] != "installed"
     assert any(str(needed) in line for line in told) == missing
+
+
+def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path, laptop):
+    config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
+    report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
+    assert report.errors == ()
+    assert report.plan.loader == "nxdi"
+    assert "this version cannot load with nxdi yet" in report.lacking
 
 
 @pytest.mark.parametrize(
@@ -693,6 +705,13 @@ def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
         assert "several machines (NEURON_LOCAL_TP=32) is not served" in " ".join(told.split())
 
 
+def test_several_machines_by_the_variables_of_option_env(tmp_path, laptop):
+    target = folder(tmp_path, "option.env=NEURON_LOCAL_TP=4\n")
+    wanted = {"model_loader": "tnx", "tensor_parallel_degree": "8"}
+    report = run(target, machine="inf2.48xlarge", **wanted)
+    assert any("several machines (NEURON_LOCAL_TP=4)" in reason for reason in report.lacking)
+
+
 def test_a_draft_model_is_judged_as_it_would_be_loaded(environ, tmp_path):
     draft = tmp_path / "draft"
     draft.mkdir()
@@ -740,6 +759,18 @@ class TestDraftModel:
         assert "tp_degree" in draft
         assert "enable_speculative_decoder" not in draft
 
+    def test_one_that_a_load_refuses_has_no_plan(self, both):
+        target, named = both
+        path = Path(named["speculative_draft_model"])
+        config = json.loads((path / "config.json").read_text())
+        folder(path, config={**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+        report = run(target, machine="inf2.48xlarge", **named)
+        (error,) = report.errors
+        assert error.startswith("the draft model: ")
+        assert "rope_scaling" in error
+        assert report.plan is not None
+        assert report.draft_plan is None
+
     def test_without_one_nothing_is_given_for_it(self, both):
         report = run(both[0], machine="inf2.48xlarge", **LLAMA)
         plan = as_json(report)["plan"]
@@ -771,6 +802,13 @@ class TestDraftModel:
         told = printed(report)
         assert "8 of 24 NeuronCores of 16.00 GiB; the model takes 2, the draft model 8" in told
         assert "on each of the 2 cores that hold both models" in told
+
+    def test_one_core_that_holds_both_is_one(self, both):
+        target, named = both
+        degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "1"}
+        report = run(target, machine="inf2.48xlarge", **named, **degrees)
+        assert report.errors == ()
+        assert "on the core that holds both models: " in printed(report)
 
     def test_cores_that_are_not_there_are_not_called_memory(self, both):
         target, named = both
@@ -836,7 +874,7 @@ class TestLimit:
         (note,) = (note for note in report.notes if "NEURON_RT" in note)
         assert "NEURON_RT_NUM_CORES=4 (option.env, " in note
         assert "serving.properties line 1" in note
-        assert "secret" not in repr(report.resolved)
+        assert "secret" not in repr(report) + json.dumps(as_json(report))
 
     @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
     def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):

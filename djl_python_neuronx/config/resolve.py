@@ -48,8 +48,11 @@ class Resolved:
     """The findings that those errors were made of."""
     refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Option name to what was written and is not allowed; the option stands at its default."""
-    runtime_variables: Mapping[str, Setting] = field(default_factory=lambda: _NO_VARIABLES)
-    """`NEURON_*` variables that DJL Serving is going to give its Python process, because `option.env` names them."""
+    worker_variables: Mapping[str, Setting] = field(
+        default_factory=lambda: _NO_VARIABLES, repr=False
+    )
+    """Variables that DJL Serving is going to give its Python process, because `option.env` names them; they can be
+    secrets."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -121,13 +124,7 @@ def examine(
         MappingProxyType({k: reason for k, reason in reading.ignored.items() if k not in told}),
         MappingProxyType(reading.suspicious),
         refused=MappingProxyType(reading.refused),
-        runtime_variables=MappingProxyType(
-            {
-                name: setting
-                for name, setting in reading.worker_variables.items()
-                if name.startswith("NEURON_")
-            }
-        ),
+        worker_variables=MappingProxyType(reading.worker_variables),
     )
     found = [*about_djl, *conflicts(options), *strictness.idle(options), *reading.notes]
     resolved, conflicting = _judged(resolved, found)

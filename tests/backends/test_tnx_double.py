@@ -224,7 +224,10 @@ def test_the_stand_in_takes_what_the_library_takes(name: str) -> None:
         assert theirs[parameter.name].kind == parameter.kind
         if parameter.name not in {"neuron_config", "no_quantize_list", "cache_layout"}:
             assert theirs[parameter.name].default == parameter.default, parameter.name
-    methods = ("save", "load", "to_neuron", "update_generation_config")
+    methods = (
+        *("save", "load", "to_neuron", "update_generation_config"),
+        "enable_speculative_decoder",
+    )
     for method in methods if issubclass(double, tnx_double.Model) else ():
         wanted, found = (inspect.signature(getattr(entry, method)) for entry in (real, double))
         assert list(wanted.parameters) == list(found.parameters), method

@@ -20,6 +20,8 @@ import torch
 from tests.toy_backend import toy_logits
 
 NEFF = "0123456789abcdef0123.neff"
+CALLS: dict[str, dict[str, object]] = {}
+"""Methods that were called beside the constructors, with their arguments by name."""
 
 
 class GQA(enum.Enum):
@@ -50,6 +52,7 @@ class ContinuousBatchingConfig:
 
     def init_cache_engine(self, block_size, num_blocks):
         self.block_size, self.num_blocks = block_size, num_blocks
+        CALLS["init_cache_engine"] = {"block_size": block_size, "num_blocks": num_blocks}
 
 
 class GenerationConfig:
@@ -115,6 +118,11 @@ class Model:
             assert min(self.context_buckets) >= batch_size  # the library cuts the rows off there
             self.cache = np.full((shared.num_blocks, shared.block_size), -1, np.int64)
         self.made.append(self)
+
+    def enable_speculative_decoder(self, speculation_length, batch_sizes=None, token_tree=None):
+        assert not self.ready
+        arguments = {"speculation_length": speculation_length, "batch_sizes": batch_sizes}
+        CALLS["enable_speculative_decoder"] = arguments
 
     def save(self, directory, sharded_weights=False):
         assert self.ready
@@ -283,4 +291,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Model]:
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, config.__name__, config)
     Model.made.clear()
+    CALLS.clear()
     return Model.made

@@ -1,0 +1,225 @@
+"""`djl-neuronx check` of folders that hold something compiled: judged as a start judges them."""
+
+import json
+import shutil
+
+import pytest
+
+from djl_python_neuronx import check as check_module
+from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts.store.facts import CompileFacts
+from djl_python_neuronx.artifacts.store.manifest import Manifest
+from djl_python_neuronx.config import graph_facts
+from djl_python_neuronx.config.graph_facts import graph_options
+from djl_python_neuronx.config.loader import Library
+from djl_python_neuronx.report import as_json
+from tests import remote_doubles
+from tests.artifacts import folders
+from tests.test_check import INF2, LAPTOP, TINY, folder, printed, run
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+PINNED = {"tensor_parallel_degree": "2", "n_positions": "128", "max_rolling_batch_size": "2"}
+GRAPHS = {**PINNED, "context_length_estimate": "128", "model_loader": "tnx"}
+
+
+def output(path, loader, effective_options, graphs=None, version="2.0", target="inf2", **more):
+    """tiny-llama as `djl-neuronx compile` writes it, without what was compiled."""
+    path.mkdir()
+    for name in FILES:
+        shutil.copy(TINY / name, path)
+    facts = CompileFacts(
+        graph_options=graphs or {},
+        artifact_digest="sampled:0",
+        compiler="neuronx-cc",
+        compiler_version=version,
+        target=target,
+    )
+    options = {"model_loader": loader, **effective_options}
+    written = Manifest.of(
+        path, facts, effective_options=options, packages={}, layout="huggingface", **more
+    )
+    manifests.write(path, written)
+    return path
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """An output for tnx on two cores of an inf2, with a version of the library."""
+    planned = run(TINY, machine="inf2.xlarge", **GRAPHS).resolved.options
+    recorded = {**graph_options(planned, "tnx"), "library_version": "0.13"}
+    return output(
+        tmp_path / "output", "tnx", {**planned.model_dump(mode="json"), "model_loader": "tnx"},
+        recorded,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def at_hand(monkeypatch):
+    """Sets the machine that this runs on, and the versions of library and compiler there."""
+
+    def place(machine, library=None, compiler=None):
+        versions = {"transformers-neuronx": library, "neuronx-cc": compiler}
+        versions |= {"torch-neuronx": None, "neuronx-distributed-inference": None}
+        found = {
+            name: Library(name, version, "installed" if version else "missing")
+            for name, version in versions.items()
+        }
+        monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: machine)
+        for module in (check_module, graph_facts):
+            monkeypatch.setattr(module, "libraries", lambda: found)
+
+    return place
+
+
+def mismatches(report):
+    """The names of what differs, in the errors of a report."""
+    told = [entry for entry in report.findings if "compiled for other settings" in entry.message]
+    assert all(entry.level == "error" for entry in told)
+    return {name for entry in told for name in entry.options}
+
+
+def test_an_output_that_model_id_names_keeps_its_pins(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    pins = {"n_positions": 64, "max_rolling_batch_size": 3, "trust_remote_code": True}
+    path = output(tmp_path / "output", "cpu", pins)
+    (tmp_path / "other").mkdir()
+    report = run(tmp_path / "other", model_id=str(path))
+    assert report.errors == ()
+    options = report.resolved.options
+    assert (options.n_positions, options.max_rolling_batch_size) == (64, 3)
+    assert not options.trust_remote_code
+    assert report.resolved.origins["n_positions"] == f"what {path} was compiled for"
+    assert report.plan.loader == "cpu"
+    other = run(tmp_path / "other", model_id=str(path), n_positions="128").resolved.options
+    assert (other.n_positions, other.max_rolling_batch_size) == (128, 3)
+
+
+def test_an_output_that_was_changed_is_an_error(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = output(tmp_path / "output", "cpu", {})
+    assert run(path).ok
+    content = bytearray((path / "tokenizer_config.json").read_bytes())
+    content[-2] ^= 1
+    (path / "tokenizer_config.json").write_bytes(content)
+    (error,) = run(path).errors
+    assert "changed tokenizer_config.json" in error
+
+
+@pytest.mark.parametrize("name", ["optimum_tnx", "presharded", "optimum_nxd", "nxdi"])
+@pytest.mark.parametrize("machine", ["inf2.48xlarge", None], ids=["instance", "no-device"])
+def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand, name, machine):
+    at_hand(LAPTOP)
+    path = getattr(folders, name)(tmp_path)
+    (path / "tokenizer.json").touch()
+    report = run(path, machine=machine)
+    assert report.errors == ()
+    assert report.resolved.options.tensor_parallel_degree == 2
+    assert report.plan.device.instance_type == "inf2.48xlarge"
+    other = run(path, machine=machine, tensor_parallel_degree="8")
+    assert "tensor_parallel_degree: compiled 2, wanted 8" in other.errors[0]
+    assert mismatches(other) == {"tensor_parallel_degree"}
+    settings = {"tensor_parallel_degree": "8", "on_mismatch": "recompile"}
+    again = run(path, machine=machine, **settings)
+    assert again.errors == ()
+    assert any("differs in tensor_parallel_degree: it is not used" in w for w in again.warnings)
+
+
+def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = folders.optimum_tnx(tmp_path)
+    (path / "tokenizer.json").touch()
+    assert run(path, machine="inf2.48xlarge").loadable
+    shutil.rmtree(path / "checkpoint")
+    report = run(path, machine="inf2.48xlarge")
+    assert report.ok
+    assert report.lacking == ("its weights are not here and were not looked at",)
+
+
+def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = output(tmp_path / "output", "cpu", {"n_positions": "many"})
+    (error,) = run(path).errors
+    assert "records for n_positions what it cannot be" in error
+
+
+def test_graphs_are_for_the_machine_that_is_named(compiled, at_hand):
+    """On which nobody knows what is installed."""
+    at_hand(LAPTOP, compiler="1.0")
+    assert run(compiled, machine="inf2.xlarge").errors == ()
+    assert mismatches(run(compiled, machine="trn1.2xlarge")) == {"target"}
+    assert run(compiled).errors == ()
+
+
+def test_graphs_are_for_the_versions_that_are_installed_at_hand(compiled, at_hand):
+    for versions, differing in (
+        (("0.13", "2.0"), set()),
+        (("0.12", "2.0"), {"library_version"}),
+        (("0.13", "2.1"), {"compiler_version"}),
+        (("0.13", None), set()),
+    ):
+        at_hand(INF2, *versions)
+        (compiled / "compiled").mkdir(exist_ok=True)
+        assert mismatches(run(compiled)) == differing
+        assert mismatches(run(compiled, machine="inf2.xlarge")) == set()
+
+
+def test_graphs_are_for_the_flags_of_the_process_that_serves(compiled, at_hand):
+    at_hand(INF2, "0.13", "2.0")
+    (compiled / "compiled").mkdir()
+    assert run(compiled).errors == ()
+    assert mismatches(run(compiled, {"NEURON_CC_FLAGS": "-O1"})) == {"cc_flags"}
+
+
+def test_a_draft_model_is_judged_by_what_it_was_compiled_for(compiled, tmp_path, at_hand):
+    """Beside an output it is found by the output's own name for it, and its graphs are for its own options."""
+    at_hand(INF2, "0.13", "2.0")
+    shutil.copytree(compiled, compiled / "draft")
+    path = compiled / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["effective_options"] |= {"speculative_draft_model": "draft", "speculative_length": 3}
+    manifest["compiled_for"] |= {"speculative_length": 3}
+    manifest["facts"]["graph_options"] |= {"speculative_length": 3}
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "other").mkdir()
+    # What the draft model was served with by itself is nothing to a draft model.
+    path = compiled / "draft" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    pins = {**manifest["effective_options"], "enable_chunked_prefill": True}
+    folders.edit_json(path, effective_options=pins)
+    report = run(tmp_path / "other", model_id=str(compiled))
+    assert report.errors == ()
+    assert report.draft_plan is not None
+    folders.edit_json(path, compiled_for={**manifest["compiled_for"], "max_rolling_batch_size": 7})
+    (error,) = run(tmp_path / "other", model_id=str(compiled)).errors
+    assert error.startswith("the draft model: ")
+    assert "max_rolling_batch_size: compiled 7, wanted 2" in error
+
+
+@pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+def test_flags_that_no_shell_takes_are_an_error(tmp_path, loader):
+    target = folder(tmp_path)
+    wrong, settings = {"NEURON_CC_FLAGS": "'x"}, {"model_loader": loader}
+    (error,) = run(target, wrong, "inf2.xlarge", **settings).errors
+    assert "NEURON_CC_FLAGS" in error
+    assert run(target, {"NEURON_CC_FLAGS": "-O1"}, "inf2.xlarge", **settings).ok
+    folder(tmp_path, "option.env=NEURON_CC_FLAGS='x\n")
+    assert run(target, machine="inf2.xlarge", **settings).errors == (error,)
+    assert "NEURON_CC_FLAGS" in printed(run(target, machine="inf2.xlarge", **settings))
+
+
+def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand):
+    """As DJL Serving gives them to the process that fetches the model; they are said to nobody."""
+    at_hand(LAPTOP)
+    gated, draft = "owner/gated", "owner/draft"
+    config = (TINY / "config.json").read_bytes()
+    models = {gated: config, draft: config}
+    with remote_doubles.hub(models, gated=models, tokens=["s3cret"]) as (url, log):
+        variables = f"HF_TOKEN=s3cret,HF_ENDPOINT={url},HF_HOME={tmp_path / 'hf'}"
+        text = f"option.env={variables}\noption.model_id={gated}\n"
+        (tmp_path / "serving.properties").write_text(text)
+        report = run(tmp_path, speculative_draft_model=draft)
+    assert report.errors == ()
+    assert report.draft_plan is not None
+    told = [{name.lower(): value for name, value in headers.items()} for _, _, headers in log]
+    assert all(headers["authorization"] == "Bearer s3cret" for headers in told)
+    assert "s3cret" not in repr(report) + json.dumps(as_json(report)) + printed(report)
