@@ -304,6 +304,8 @@ def _tell_limit(
     where = "environment" if setting is None else f"option.env, {setting.origin}"
     if limit.problem is not None:
         messages.tell("warning", f"{limit.problem} ({where})")
+    elif beyond := limit.beyond(machine):
+        messages.tell("error", f"{beyond} ({where})")
     elif machine.limited_by is not None:
         whole = f" of the {machine.neuron_cores}" if machine.neuron_cores else ""
         messages.tell(

@@ -859,6 +859,11 @@ class TestLimit:
         assert "NEURON_RT_VISIBLE_CORES=8-15 (environment) leaves 8 of the 24" in note
         assert "8 of 8 NeuronCores (NEURON_RT_VISIBLE_CORES=8-15)" in printed(report)
 
+    def test_cores_that_there_are_not_stand_in_the_way(self, both):
+        environ = {"NEURON_RT_VISIBLE_CORES": "30-31"}
+        (error,) = run(both[0], environ, "inf2.48xlarge", **LLAMA).errors
+        assert "inf2.48xlarge has no core 31; its cores are 0 to 23 (environment)" in error
+
     def test_more_cores_than_it_leaves_are_refused_by_its_name(self, both):
         report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
         (error,) = report.errors
