@@ -119,7 +119,7 @@ def graph_target(machine: DeviceInfo, loader: str) -> str:
 def check_fit(
     artifact: Artifact, options: ServingOptions, loader: str, surroundings: Mapping[str, object]
 ) -> bool:
-    """Whether what is compiled in the folder can be used; of the compiler's flags see `flags_fit`.
+    """Whether what the folder has been compiled or cut for is what is wanted; of the compiler's flags see `flags_fit`.
 
     `surroundings`: `target` (see `graph_target`), `library_version` and `compiler_version` where it is to be used. One
     that is left out is not known and not compared.
@@ -141,7 +141,7 @@ def check_fit(
     else:
         # Foreign formats know one length, the longest.
         wanted["n_positions"] = options.max_model_len
-    return _matches(artifact, options, recorded, wanted) and artifact.compiled is not None
+    return _matches(artifact, options, recorded, wanted)
 
 
 def flags_fit(artifact: Artifact, options: ServingOptions, environ: Mapping[str, str]) -> bool:

@@ -98,14 +98,17 @@ def obtain(
 
 def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
     loader, plan = prepared.loader, prepared.plan
-    wanted = {
-        **graph_options(prepared.options, loader),
-        **library_facts(loader),
-        **flag_facts(environ),
-    }
-    package, version = backends.compiler(loader) if backends.compiles(loader) else ("none", "")
+    wanted: dict[str, Any] = {}
+    package, version = "none", ""
+    if backends.compiles(loader):
+        wanted = {
+            **graph_options(prepared.options, loader),
+            **library_facts(loader),
+            **flag_facts(environ),
+        }
+        package, version = backends.compiler(loader)
     return CompileFacts(
-        graph_options=wanted if backends.compiles(loader) else {},
+        graph_options=wanted,
         artifact_digest=artifact_digest(plan.model_dir),
         compiler=package,
         compiler_version=version,

@@ -33,7 +33,7 @@ def load_plan(
 ) -> LoadPlan:
     """The backend's orders.
 
-    `fits`: what the folder has compiled is for these options.
+    `fits`: what the folder has been compiled or cut for is these options.
 
     Raises:
         ConfigError: the options are not filled in.

@@ -66,7 +66,7 @@ class Prepared:
     """The backend's orders."""
     tokenizer: Tokenizer
     fits: bool
-    """What the folder has compiled is for these options; False: it is not, or there is nothing."""
+    """What the folder has been compiled or cut for is these options; False: it is not, or it is another backend's."""
     draft: Prepared | None
     """The draft model, for the same slots and lengths."""
     role: Role = "model"

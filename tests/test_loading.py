@@ -233,3 +233,9 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
         (obtained(taken_over), taken_over / "compiled", True),
     ):
         assert (found.folder, found.plan.foreign_graphs) == (folder, foreign)
+
+
+def test_a_backend_that_compiles_nothing_asks_for_no_flags():
+    prepared = prepare(None, TINY, environ={}, overrides={"model_loader": "cpu"})
+    found = obtain(prepared, environ={"NEURON_CC_FLAGS": "'x"}, count=print)
+    assert (found.folder, dict(found.facts.graph_options)) == (None, {})

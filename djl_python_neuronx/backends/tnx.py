@@ -29,7 +29,7 @@ from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = WHOLE | {"split"}
+WEIGHTS = WHOLE | {"split", "presharded"}
 """Kinds of weights that the library reads."""
 
 _CONFIG = "config.json"

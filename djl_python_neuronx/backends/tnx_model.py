@@ -215,6 +215,9 @@ def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
         "on_device_generation": library.GenerationConfig,
     }
     keywords = dict(plan.arguments.neuron_config)
+    if plan.kind == "presharded":
+        # Cut weights hold no embedding for the host.
+        keywords["on_device_embedding"] = True
     if generation := generation_of(plan):
         keywords["on_device_generation"] = generation
     if keywords.get("group_query_attention") is not None:

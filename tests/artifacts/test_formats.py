@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.layouts.architecture import check_tensors
@@ -34,6 +35,14 @@ COMPILED_FOR = {
     "dtype": "bfloat16",
     "compiler_version": folders.COMPILER,
 }
+
+
+@pytest.mark.parametrize(
+    "layout", ["split", "tnx_presharded", "lmi_compile_only", "lmi_aot", "optimum_tnx"]
+)
+def test_the_backend_of_a_format_reads_its_weights(tmp_path, layout):
+    artifact = detect(BUILDERS[layout](tmp_path / "model"))
+    assert artifact.weights_for("tnx", backends.weight_kinds("tnx")) == artifact.weights[0]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from djl_python_neuronx import backends, graphs  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.compiling import compile_model  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
+from djl_python_neuronx.loading import prepare  # noqa: E402
 from djl_python_neuronx.server import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
@@ -193,3 +195,33 @@ def test_a_draft_model_is_compiled_by_itself_and_once(
     compile_model(str(draft), str(tmp_path / "alone"), environ=environ, overrides={**BASE, **alone})
     assert start(speculative_draft_model=str(tmp_path / "alone")) == (0, 1)
     assert start(speculative_draft_model=str(TINY_LLAMA)) == (1, 1)
+
+
+@pytest.mark.parametrize("layout", ["graphs", "no graphs", "lmi_aot"])
+def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout: str) -> None:
+    """As the library's `save(sharded_weights=True)` leaves them, beside the tokenizer; and as the old container did."""
+    prompt = "Monday Tuesday Wednesday"
+    settings = {**BASE, "on_device_embedding": "true", "on_mismatch": "recompile"}
+    prepared = prepare(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
+    cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
+    cut.mkdir(exist_ok=True)
+    backends.compile("tnx", replace(prepared.plan, presharded=True), cut)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_LLAMA / name, tmp_path)
+    if layout == "lmi_aot":
+        shutil.copy(TINY_LLAMA / "config.json", tmp_path)
+    for graph in list(cut.glob("*.neff")) if layout == "no graphs" else []:
+        graph.unlink()
+    loaded = Service.load(
+        None, tmp_path, environ=ENVIRON, overrides={**BASE, "on_mismatch": "recompile"}
+    )
+    application = Application("cut")
+    application.service = loaded
+    server = Running(application)
+    try:
+        payload = {"inputs": prompt, "parameters": {"max_new_tokens": 9}}
+        response = httpx.post(server.url + "/invocations", json=payload, timeout=60)
+        assert response.json()["generated_text"] == " Thursday Friday"
+    finally:
+        server.close()
+        loaded.close()

@@ -95,7 +95,7 @@ class Artifact:
             raise ArtifactNotFoundError(msg)
         held = " and ".join(_KINDS[weights.kind] for weights in self.weights)
         use = (
-            f"option.model_loader={self.backend}, or "
+            f"Set option.model_loader={self.backend}, or "
             if self.backend not in {None, backend}
             else ""
         )
@@ -104,9 +104,10 @@ class Artifact:
             if self.kind == "split"
             else "serve the checkpoint that it was made from"
         )
+        advice = use + advice if use else advice[0].upper() + advice[1:]
         msg = (
             f"the {backend} backend cannot load the model in {self.path} ({self.format}): it holds {held}; expected "
-            f"{wanted}. Use {use}{advice}."
+            f"{wanted}. {advice}."
         )
         raise ArtifactError(msg)
 
