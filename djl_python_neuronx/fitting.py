@@ -11,8 +11,10 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from djl_python_neuronx.artifacts.formats import Artifact
+from djl_python_neuronx.artifacts.layouts.artifact import CUT, READS, WHOLE
 from djl_python_neuronx.artifacts.layouts.folder import some, unreadable
 from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, OwnOutput
+from djl_python_neuronx.artifacts.layouts.weights import Weights
 from djl_python_neuronx.artifacts.store.digest import sha256_of_each
 from djl_python_neuronx.artifacts.store.manifest import read as read_manifest
 from djl_python_neuronx.config.device import DeviceInfo
@@ -142,6 +144,19 @@ def check_fit(
         # Foreign formats know one length, the longest.
         wanted["n_positions"] = options.max_model_len
     return _matches(artifact, options, recorded, wanted)
+
+
+def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
+    """The weights that a backend is to read. `fits`: see `check_fit`.
+
+    Raises:
+        ArtifactNotFoundError: there are none.
+        ArtifactError: there are none that it reads, or only those that are cut for something else.
+    """
+    kinds = READS.get(loader, WHOLE)
+    # What was cut, was cut for the graphs that it came with.
+    recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
+    return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
 
 
 def flags_fit(artifact: Artifact, options: ServingOptions, environ: Mapping[str, str]) -> bool:

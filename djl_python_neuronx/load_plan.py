@@ -6,10 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
 from djl_python_neuronx.artifacts.layouts.weights import Weights
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.arguments import LibraryArguments
@@ -17,6 +15,7 @@ from djl_python_neuronx.config.defaults import make_buckets
 from djl_python_neuronx.config.intent import speculating
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.fitting import weights_to_load
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,7 @@ def load_plan(
         raise ConfigError(msg)
     # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
     prefill_buckets = options.context_length_estimate or (max_model_len,)
-    kinds = backends.weight_kinds(loader)
-    # Cut weights are cut for the graphs that they came with.
-    recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
-    weights = artifact.weights_for(loader, kinds & WHOLE if recompiles else kinds)
+    weights = weights_to_load(artifact, loader, fits=fits)
     degree = options.tensor_parallel_degree
     return LoadPlan(
         model_dir=_folder_to_load(artifact, weights),

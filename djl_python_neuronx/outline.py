@@ -5,7 +5,7 @@ What is compiled there is judged as a start judges it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     ServingError,
 )
-from djl_python_neuronx.fitting import check_fit, flags_fit, proved, with_recorded
+from djl_python_neuronx.fitting import check_fit, flags_fit, proved, weights_to_load, with_recorded
 from djl_python_neuronx.messages import Messages
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -183,19 +183,49 @@ def _draft_of(
 def judge_graphs(
     model: Model, options: ServingOptions, place: Place, messages: Messages, whose: str = ""
 ) -> None:
-    """Tell where what is compiled in the model's folder is not for these options; see `fitting.check_fit`."""
-    if model.artifact is None:
+    """Tell where what is compiled in the model's folder is not for these options, and its weights cannot be read.
+
+    See `fitting.check_fit`. `whose`: words for a draft model, whose graphs are compiled again for other flags.
+    """
+    artifact = model.artifact
+    if artifact is None:
         return
     strict = options.model_copy(update={"on_mismatch": "error"})
+    fits = _told(
+        lambda: check_fit(artifact, strict, place.loader, place.surroundings),
+        options.on_mismatch, artifact, messages, whose,
+    )  # fmt: skip
+    unused = options.on_mismatch == "recompile" or artifact.backend != place.loader
+    if artifact.weights and (fits or unused):
+        _told(
+            lambda: bool(weights_to_load(artifact, place.loader, fits=fits)),
+            options.on_mismatch, artifact, messages, whose,
+        )  # fmt: skip
+    if fits:
+        on_mismatch = "recompile" if whose else options.on_mismatch
+        _told(
+            lambda: flags_fit(artifact, strict, place.environ),
+            on_mismatch, artifact, messages, whose,
+        )  # fmt: skip
+
+
+def _told(
+    question: Callable[[], bool],
+    on_mismatch: str,
+    artifact: Artifact,
+    messages: Messages,
+    whose: str,
+) -> bool:
+    """The answer; False with the reason told where it raises."""
     try:
-        if check_fit(model.artifact, strict, place.loader, place.surroundings):
-            flags_fit(model.artifact, strict, place.environ)
+        return question()
     except ArtifactMismatchError as error:
         names = tuple(sorted(error.differences))
-        if options.on_mismatch == "error":
+        if on_mismatch == "error":
             messages.tell("error", f"{whose}{error}", names)
         else:
-            told = f"{whose}what is compiled in {model.artifact.path} differs in {', '.join(names)}"
+            told = f"{whose}what is compiled in {artifact.path} differs in {', '.join(names)}"
             messages.tell("warning", f"{told}: it is not used, and compiled again", names)
     except ServingError as error:
         messages.tell("error", f"{whose}{error}")
+    return False

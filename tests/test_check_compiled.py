@@ -12,6 +12,8 @@ from djl_python_neuronx.artifacts.store.manifest import Manifest
 from djl_python_neuronx.config import graph_facts
 from djl_python_neuronx.config.graph_facts import graph_options
 from djl_python_neuronx.config.loader import Library
+from djl_python_neuronx.messages import Messages
+from djl_python_neuronx.outline import Place, judge_graphs
 from djl_python_neuronx.report import as_json
 from tests import remote_doubles
 from tests.artifacts import folders
@@ -120,7 +122,11 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
     assert mismatches(other) == {"tensor_parallel_degree"}
     settings = {"tensor_parallel_degree": "8", "on_mismatch": "recompile"}
     again = run(path, machine=machine, **settings)
-    assert again.errors == ()
+    # As a start would: what is cut for 2 cores is not for 8, and whole or split weights are.
+    cut = [] if name == "optimum_tnx" else ["has cut; expected whole safetensors"]
+    assert [told in error for told, error in zip(cut, again.errors, strict=True)] == [True] * len(
+        cut
+    )
     assert any("differs in tensor_parallel_degree: it is not used" in w for w in again.warnings)
 
 
@@ -223,3 +229,23 @@ def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand):
     told = [{name.lower(): value for name, value in headers.items()} for _, _, headers in log]
     assert all(headers["authorization"] == "Bearer s3cret" for headers in told)
     assert "s3cret" not in repr(report) + json.dumps(as_json(report)) + printed(report)
+
+
+def test_cut_weights_are_for_the_library_that_cut_them(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = folders.presharded(tmp_path)
+    (path / "tokenizer.json").touch()
+    (error,) = run(path, model_loader="cpu").errors
+    assert "the cpu backend cannot load the model" in error
+
+
+def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand):
+    """As at a start, where a draft is compiled again for other flags."""
+    at_hand(LAPTOP)
+    report = run(compiled, machine="inf2.xlarge")
+    assert report.errors == ()
+    place = Place("tnx", report.plan.device, {"NEURON_CC_FLAGS": "-O1"}, {"target": "inf2"})
+    for whose, level in (("", "error"), ("the draft model: ", "warning")):
+        messages = Messages()
+        judge_graphs(report.model, report.resolved.options, place, messages, whose)
+        assert [said[0] for said in messages.said] == [level]

@@ -1,8 +1,8 @@
 """The backends of this folder: a module is a backend, its name is the backend's name.
 
 A module has `supports(artifact)` and `load(plan)`; one that compiles also `compile(plan, target)`,
-`compiler_version()` and `load(plan, compiled)`, and `uncompilable(plan)` where not all of its graphs can be kept; it
-has `WEIGHTS` where it reads other kinds of weights than whole ones.
+`compiler_version()` and `load(plan, compiled)`, and `uncompilable(plan)` where not all of its graphs can be kept. Which
+kinds of weights it reads is told in `artifacts/layouts/artifact.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import pkgutil
 from pathlib import Path
 from types import ModuleType
 
-from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
-from djl_python_neuronx.artifacts.layouts.weights import WeightsKind
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
 from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
@@ -28,7 +26,6 @@ __all__ = [
     "names",
     "supports",
     "uncompilable",
-    "weight_kinds",
 ]
 
 COMPILER = "neuronx-cc"
@@ -65,16 +62,6 @@ def supports(name: str, artifact: ModelFacts) -> str | None:
     """
     reason: str | None = _module(name).supports(artifact)
     return reason
-
-
-def weight_kinds(name: str) -> frozenset[WeightsKind]:
-    """The kinds of weights that a backend reads: its `WEIGHTS`, else whole ones.
-
-    Raises:
-        BackendUnavailableError: the backend does not exist or a package of it is missing.
-    """
-    kinds: frozenset[WeightsKind] = getattr(_module(name), "WEIGHTS", WHOLE)
-    return kinds
 
 
 def compiles(name: str) -> bool:

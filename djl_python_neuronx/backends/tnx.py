@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from djl_python_neuronx.artifacts.layouts.artifact import WHOLE
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.cores import count_cores
@@ -28,9 +27,6 @@ from djl_python_neuronx.backends.tnx_model import (
 from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
 
 logger = logging.getLogger(__name__)
-
-WEIGHTS = WHOLE | {"split", "presharded"}
-"""Kinds of weights that the library reads."""
 
 _CONFIG = "config.json"
 _UNSAVED = frozenset({"gpt_neox", "gptj"})

@@ -216,8 +216,7 @@ def _neuron_config(library: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
     }
     keywords = dict(plan.arguments.neuron_config)
     if plan.kind == "presharded":
-        # Cut weights hold no embedding for the host.
-        keywords["on_device_embedding"] = True
+        keywords["on_device_embedding"] = True  # cut weights hold no embedding for the host
     if generation := generation_of(plan):
         keywords["on_device_generation"] = generation
     if keywords.get("group_query_attention") is not None:

@@ -50,8 +50,9 @@ class CoreLimit(NamedTuple):
     def beyond(self, machine: DeviceInfo) -> str | None:
         """What is wrong with the value on a machine that has no such cores; None: nothing, or nobody knows."""
         cores = machine.neuron_cores
-        if machine.family == "trn2":
-            cores *= 2  # as many as there are if each physical core is a logical one
+        if cores and machine.family == "trn2":
+            # As many as there are if each physical core is a logical one.
+            cores = 2 * machine.neuron_devices * FAMILIES["trn2"].cores_per_device
         if not cores or self.last_core is None or self.last_core < cores:
             return None
         name = machine.instance_type or "this machine"
@@ -187,7 +188,10 @@ def _listed_cores(text: str) -> set[int]:
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and len(last) < 6 and len(first) < 6):
             return set()
+        if int(first) > int(last):
+            return set()
         named.update(range(int(first), min(int(last), _MOST_CORES) + 1))
+        named.add(int(last))
     return named
 
 

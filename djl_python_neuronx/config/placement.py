@@ -104,10 +104,11 @@ def _world(
     draft_degree = options.draft_model_tp_size if drafting(options) else None
     machine = f" on {device.instance_type}" if device.instance_type else ""
     machine = f" on {machines} machines" if machines > 1 else machine
-    if device.limited_by or 0 < device.visible_cores < device.neuron_cores:
+    whole = device.neuron_cores
+    if 0 < device.visible_cores < whole or (device.limited_by and not whole):
         limit = device.limited_by or "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES"
-        whole = f", of {device.neuron_cores}" if device.neuron_cores else ""
-        machine += f"{whole}: {limit} limits this process"
+        machine += f", of {whole}" if whole else ""
+        machine += f": {limit} limits this process"
     if cores and world > cores:
         names = tuple(factors)
         problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.layouts.architecture import check_tensors
+from djl_python_neuronx.artifacts.layouts.artifact import READS
 from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
 from djl_python_neuronx.artifacts.layouts.safetensors_header import BITS, read_header, torch_name
 from djl_python_neuronx.errors import (
@@ -42,7 +42,7 @@ COMPILED_FOR = {
 )
 def test_the_backend_of_a_format_reads_its_weights(tmp_path, layout):
     artifact = detect(BUILDERS[layout](tmp_path / "model"))
-    assert artifact.weights_for("tnx", backends.weight_kinds("tnx")) == artifact.weights[0]
+    assert artifact.weights_for("tnx", READS["tnx"]) == artifact.weights[0]
 
 
 @pytest.fixture

@@ -220,6 +220,7 @@ def test_a_machine_that_was_only_named_as_a_process_has_it(environ, visible, lim
         ("inf2.xlarge", "8", 1),
         ("trn2.3xlarge", "4-7", None),
         ("trn2.3xlarge", "4-8", 7),
+        ("inf2.xlarge", "0,40000", 1),
     ],
 )
 def test_cores_that_a_machine_does_not_have_are_named(machine, cores, last):
@@ -243,6 +244,7 @@ def test_a_machine_without_neuron_has_no_cores_to_limit():
         ({"NEURON_RT_NUM_CORES": "-1"}, True),
         ({"NEURON_RT_VISIBLE_CORES": "0"}, False),
         ({"NEURON_RT_VISIBLE_CORES": "zero"}, True),
+        ({"NEURON_RT_VISIBLE_CORES": "5-2,0"}, True),
     ],
 )
 def test_what_is_not_understood_is_said(environ, told):

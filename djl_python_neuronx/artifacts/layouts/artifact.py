@@ -27,6 +27,13 @@ _KINDS: Mapping[WeightsKind, str] = MappingProxyType(
 """Words for messages."""
 WHOLE: frozenset[WeightsKind] = frozenset({"safetensors", "pickle"})
 """Kinds that any backend can cut as it needs."""
+CUT: frozenset[WeightsKind] = frozenset({"presharded", "ranks"})
+"""Kinds that are cut for one number of cores already."""
+READS: Mapping[str, frozenset[WeightsKind]] = MappingProxyType(
+    {"tnx": WHOLE | {"split", "presharded"}, "nxdi": WHOLE | {"ranks"}}
+)
+"""Backend to the kinds of weights that it reads, where these are not only whole ones. `check` asks too, and imports no
+backend."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
 """Variables that tell where the cache is, and in which folder there; the first counts."""
-_USERINFO = re.compile(r"(?<=//)[^/?#\s]*@")
+_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,22 @@ def without_users(text: str) -> str:
 
 
 def _check_url(endpoint: str) -> None:
-    """Refuse a password whose `/` makes it a host and a path: libraries and messages would show parts of it."""
+    """Refuse a password whose `/`, `?` or `#` ends the host: libraries and messages would show parts of it.
+
+    One such as `8/x` is a port and a path by the URL's grammar, and cannot be told from one.
+    """
     try:
-        _ = urlsplit(endpoint).port
+        parts = urlsplit(endpoint)
+        _ = parts.port
+        broken = "@" in parts.query + parts.fragment
     except ValueError:
+        broken = True
+    if broken:
         msg = (
             "HF_ENDPOINT is no URL: its host or port is malformed (its value is not shown, as it may hold a password). "
             "Correct it; in a user or a password write %2F for '/', %3F for '?' and %23 for '#'"
         )
-        raise ArtifactAccessError(msg) from None
+        raise ArtifactAccessError(msg)
 
 
 def _cache_dir(told: Mapping[str, str], default: str) -> Path:
