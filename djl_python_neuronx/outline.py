@@ -5,8 +5,10 @@ What is compiled there is judged as a start judges it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,34 +193,26 @@ def judge_graphs(
     if artifact is None:
         return
     strict = options.model_copy(update={"on_mismatch": "error"})
-    fits = _told(
-        lambda: check_fit(artifact, strict, place.loader, place.surroundings),
-        options.on_mismatch, artifact, messages, whose,
-    )  # fmt: skip
+    telling = partial(_telling, messages, artifact, whose)
+    fits = False
+    with telling(options.on_mismatch):
+        fits = check_fit(artifact, strict, place.loader, place.surroundings)
     unused = options.on_mismatch == "recompile" or artifact.backend != place.loader
     if artifact.weights and (fits or unused):
-        _told(
-            lambda: bool(weights_to_load(artifact, place.loader, fits=fits)),
-            options.on_mismatch, artifact, messages, whose,
-        )  # fmt: skip
+        with telling(options.on_mismatch):
+            weights_to_load(artifact, place.loader, fits=fits)
     if fits:
-        on_mismatch = "recompile" if whose else options.on_mismatch
-        _told(
-            lambda: flags_fit(artifact, strict, place.environ),
-            on_mismatch, artifact, messages, whose,
-        )  # fmt: skip
+        with telling("recompile" if whose else options.on_mismatch):
+            flags_fit(artifact, strict, place.environ)
 
 
-def _told(
-    question: Callable[[], bool],
-    on_mismatch: str,
-    artifact: Artifact,
-    messages: Messages,
-    whose: str,
-) -> bool:
-    """The answer; False with the reason told where it raises."""
+@contextmanager
+def _telling(
+    messages: Messages, artifact: Artifact, whose: str, on_mismatch: str
+) -> Iterator[None]:
+    """Tells what is raised within, instead of raising it."""
     try:
-        return question()
+        yield
     except ArtifactMismatchError as error:
         names = tuple(sorted(error.differences))
         if on_mismatch == "error":
@@ -228,4 +222,3 @@ def _told(
             messages.tell("warning", f"{told}: it is not used, and compiled again", names)
     except ServingError as error:
         messages.tell("error", f"{whose}{error}")
-    return False
