@@ -14,6 +14,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.formats import Artifact
+from djl_python_neuronx.artifacts.vocabulary import has_vocabulary, no_tokenizer
 from djl_python_neuronx.config.device import DeviceInfo
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions
@@ -27,9 +28,6 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.fitting import check_fit, flags_fit, proved, weights_to_load, with_recorded
 from djl_python_neuronx.messages import Messages
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-VOCABULARY_SUFFIXES = (".model", ".tiktoken")
-"""What artifacts.tokenizer, whose import is not light, takes for a tokenizer."""
 _DRAFT = "speculative_draft_model"
 
 
@@ -108,20 +106,11 @@ def _local(folder: Path, resolved: Resolved, messages: Messages) -> Model:
             raise
         messages.tell("warning", f"{error} It is only planned")
         return Model(name, f"{folder / fetch.CONFIG}", formats.read_json(folder / fetch.CONFIG))
-    if not options.trust_remote_code and not _has_tokenizer(folder):
-        messages.tell(
-            "error",
-            f"no tokenizer in {folder}: expected one of {', '.join(VOCABULARIES)}, *.model or *.tiktoken. "
-            "Copy the tokenizer's files beside config.json",
-        )
+    if not options.trust_remote_code and not has_vocabulary(
+        entry.name for entry in folder.iterdir()
+    ):
+        messages.tell("error", no_tokenizer(folder))
     return Model(name, str(folder), artifact.config, artifact)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        entry.name in VOCABULARIES or entry.name.endswith(VOCABULARY_SUFFIXES)
-        for entry in folder.iterdir()
-    )
 
 
 def completed(

@@ -181,8 +181,10 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):
 
 
 def test_a_tokenizer_is_what_is_loaded_as_one():
-    assert outline.VOCABULARIES == tokenizer._VOCABULARIES
-    assert outline.VOCABULARY_SUFFIXES == tokenizer._SUFFIXES
+    assert outline.has_vocabulary is tokenizer.has_vocabulary
+    whole = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    assert all(tokenizer.has_vocabulary([name]) for name in (*whole, "x.model", "x.tiktoken"))
+    assert not tokenizer.has_vocabulary(["tokenizer_config.json", "config.json", "x.json"])
 
 
 def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts.adapters import FastTokenizer, PythonTokenizer
 from djl_python_neuronx.artifacts.formats import read_json
+from djl_python_neuronx.artifacts.vocabulary import has_vocabulary, no_tokenizer
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.types import Tokenizer
-
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-_SUFFIXES = (".model", ".tiktoken")
 
 
 def load_tokenizer(
@@ -46,19 +43,11 @@ def load_tokenizer(
         raise ArtifactError(msg) from error
 
 
-def has_vocabulary(names: Iterable[str]) -> bool:
-    """True if one of the files that lie beside config.json is a tokenizer's."""
-    return any(name in _VOCABULARIES or name.endswith(_SUFFIXES) for name in names)
-
-
 def _load(folder: Path, *, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ANN401
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Looked for here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
     if not trust_remote_code and not has_vocabulary(names):
-        msg = (
-            f"no tokenizer in {folder}: expected one of {', '.join(_VOCABULARIES)}, *.model or *.tiktoken. "
-            "Copy the tokenizer's files beside config.json."
-        )
+        msg = f"{no_tokenizer(folder)}."
         raise ArtifactNotFoundError(msg)
 
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from typing import Any
 from djl_python_neuronx.artifacts.layouts.folder import some
 from djl_python_neuronx.artifacts.layouts.own_output import WEIGHT_SUFFIXES
 from djl_python_neuronx.artifacts.remote.selection import Selection
-from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
+from djl_python_neuronx.artifacts.vocabulary import has_vocabulary
 from djl_python_neuronx.errors import ArtifactAccessError
 
 logger = logging.getLogger(__name__)
