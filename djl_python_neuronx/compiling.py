@@ -123,9 +123,8 @@ def _write(
     else:
         layout = prepared.artifact.format
     settings = _s3_settings(prepared, output, environ, overwrite=overwrite)
-    if backends.compiles(prepared.loader) and (
-        reason := backends.uncompilable(prepared.loader, prepared.plan)
-    ):
+    compiler = backends.compiler(prepared.loader)
+    if compiler is not None and (reason := compiler.uncompilable(prepared.plan)):
         msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
         raise BackendError(msg)
     draft = prepared.draft

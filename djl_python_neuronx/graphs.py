@@ -75,9 +75,10 @@ def obtain(
     }
     packages = _packages()
     folder: Path | None = None
-    if not backends.compiles(prepared.loader):
+    compiler = backends.compiler(prepared.loader)
+    if compiler is None:
         pass
-    elif reason := backends.uncompilable(prepared.loader, prepared.plan):
+    elif reason := compiler.uncompilable(prepared.plan):
         logger.warning("graphs_not_kept reason=%r", reason)
     else:
         fits = prepared.fits and flags_fit(prepared.artifact, prepared.options, environ)
@@ -100,13 +101,13 @@ def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
     loader, plan = prepared.loader, prepared.plan
     wanted: dict[str, Any] = {}
     package, version = "none", ""
-    if backends.compiles(loader):
+    if (compiler := backends.compiler(loader)) is not None:
         wanted = {
             **graph_options(prepared.options, loader),
             **library_facts(loader),
             **flag_facts(environ),
         }
-        package, version = backends.compiler(loader)
+        package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
         artifact_digest=artifact_digest(plan.model_dir),

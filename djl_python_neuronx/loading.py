@@ -157,13 +157,14 @@ def _prepare(
 
 def _surroundings(artifact: Artifact, loader: str, machine: DeviceInfo) -> dict[str, object]:
     """What graphs depend on beside options; empty where there are none."""
-    if artifact.backend != loader or not backends.compiles(loader):
+    compiler = backends.compiler(loader)
+    if artifact.backend != loader or compiler is None:
         return {}
     return {
         "target": graph_target(machine, loader),
         "library_version": None,
         **library_facts(loader),
-        "compiler_version": backends.compiler(loader)[1],
+        "compiler_version": compiler.compiler_version(),
     }
 
 
@@ -219,7 +220,7 @@ def _chosen(
         artifact.backend,
         artifact.model_type,
     )
-    obstacle = backends.supports(loader, artifact)
+    obstacle = backends.get(loader).supports(artifact)
     if obstacle is not None:
         msg = f"the {loader} backend cannot serve the model in {artifact.path}: {obstacle}"
         raise BackendError(msg)

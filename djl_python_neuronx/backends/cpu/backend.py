@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.attention import unserved_layers
 from djl_python_neuronx.backends.base import (
     Decode,
     Float32Array,
@@ -24,26 +22,14 @@ from djl_python_neuronx.backends.base import (
     Step,
     Want,
 )
-from djl_python_neuronx.backends.checkpoint import check_version, load_checkpoint
-from djl_python_neuronx.backends.cores import count_cores
-from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.cpu.checkpoint import check_version, load_checkpoint
+from djl_python_neuronx.backends.cpu.model import SlotModel, translate
+from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, choose_bucket, refuse
-from djl_python_neuronx.backends.slot_model import SlotModel, translate
 from djl_python_neuronx.backends.slots import SlotBackend
 
 logger = logging.getLogger(__name__)
-
-
-def supports(artifact: ModelFacts) -> str | None:
-    """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
-    nested = artifact.config.get("text_config")
-    for config in (artifact.config, nested if isinstance(nested, Mapping) else {}):
-        reason = unserved_layers(config.get("layer_types"))
-        if reason:
-            return reason
-    if artifact.config.get("is_encoder_decoder"):
-        return "it is an encoder-decoder; expected a causal language model"
-    return None
 
 
 def load(plan: LoadPlan) -> CpuBackend:

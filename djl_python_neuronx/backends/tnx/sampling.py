@@ -9,7 +9,7 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import Float32Array, Rows
 from djl_python_neuronx.backends.shapes import refuse
-from djl_python_neuronx.backends.tnx_model import import_library
+from djl_python_neuronx.backends.tnx.model import import_library
 
 _GREEDY = (1.0, 1.0, 1.0)
 _UNBOUNDED_TOP_K = 256

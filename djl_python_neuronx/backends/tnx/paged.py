@@ -12,8 +12,8 @@ import torch
 from djl_python_neuronx.backends.base import Decode, Mixed, Prefill, Rows, Step, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
-from djl_python_neuronx.backends.tnx_model import block_size_of
-from djl_python_neuronx.backends.tnx_slots import TnxBackend
+from djl_python_neuronx.backends.tnx.base import TnxBackend
+from djl_python_neuronx.backends.tnx.model import block_size_of
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
 from djl_python_neuronx.backends.slots import SlotBackend
-from djl_python_neuronx.backends.tnx_cache import is_spoiled, sampled_from_nan
-from djl_python_neuronx.backends.tnx_errors import of_step
-from djl_python_neuronx.backends.tnx_model import generation_of
-from djl_python_neuronx.backends.tnx_sampling import DeviceSampling
+from djl_python_neuronx.backends.tnx.errors import of_step
+from djl_python_neuronx.backends.tnx.model import generation_of
+from djl_python_neuronx.backends.tnx.nan import is_spoiled, sampled_from_nan
+from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
 
 _PIECE = 8192
 

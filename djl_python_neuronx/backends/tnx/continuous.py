@@ -11,8 +11,8 @@ import torch
 
 from djl_python_neuronx.backends.base import Rows, Want
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx_cache import clear
-from djl_python_neuronx.backends.tnx_slots import TnxBackend
+from djl_python_neuronx.backends.tnx.base import TnxBackend
+from djl_python_neuronx.backends.tnx.nan import clear
 
 
 class ContinuousBackend(TnxBackend):

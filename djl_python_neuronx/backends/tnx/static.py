@@ -11,7 +11,7 @@ import torch
 
 from djl_python_neuronx.backends.base import Rows, Step, StepOutput
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx_slots import TnxBackend
+from djl_python_neuronx.backends.tnx.base import TnxBackend
 
 _NOWHERE = -1
 
