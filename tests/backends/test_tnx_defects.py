@@ -16,7 +16,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Decode, Prefill  # noqa: E402
 from djl_python_neuronx.errors import ConfigError  # noqa: E402
-from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
 from tests.backends.tnx_plans import tnx_plan  # noqa: E402

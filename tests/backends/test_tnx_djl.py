@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from transformers import AutoTokenizer  # noqa: E402
 
-from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
 from tests.djl_peer import REST, Answer, Peer  # noqa: E402

@@ -31,7 +31,7 @@ from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
 from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
 from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
-from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
+from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
