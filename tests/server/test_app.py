@@ -634,7 +634,7 @@ def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path, port: 
     assert "Traceback" not in log
 
 
-TINY_LLAMA = Path(__file__).parent.parent / "examples" / "tiny-llama"
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 
 
 def checks() -> list[dict[str, Any]]:
