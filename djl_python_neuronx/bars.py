@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from djl_python_neuronx.loading import SILENT, LoadProgress
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from djl_python_neuronx.compile_process import CompileProgress
+    from djl_python_neuronx.loading.compile_process import CompileProgress
 
 
 @contextmanager

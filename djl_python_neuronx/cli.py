@@ -17,7 +17,7 @@ from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.telemetry import setup_logging
 
 if TYPE_CHECKING:
-    from djl_python_neuronx.config.device import DeviceInfo
+    from djl_python_neuronx.planning.device import DeviceInfo
 
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -219,9 +219,9 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.check import check
-    from djl_python_neuronx.report import as_json
-    from djl_python_neuronx.terminal import render
+    from djl_python_neuronx.loading.check import check
+    from djl_python_neuronx.loading.report import as_json
+    from djl_python_neuronx.loading.terminal import render
 
     report = check(
         arguments.target,
@@ -238,7 +238,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _compile(arguments: argparse.Namespace) -> int:
     from djl_python_neuronx.bars import bars
-    from djl_python_neuronx.compiling import compile_model
+    from djl_python_neuronx.loading.partition import compile_model
 
     with bars(sys.stderr) as progress:
         made = compile_model(
@@ -263,7 +263,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _instance(name: str) -> DeviceInfo:
-    from djl_python_neuronx.config.instances import named
+    from djl_python_neuronx.planning.instances import named
 
     try:
         return named(name)
