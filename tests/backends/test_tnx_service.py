@@ -23,10 +23,10 @@ from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.loading.prepare import prepare  # noqa: E402
-from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
-from tests.test_server import TINY_LLAMA, Running, checks  # noqa: E402
+from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
