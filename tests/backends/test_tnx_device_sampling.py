@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
-from djl_python_neuronx.config.defaults import fill  # noqa: E402
-from djl_python_neuronx.config.instances import named  # noqa: E402
-from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
-from djl_python_neuronx.config.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
+from djl_python_neuronx.planning.defaults import fill  # noqa: E402
+from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402

@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step  # noqa: E402
-from djl_python_neuronx.config import placement  # noqa: E402
-from djl_python_neuronx.config.instances import named  # noqa: E402
-from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
-from djl_python_neuronx.config.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
+from djl_python_neuronx.planning import placement  # noqa: E402
+from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Driver  # noqa: E402

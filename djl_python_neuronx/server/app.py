@@ -1,0 +1,239 @@
+"""HTTP for machines without DJL Serving: SageMaker's container contract and DJL's routes as an ASGI app.
+
+It listens before it loads: `/ping` is 503 until every graph has run once, and again when the engine has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
+from djl_python_neuronx.errors import BackendUnavailableError, RequestError, ServingError
+from djl_python_neuronx.protocol.serving import generate, parse_beside
+from djl_python_neuronx.server.responses import (
+    GenerationResponse,
+    on_bug,
+    on_client_gone,
+    on_http_error,
+    on_serving_error,
+)
+from djl_python_neuronx.service import Service
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""DJL Serving's default limit."""
+
+ANSWER_S = 5.0
+"""Time to write the last answers after the drain."""
+
+
+class _BodyTooLargeError(RequestError):
+    """The body is over the limit."""
+
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    code = "body_too_large"
+
+
+class Application:
+    """The state behind the routes: a service that is loading, there, or failed to load."""
+
+    def __init__(self, folder_name: str) -> None:
+        self._folder_name = folder_name
+        self.service: Service | None = None
+        self.failure: ServingError | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in paths: `option.model_name`, or its folder."""
+        configured = None if self.service is None else self.service.options.model_name
+        return configured or self._folder_name
+
+    def load(self, load: Callable[[], Service]) -> None:
+        """Load the service; a failure is kept and logged, for a person to read."""
+        try:
+            self.service = load()
+        except ServingError as error:
+            logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (no traceback: it is explained)
+            self.failure = error
+        except Exception as error:
+            logger.exception("load_failed")
+            message = f"the model could not be loaded ({type(error).__name__}: {error})"
+            self.failure = ServingError(message)
+
+    def ready(self) -> Service:
+        """The service.
+
+        Raises:
+            BackendUnavailableError: it is still loading, could not be loaded, or its engine is dead.
+        """
+        if self.failure is not None:
+            raise BackendUnavailableError(str(self.failure)) from self.failure
+        if self.service is None:
+            msg = "the model is still loading; retry when /ping answers 200"
+            raise BackendUnavailableError(msg)
+        if not self.service.loop.alive:
+            error = self.service.loop.error
+            raise BackendUnavailableError(str(error or "the engine has stopped")) from error
+        return self.service
+
+    async def ping(self, _request: Request) -> Response:
+        """200 when requests are answered."""
+        self.ready()
+        return Response(orjson.dumps({"status": "healthy"}), media_type="application/json")
+
+    async def metrics(self, _request: Request) -> Response:
+        """Prometheus metrics; none before the model is there."""
+        body = b"" if self.service is None else self.service.metrics.exposition()
+        return Response(body, media_type="text/plain; version=0.0.4")
+
+    async def info(self, _request: Request) -> Response:
+        """What is served: lengths, slots, where and how tokens are sampled, and what else shapes a step."""
+        service = self.ready()
+        spec = service.backend.spec
+        facts = {
+            "model": self.model_name,
+            "max_model_len": spec.max_model_len,
+            "longest_prompt": longest_prompt(spec),
+            "num_slots": spec.num_slots,
+            "sampling": sampling_facts(spec),
+            "speculation": service.speculation,
+            "chunked_prefill": spec.mixed_steps,
+        }
+        return Response(orjson.dumps(facts), media_type="application/json")
+
+    async def predictions(self, request: Request) -> Response:
+        """DJL's route: the model is named in the path."""
+        name = request.path_params["model"]
+        if name != self.model_name:
+            msg = f"there is no model {name!r} here; this server serves {self.model_name!r}"
+            raise HTTPException(HTTPStatus.NOT_FOUND, msg)
+        return await self.invocations(request)
+
+    async def invocations(self, request: Request) -> Response:
+        """Generate."""
+        service = self.ready()
+        headers = dict(request.headers)
+        request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
+        body = await _read(request)
+        parsed = await parse_beside(service, body, request_id=request_id, headers=headers)
+        return GenerationResponse(generate(service, parsed), parsed)
+
+
+class _Server(uvicorn.Server):
+    """Closes the engine loop while the connections are still there to be answered."""
+
+    def __init__(self, config: uvicorn.Config, application: Application, drain_s: float) -> None:
+        super().__init__(config)
+        self._application = application
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening; requests that do not end within the drain time get their error, not a cut connection."""
+        service = self._application.service
+        closing = None
+        if service is not None:
+            closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
+        await super().shutdown(sockets)
+        if service is not None and closing is not None:
+            if self.force_exit:  # a second signal: whoever sent it does not want to wait
+                await asyncio.to_thread(service.loop.close)
+            await closing
+
+
+def create_app(application: Application) -> Starlette:
+    """The ASGI app around the state."""
+    return Starlette(
+        routes=[
+            Route("/ping", application.ping, methods=["GET"]),
+            Route("/metrics", application.metrics, methods=["GET"]),
+            Route("/info", application.info, methods=["GET"]),
+            Route("/invocations", application.invocations, methods=["POST"]),
+            Route("/predictions/{model}", application.predictions, methods=["POST"]),
+        ],
+        exception_handlers={
+            ServingError: on_serving_error,
+            ClientDisconnect: on_client_gone,
+            HTTPException: on_http_error,
+            Exception: on_bug,
+        },
+    )
+
+
+def serve(
+    load: Callable[[], Service], *, folder_name: str, host: str, port: int, drain_s: float = 30.0
+) -> int:
+    """Listen, load, serve until SIGTERM or SIGINT, drain. The exit status: 1 if it cannot listen or load."""
+    application = Application(folder_name)
+    config = uvicorn.Config(
+        create_app(application),
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=math.ceil(drain_s + ANSWER_S),
+        timeout_keep_alive=75,
+    )
+    server = _Server(config, application, drain_s)
+
+    def load_model() -> None:
+        application.load(load)
+        if application.failure is not None:
+            server.should_exit = True
+        else:
+            name = application.model_name
+            logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
+
+    def on_signal(_number: int, _frame: object) -> None:
+        """Uvicorn raises the signal that stopped it once more when it is done; by default that ends the process."""
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
+    loader.start()
+    status = 0
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it cannot listen; it has logged why
+        status = 1
+    if loader.is_alive():
+        # An interpreter that ends beside a thread in torch's code aborts, now and then.
+        logging.shutdown()
+        os._exit(status)
+    if application.service is not None:
+        application.service.close()
+    return 1 if application.failure is not None else status
+
+
+async def _read(request: Request) -> bytes:
+    """The body, refused as soon as it is known to be too large."""
+    limit = f"the body is larger than {MAX_BODY_BYTES} bytes, the most that is accepted"
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise _BodyTooLargeError(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise _BodyTooLargeError(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)

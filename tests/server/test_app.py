@@ -1,0 +1,722 @@
+"""The embedded server through its front door: a real model, real sockets, known answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+import uvicorn  # noqa: E402
+
+from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
+from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
+from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
+from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
+from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
+from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
+from djl_python_neuronx.types import GenerationRequest  # noqa: E402
+from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
+from tests.toy_tokenizer import TOKENIZER  # noqa: E402
+
+PATIENCE_S = 120.0
+"""How long a hang lasts before it fails a test; nothing that works waits for its end."""
+# As httpx.get and httpx.post, a connection per request, but those wait for five seconds only.
+http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+class Running:
+    """A server on a free port of 127.0.0.1, in a thread."""
+
+    def __init__(self, application: Application, drain_s: float = 5.0) -> None:
+        self.application = application
+        config = uvicorn.Config(
+            create_app(application),
+            host="127.0.0.1",
+            port=0,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+        )
+        self._server = _Server(config, application, drain_s)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_S)
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.005)
+
+
+def toy_service(
+    backend: ToyBackend, *, proposer: Proposer | None = None, **options: Any
+) -> Service:
+    return Service(ServingOptions(model_id="toy", **options), backend, TOKENIZER, proposer=proposer)
+
+
+@pytest.fixture
+def backend() -> ToyBackend:
+    return ToyBackend(replace(TOY_SPEC, num_slots=2))
+
+
+@pytest.fixture
+def server(backend: ToyBackend) -> Iterator[Running]:
+    application = Application("toy")
+    application.service = toy_service(backend, max_waiting=2)
+    running = Running(application)
+    yield running
+    backend.resume.set()
+    running.close()
+    application.service.close()
+
+
+def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
+    parameters = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        **more.pop("parameters", {}),
+    }
+    return {"inputs": "".join(f"<{i}>" for i in prompt), "parameters": parameters, **more}
+
+
+def answer(prompt: list[int], num_tokens: int = 5) -> str:
+    return TOKENIZER.decode(expected([1, *prompt], num_tokens))
+
+
+def test_json_and_streams_give_the_same_text(server: Running) -> None:
+    text = answer([5, 6])
+    for path in ("/invocations", "/predictions/toy"):
+        response = http.post(server.url + path, json=body([5, 6]), headers={"x-request-id": "mine"})
+        assert response.status_code == 200
+        assert response.json() == {"generated_text": text}
+        assert response.headers["content-type"] == "application/json"
+        assert int(response.headers["content-length"]) == len(response.content)
+        assert response.headers["x-request-id"] == "mine"
+    streamed = http.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    assert streamed.headers["content-type"] == "application/jsonlines"
+    lines = [json.loads(line) for line in streamed.text.splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == text
+    events = http.post(
+        server.url + "/invocations",
+        json=body([5, 6], stream=True),
+        headers={"accept": "text/event-stream"},
+    )
+    assert events.headers["content-type"].startswith("text/event-stream")
+    assert (
+        json.loads(events.text.rstrip().split("\n\n")[-1].removeprefix("data: "))["generated_text"]
+        == text
+    )
+
+
+DYNAMIC = replace(TOY_SPEC, outputs=Want.TOKENS, largest_top_k=64)
+GREEDY = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(1.0, 1.0, 1.0))
+FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
+
+
+@contextmanager
+def serving(spec: ModelSpec) -> Iterator[str]:
+    """The URL of a server with a toy of this spec."""
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(spec))
+    running = Running(application)
+    yield running.url
+    running.close()
+    application.service.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sampling"),
+    [
+        (TOY_SPEC, {"place": "host"}),
+        (GREEDY, {"place": "device", "mode": "greedy"}),
+        (
+            FIXED,
+            {"place": "device", "mode": "fixed", "top_k": 50.0, "top_p": 0.5, "temperature": 2.0},
+        ),
+        (
+            DYNAMIC,
+            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": "refused"},
+        ),
+        (
+            replace(DYNAMIC, default_top_k=64),
+            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": 64},
+        ),
+    ],
+)
+def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
+    with serving(spec) as url:
+        assert http.get(url + "/info").json() == {
+            "model": "toy",
+            "max_model_len": 128,
+            "longest_prompt": 64,
+            "num_slots": 4,
+            "sampling": sampling,
+            "speculation": None,
+            "chunked_prefill": False,
+        }
+
+
+def test_info_tells_of_chunks() -> None:
+    with serving(replace(TOY_SPEC, mixed_steps=True)) as url:
+        assert http.get(url + "/info").json()["chunked_prefill"] is True
+
+
+VERIFYING = replace(TOY_SPEC, max_drafts=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
+DRAFTING = replace(TOY_SPEC, outputs=Want.LOGITS)
+
+
+@pytest.mark.parametrize("source", ["draft model", "prompt lookup"])
+def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
+    draft = ToyBackend(DRAFTING)
+    draft.fail_at = dict.fromkeys(range(1000), RuntimeError("told to"))
+    proposer = DraftModel(draft) if source == "draft model" else PromptLookup(VERIFYING, 3)
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(VERIFYING), proposer=proposer)
+    running = Running(application)
+    told = []
+    for _ in range(2):
+        told.append(http.get(running.url + "/info").json()["speculation"])
+        response = http.post(running.url + "/invocations", json=body([5, 6], 20))
+        assert response.json() == {"generated_text": answer([5, 6], 20)}
+    running.close()
+    application.service.close()
+    active = [True, source == "prompt lookup"]
+    assert told == [{"drafts": 3, "from": source, "active": now} for now in active]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"seed": 1}, "deploy without option.on_device_generation"),
+        ({"repetition_penalty": 1.1}, "deploy without option.on_device_generation"),
+        ({"min_p": 0.1}, "deploy without option.on_device_generation"),
+        ({"details": True}, "deploy without option.on_device_generation"),
+        ({"do_sample": True}, "option.on_device_default_top_k=global_top_k"),
+        ({"do_sample": True, "top_k": 0}, "option.on_device_default_top_k=global_top_k"),
+        ({"top_k": 65}, "deploy without option.on_device_generation"),
+        ({"frequency_penalty": 0.5}, "is not supported"),
+        ({"presence_penalty": 0.5}, "is not supported"),
+        ({"grammar": {"type": "regex", "value": "a"}}, "is not supported"),
+        ({"top_n_tokens": 2}, "is not supported"),
+        ({"logit_bias": {"5": 1.0}}, "unknown parameter"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_device_cannot_sample_is_refused(parameters: dict[str, Any], says: str) -> None:
+    with serving(DYNAMIC) as url:
+        for stream in (False, True):
+            response = http.post(
+                url + "/invocations", json=body([5, 6], parameters=parameters, stream=stream)
+            )
+            assert response.status_code == 400
+            assert says in response.json()["error"]
+            assert response.json()["type"] == "unsupported_parameter"
+        assert http.post(url + "/invocations", json=body([5, 6])).status_code == 200
+    if "default_top_k" in says:
+        with serving(replace(DYNAMIC, default_top_k=64)) as url:
+            response = http.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+            assert response.status_code == 200
+
+
+def test_a_stream_arrives_as_it_is_made(server: Running, backend: ToyBackend) -> None:
+    backend.hang_at = {3}
+    with http.stream(
+        "POST", server.url + "/invocations", json=body([5, 6], stream=True)
+    ) as response:
+        lines = response.iter_lines()
+        first = [json.loads(next(lines))["token"]["text"] for _ in range(3)]
+        assert backend.hanging.wait(PATIENCE_S)
+        backend.resume.set()
+        rest = [json.loads(line)["token"]["text"] for line in lines]
+    assert "".join(first + rest) == answer([5, 6])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(
+    server: Running, backend: ToyBackend, stream: bool
+) -> None:
+    backend.hang_at = {3}
+    assert server.application.service is not None
+    loop = server.application.service.loop
+    connection = HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps(body([5, 6], 100, stream=stream)))
+    assert backend.hanging.wait(PATIENCE_S)
+    connection.close() if not stream else connection.sock.close()
+    wait_until(lambda: loop.num_streams == 0)
+    backend.resume.set()
+    wait_until(lambda: loop.engine.num_running == 0)
+    assert backend.num_steps == 4
+    assert backend.acquired == frozenset()
+    assert http.post(server.url + "/invocations", json=body([5, 6])).json() == {
+        "generated_text": answer([5, 6])
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "kind", "says"),
+    [
+        (b"{", 400, "bad_request", "not valid JSON"),
+        (b"", 400, "bad_request", "empty"),
+        (b'{"inputs": ""}', 400, "bad_request", "inputs is empty"),
+        (b'{"inputs": ["a"]}', 400, "bad_request", "a list"),
+        (
+            b'{"inputs": "a", "parameters": {"temprature": 1}}',
+            400,
+            "unsupported_parameter",
+            "did you mean 'temperature'",
+        ),
+        (b'{"inputs": "a", "parameters": {"top_p": 3}}', 400, "bad_request", "top_p is 3"),
+        (b'{"inputs": "' + b"a" * 100 + b'"}', 413, "prompt_too_long", "101 tokens.*at most 64"),
+        (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "prompt_too_long", "20000 characters"),
+    ],
+)
+def test_bad_requests(server: Running, content: bytes, status: int, kind: str, says: str) -> None:
+    response = http.post(server.url + "/invocations", content=content)
+    assert response.status_code == response.json()["code"] == status
+    assert response.json()["type"] == kind
+    assert __import__("re").search(says, response.json()["error"])
+
+
+def test_routes_that_do_not_exist(server: Running) -> None:
+    missing = http.post(server.url + "/predictions/other", json=body([5]))
+    assert missing.status_code == 404
+    assert "'toy'" in missing.json()["error"]
+    assert http.get(server.url + "/invocations").status_code == 405
+    assert http.get(server.url + "/nothing").json()["code"] == 404
+
+
+def test_the_model_can_have_a_name(server: Running) -> None:
+    service = server.application.service
+    assert service is not None
+    service.options = service.options.model_copy(update={"model_name": "given"})
+    assert http.post(server.url + "/predictions/given", json=body([5])).status_code == 200
+    assert http.post(server.url + "/predictions/toy", json=body([5])).status_code == 404
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    connection.putrequest("POST", "/invocations")
+    connection.putheader("content-length", str(MAX_BODY_BYTES + 1))
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 413
+    assert json.load(response)["type"] == "body_too_large"
+    connection.close()
+
+
+def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBackend) -> None:
+    backend.hang_at = {0}
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            held = [
+                asyncio.create_task(client.post(server.url + "/invocations", json=body([5, i + 3])))
+                for i in range(4)
+            ]
+            assert server.application.service is not None
+            loop = server.application.service.loop
+            while loop.num_streams < 4:
+                await asyncio.sleep(0.005)
+            refused = await client.post(server.url + "/invocations", json=body([9]))
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+            backend.resume.set()
+            for i, response in enumerate(await asyncio.gather(*held)):
+                assert response.json() == {"generated_text": answer([5, i + 3])}
+
+    asyncio.run(scenario())
+
+
+def test_an_error_before_the_first_token_has_its_status_also_when_streaming(
+    server: Running, backend: ToyBackend
+) -> None:
+    for stream in (False, True):
+        backend.fail_at = {backend.num_steps: RuntimeError("device says no")}
+        response = http.post(server.url + "/invocations", json=body([5, 6], stream=stream))
+        assert response.status_code == 424
+        assert "device says no" in response.json()["error"]
+    backend.fail_at = {backend.num_steps + 2: RuntimeError("device says no")}
+    response = http.post(server.url + "/invocations", json=body([5, 6], stream=True))
+    assert response.status_code == 200
+    assert json.loads(response.text.splitlines()[-1])["code"] == 424
+    assert http.post(server.url + "/invocations", json=body([5, 6])).status_code == 200
+
+
+def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
+    application = Application("toy")
+    running = Running(application)
+    try:
+        assert http.get(running.url + "/ping").status_code == 503
+        loading = http.post(running.url + "/invocations", json=body([5]))
+        assert (loading.status_code, loading.json()["type"]) == (503, "backend_unavailable")
+        assert http.get(running.url + "/metrics").status_code == 200
+        application.service = toy_service(backend)
+        assert http.get(running.url + "/ping").status_code == 200
+        http.post(running.url + "/invocations", json=body([5, 6], 40))
+        backend.hang_at = {backend.num_steps + 2}
+        application.service.loop._step_timeout_s = 0.2  # from now on: other steps may be slow
+        hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
+        assert hung.status_code == 503
+        assert "option.predict_timeout" in hung.json()["error"]
+        assert http.get(running.url + "/ping").status_code == 503
+        assert http.post(running.url + "/invocations", json=body([5])).status_code == 503
+    finally:
+        backend.resume.set()
+        running.close()
+        if application.service is not None:
+            application.service.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_told() -> None:
+    application = Application("toy")
+    application.failure = ServingError("weights are missing")
+    running = Running(application)
+    try:
+        response = http.get(running.url + "/ping")
+        assert response.status_code == 503
+        assert "weights are missing" in response.json()["error"]
+    finally:
+        running.close()
+
+
+def test_metrics_count(server: Running) -> None:
+    for _ in range(3):
+        http.post(server.url + "/invocations", json=body([5, 6, 7]))
+    http.post(server.url + "/invocations", content=b"{")
+    assert server.application.service is not None
+    wait_until(
+        lambda: "djl_neuronx_generated_tokens_total 15.0" in http.get(server.url + "/metrics").text
+    )
+    text = http.get(server.url + "/metrics").text
+    assert 'djl_neuronx_requests_total{finish_reason="length",protocol="lmi"} 3.0' in text
+    assert 'djl_neuronx_rejected_requests_total{code="bad_request"} 1.0' in text
+    assert "djl_neuronx_prompt_tokens_total 12.0" in text
+    assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
+    assert "djl_neuronx_padding_tokens_total 12.0" in text
+    assert "djl_neuronx_slots_in_use 0.0" in text
+
+
+@pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
+def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: int) -> None:
+    """The second request comes during the first one's second token: it joins then, or after its end."""
+    spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reencode")
+    backend = ToyBackend(spec)
+    backend.hang_at = {1}
+    service = toy_service(backend, max_join_wait_ms=wait_ms)
+    inbox = Inbox()
+    try:
+        service.loop.submit(
+            GenerationRequest("a", [5, 6, 7], max_new_tokens=8, ignore_eos=True), inbox
+        )
+        assert backend.hanging.wait(PATIENCE_S)
+        service.loop.submit(
+            GenerationRequest("b", [8, 9], max_new_tokens=3, ignore_eos=True), inbox
+        )
+        backend.resume.set()
+        wait_until(lambda: not service.loop.engine.has_work and service.loop.num_streams == 0)
+        text = service.metrics.exposition().decode()
+        assert f"djl_neuronx_reencoded_tokens_total {reencoded}.0" in text
+        assert backend.violations == []
+    finally:
+        backend.resume.set()
+        service.close()
+
+
+def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend) -> None:
+    """Every answer that is waited for is right; afterwards nothing is left."""
+    application = server.application
+    assert application.service is not None
+    application.service.close()
+    spec = replace(TOY_SPEC, num_slots=8, max_prefill_batch=2)
+    crowd = ToyBackend(spec, step_s=0.0005)
+    application.service = service = toy_service(crowd, max_waiting=1000)
+    pick = random.Random(3)
+    http.post(server.url + "/invocations", json=body([5]))
+    descriptors = num_descriptors()
+    threads = threading.active_count()
+
+    async def one(client: Any, i: int) -> None:
+        prompt = [pick.randrange(3, 300) for _ in range(pick.randrange(1, 60))]
+        num_tokens = pick.randrange(1, 60)
+        payload = body(prompt, num_tokens, stream=bool(i % 2))
+        if i % 3 == 0:
+            async with client.stream("POST", server.url + "/invocations", json=payload) as response:
+                if i % 2:
+                    async for _ in response.aiter_lines():
+                        break
+            return
+        response = await client.post(server.url + "/invocations", json=payload)
+        assert response.status_code == 200
+        if i % 2:
+            lines = [json.loads(line) for line in response.text.splitlines()]
+            assert len(lines) == num_tokens
+            text = lines[-1]["generated_text"]
+        else:
+            text = response.json()["generated_text"]
+        assert text == answer(prompt, num_tokens)
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=400)
+        async with httpx.AsyncClient(timeout=PATIENCE_S * 2, limits=limits) as client:
+            await asyncio.gather(*(one(client, i) for i in range(300)))
+
+    asyncio.run(all_of_them())
+    wait_until(lambda: service.loop.num_streams == 0 and service.loop.engine.num_running == 0)
+    assert crowd.violations == []
+    assert crowd.acquired == frozenset()
+    assert service.loop.engine.num_waiting == 0
+    wait_until(lambda: num_descriptors() <= descriptors)
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_end_within_the_drain_time_gets_its_error(
+    backend: ToyBackend, stream: bool
+) -> None:
+    backend.step_s = 0.05
+    application = Application("toy")
+    application.service = toy_service(backend)
+    running = Running(application, drain_s=0.2)
+    responses: list[Any] = []
+
+    def ask() -> None:
+        payload = body([5, 6], 100, stream=stream)
+        responses.append(http.post(running.url + "/invocations", json=payload))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: len(backend.steps) > 3)
+    running.close()
+    asking.join(PATIENCE_S)
+    (response,) = responses
+    last = json.loads(response.text.splitlines()[-1])
+    assert (last["code"], last["type"]) == (499, "request_aborted")
+    assert response.status_code == (200 if stream else 499)
+    assert backend.acquired == frozenset()
+
+
+def test_gauges_fall_when_the_last_request_is_given_up(
+    server: Running, backend: ToyBackend
+) -> None:
+    backend.hang_at = {3}
+    loop = server.application.service.loop  # type: ignore[union-attr]
+    connection = HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps(body([5, 6], 100)))
+    assert backend.hanging.wait(PATIENCE_S)
+    assert "djl_neuronx_slots_in_use 1.0" in http.get(server.url + "/metrics").text
+    connection.close()
+    wait_until(lambda: loop.num_streams == 0)
+    backend.resume.set()
+    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(server.url + "/metrics").text)
+    aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'
+    assert aborted in http.get(server.url + "/metrics").text
+
+
+def test_one_id_for_many_requests_is_only_a_label(server: Running, backend: ToyBackend) -> None:
+    """Clients send one trace id with all they ask; answers must not find each other by it."""
+
+    async def ask(client: Any, i: int) -> None:
+        for turn in range(6):
+            prompt = [3 + i, 3 + turn]
+            response = await client.post(
+                server.url + "/invocations", json=body(prompt, 3), headers={"x-request-id": "trace"}
+            )
+            assert response.headers["x-request-id"] == "trace"
+            assert response.json() == {"generated_text": answer(prompt, 3)}
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            await asyncio.gather(*(ask(client, i) for i in range(4)))
+
+    asyncio.run(all_of_them())
+    odd = http.post(server.url + "/invocations", json=body([5]), headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] != "a b"
+
+
+def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = serve_process(tmp_path, taken.getsockname()[1])
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "address already in use" in log
+
+
+def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: ToyBackend) -> None:
+    backend.fail_at = {2: RuntimeError("no graph")}
+    with pytest.raises(BackendError, match=r"first run of every graph failed.*no graph"):
+        Service(ServingOptions(model_id="toy"), backend, TOKENIZER, warm_up=True)
+    assert backend.closed
+    short = ToyBackend()
+    short.fail_at = {1: DeviceMemoryError("no memory")}
+    with pytest.raises(DeviceMemoryError):  # its 507 is what DJL Serving takes for out of memory
+        Service(ServingOptions(model_id="toy"), short, TOKENIZER, warm_up=True)
+    assert short.closed
+
+
+def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "djl_python_neuronx.cli", "serve", str(folder)]
+    return subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody is given meanwhile, and that a server with SO_REUSEADDR may listen on."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
+def test_a_folder_without_a_model_ends_the_process_with_the_reason(
+    tmp_path: Path, port: int
+) -> None:
+    process = serve_process(tmp_path, port)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert str(tmp_path) in log
+    assert "config.json" in log
+    assert "Traceback" not in log
+
+
+def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path, port: int) -> None:
+    (tmp_path / "serving.properties").write_text(
+        "option.tensor_paralel_degree=2\noption.dtype=fp13\n"
+    )
+    process = serve_process(tmp_path, port, "-o", "n_positions=many")
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    for said in (
+        "tensor_paralel_degree",
+        "tensor_parallel_degree",
+        "fp13",
+        "n_positions",
+        "command line",
+    ):
+        assert said in log
+    assert "Traceback" not in log
+
+
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+
+
+def checks() -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for line in (TINY_LLAMA / "checks.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+
+
+@pytest.fixture
+def quick_start(port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process that `make serve` starts, and its URL."""
+    pytest.importorskip("torch", reason="needs the `cpu` extra")
+    options = ("-o", "max_rolling_batch_size=16", "--log-level", "warning")
+    process = serve_process(TINY_LLAMA, port, *options)
+    yield process, f"http://127.0.0.1:{port}"
+    process.kill()
+    process.communicate()
+
+
+def test_the_quick_start(quick_start: tuple[subprocess.Popen[str], str]) -> None:
+    """300 known answers at once, a third given up, then SIGTERM drains."""
+    process, url = quick_start
+    statuses = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while 200 not in statuses:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        try:
+            statuses.add(http.get(url + "/ping").status_code)
+        except httpx.ConnectError:
+            time.sleep(0.02)
+    assert statuses <= {200, 503}
+    descriptors = num_descriptors(process.pid)
+    asyncio.run(known_answers(url))
+    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(url + "/metrics").text)
+    wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
+    asyncio.run(drains(url, process))
+    assert process.wait(PATIENCE_S) == 0
+
+
+async def known_answers(url: str) -> None:
+    async def one(client: Any, i: int, check: dict[str, Any]) -> None:
+        payload = {
+            "inputs": check["prompt"],
+            "parameters": {"max_new_tokens": check["max_new_tokens"]},
+            "stream": i % 2 == 1,
+        }
+        if i % 3 == 0:
+            try:
+                await asyncio.wait_for(
+                    client.post(url + "/invocations", json=payload), 0.05 + i / 300
+                )
+            except (TimeoutError, asyncio.TimeoutError):
+                return
+            return
+        response = await client.post(url + "/invocations", json=payload)
+        assert response.status_code == 200, response.text
+        text = json.loads(response.text.splitlines()[-1])["generated_text"]
+        assert text == check["completion"], check["prompt"]
+
+    async with httpx.AsyncClient(
+        timeout=PATIENCE_S * 2, limits=httpx.Limits(max_connections=400)
+    ) as client:
+        await asyncio.gather(*(one(client, i, check) for i, check in enumerate(checks()[:300])))
+
+
+async def drains(url: str, process: subprocess.Popen[str]) -> None:
+    """A request that runs when SIGTERM comes is answered in full."""
+    check = max(checks(), key=lambda check: len(check["completion"]))
+    payload = {
+        "inputs": check["prompt"],
+        "parameters": {"max_new_tokens": check["max_new_tokens"]},
+        "stream": True,
+    }
+    async with (
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+        client.stream("POST", url + "/invocations", json=payload) as response,
+    ):
+        lines = response.aiter_lines()
+        last = await lines.__anext__()
+        process.send_signal(signal.SIGTERM)
+        async for line in lines:
+            last = line
+    assert json.loads(last)["generated_text"] == check["completion"]
