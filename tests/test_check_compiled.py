@@ -6,9 +6,8 @@ import shutil
 import pytest
 
 from djl_python_neuronx import check as check_module
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.facts import CompileFacts
-from djl_python_neuronx.artifacts.store.manifest import Manifest
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.config import graph_facts
 from djl_python_neuronx.config.graph_facts import graph_options
 from djl_python_neuronx.config.loader import Library

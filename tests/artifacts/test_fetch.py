@@ -12,9 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import huggingface_hub
 import pytest
 
-from djl_python_neuronx.artifacts import fetch, remote
+from djl_python_neuronx.artifacts import fetch, s3
 from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_folder, uri_scheme
-from djl_python_neuronx.artifacts.remote import schemes
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests import remote_doubles
 
@@ -356,9 +355,9 @@ def test_hub_ids(name):
 
 
 def test_a_scheme_is_one_class(monkeypatch, tmp_path):
-    monkeypatch.setattr(schemes, "_REMOTES", dict(schemes._REMOTES))
+    monkeypatch.setattr(fetch, "_REMOTES", dict(fetch._REMOTES))
 
-    @schemes.scheme("memory")
+    @fetch.scheme("memory")
     class Memory:
         def read(self, uri, name, environ):
             return json.dumps({"model_type": uri + name + environ["X"]}).encode()
