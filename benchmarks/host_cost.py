@@ -34,9 +34,8 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.outlets import Inbox
 from djl_python_neuronx.protocol.lmi import JsonFormatter, LinesFormatter
-from djl_python_neuronx.recorder import Recorder
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.telemetry import Metrics
+from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import GenerationRequest
 
 RING_BYTES = 64 * 2**20

@@ -7,17 +7,22 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from djl_python_neuronx.config.sources import MODEL_DIR, environment
 from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.telemetry import setup_logging
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from djl_python_neuronx.compile_process import CompileProgress
     from djl_python_neuronx.config.device import DeviceInfo
+    from djl_python_neuronx.loading import LoadProgress
 
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -186,20 +191,19 @@ def _add_log_level(command: argparse.ArgumentParser, log_level: str) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        from djl_python_neuronx.server import serve
+        from djl_python_neuronx.server.app import serve
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
             raise  # a fault of this package, which no installation mends
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
-    from djl_python_neuronx.bars import bars
     from djl_python_neuronx.service import Service
 
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}
 
     def load() -> Service:
-        with bars(sys.stderr) as progress:
+        with progress_bars(sys.stderr) as progress:
             return Service.load(None, model_dir, overrides=overrides, progress=progress)
 
     port = arguments.port or _port_from_environment()
@@ -237,10 +241,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.bars import bars
     from djl_python_neuronx.compiling import compile_model
 
-    with bars(sys.stderr) as progress:
+    with progress_bars(sys.stderr) as progress:
         made = compile_model(
             arguments.model,
             arguments.output,
@@ -304,6 +307,103 @@ def _port_from_environment() -> int:
     except argparse.ArgumentTypeError as error:
         msg = f"environment variable SAGEMAKER_BIND_TO_PORT: {error}"
         raise ConfigError(msg) from error
+
+
+@contextmanager
+def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
+    """Bars below the log for as long as something is transferred or compiled."""
+    from djl_python_neuronx.loading import SILENT, LoadProgress
+
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield SILENT
+        return
+    console = Console(file=stream)
+    if not console.is_terminal:
+        yield SILENT
+        return
+    with _log_above(console), _Bars(console) as shown:
+        yield LoadProgress(shown.transfer, shown.compile)
+
+
+class _Bars:
+    """Two bars that come with their first number."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._rich = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._transfer = self._rich.add_task("transfer", total=None, visible=False, told="")
+        self._compile = self._rich.add_task("compile", total=None, visible=False, told="")
+
+    def __enter__(self) -> _Bars:
+        self._rich.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rich.stop()
+
+    def transfer(self, done: int, total: int) -> None:
+        """See `Progress`."""
+        told = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
+        self._rich.update(
+            self._transfer, completed=done, total=total, visible=done < total, told=told
+        )
+
+    def compile(self, progress: CompileProgress) -> None:
+        """See `LoadProgress`."""
+        told = (
+            f"graph {progress.num_done}/{progress.num_graphs}, {progress.elapsed_s / 60:.0f} min, "
+            f"some {progress.remaining_s / 60:.0f} min left"
+        )
+        self._rich.update(
+            self._compile,
+            completed=progress.num_done,
+            total=progress.num_graphs,
+            visible=progress.num_done < progress.num_graphs,
+            told=told,
+        )
+
+
+@contextmanager
+def _log_above(console: Console) -> Iterator[None]:
+    """The log's lines go through the console, which keeps them above the bars."""
+    handlers = [
+        handler
+        for handler in logging.getLogger("djl_python_neuronx").handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is console.file
+    ]
+    lines = _Lines(console)
+    for handler in handlers:
+        handler.setStream(lines)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.setStream(console.file)
+
+
+class _Lines:
+    """The part of a stream that a log handler needs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def flush(self) -> None:
+        """Every write is one already."""
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from djl_python_neuronx.graphs import Compiled, obtain
 from djl_python_neuronx.loading import SILENT, LoadProgress, Prepared, prepare
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
-from djl_python_neuronx.recorder import Recorder
-from djl_python_neuronx.telemetry import Metrics
+from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from djl_python_neuronx.bars import bars
+from djl_python_neuronx.cli import progress_bars
 from djl_python_neuronx.compile_process import CompileProgress
 from djl_python_neuronx.loading import SILENT
 
@@ -29,7 +29,7 @@ def terminal(monkeypatch):
 
 
 def test_a_file_gets_none():
-    with bars(io.StringIO()) as progress:
+    with progress_bars(io.StringIO()) as progress:
         assert progress is SILENT
 
 
@@ -38,7 +38,7 @@ def test_bars_and_the_log_above_them(terminal):
     package = logging.getLogger("djl_python_neuronx")
     package.addHandler(handler)
     try:
-        with bars(terminal) as progress:
+        with progress_bars(terminal) as progress:
             progress.transfer(2**20, 4 * 2**20)
             progress.compile(CompileProgress(3, 11, 120.0, 320.0))
             logging.getLogger("djl_python_neuronx.loading").warning("a line [of] the log")

@@ -77,7 +77,7 @@ def test_options_of_the_command_line(pairs, expected):
     ],
 )
 def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
-    server = pytest.importorskip("djl_python_neuronx.server", reason="needs the `server` extra")
+    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
     from djl_python_neuronx.service import Service
 
     given = {}
@@ -91,7 +91,7 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
         return 0
 
     monkeypatch.setattr(Service, "load", load)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "serve", serve)
     assert cli.main(["serve", target, "-o", "max_waiting=7"]) == 0
     named = {} if model_id is None else {"model_id": model_id}
     overrides = {**named, "max_waiting": "7"}
@@ -99,13 +99,13 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
 
 def test_only_a_missing_library_is_told_as_one(monkeypatch):
-    pytest.importorskip("djl_python_neuronx.server", reason="needs the `server` extra")
-    monkeypatch.delitem(sys.modules, "djl_python_neuronx.server")
+    pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    monkeypatch.delitem(sys.modules, "djl_python_neuronx.server.app")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match="needs uvicorn; install it"):
         cli._serve(argparse.Namespace())
-    monkeypatch.setitem(sys.modules, "djl_python_neuronx.server", None)
-    with pytest.raises(ImportError, match=r"djl_python_neuronx\.server"):
+    monkeypatch.setitem(sys.modules, "djl_python_neuronx.server.app", None)
+    with pytest.raises(ImportError, match=r"djl_python_neuronx\.server\.app"):
         cli._serve(argparse.Namespace())
 
 

@@ -16,12 +16,12 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Decode, Prefill  # noqa: E402
 from djl_python_neuronx.errors import ConfigError  # noqa: E402
-from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
 from tests.backends.tnx_plans import tnx_plan  # noqa: E402
 from tests.device_driver import logits_of, make_rows  # noqa: E402
-from tests.test_server import TINY_LLAMA, Running  # noqa: E402
+from tests.server.test_app import TINY_LLAMA, Running  # noqa: E402
 from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx

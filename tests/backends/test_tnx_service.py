@@ -22,10 +22,10 @@ from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.compiling import compile_model  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
 from djl_python_neuronx.loading import prepare  # noqa: E402
-from djl_python_neuronx.server import Application  # noqa: E402
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
-from tests.test_server import TINY_LLAMA, Running, checks  # noqa: E402
+from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx

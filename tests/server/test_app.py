@@ -31,7 +31,7 @@ from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
 from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
 from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
-from djl_python_neuronx.server import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
+from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
@@ -634,7 +634,7 @@ def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path, port: 
     assert "Traceback" not in log
 
 
-TINY_LLAMA = Path(__file__).parent.parent / "examples" / "tiny-llama"
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 
 
 def checks() -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import BackendUnavailableError, RequestError, ServingError
 from djl_python_neuronx.protocol.serving import generate, parse_beside
-from djl_python_neuronx.responses import (
+from djl_python_neuronx.server.responses import (
     GenerationResponse,
     on_bug,
     on_client_gone,

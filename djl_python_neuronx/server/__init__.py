@@ -1,0 +1,1 @@
+"""HTTP server for machines without DJL Serving. Needs the `server` extra."""
