@@ -308,9 +308,11 @@ def fetch_config(
     remote = remote_of(model_id, origin)
     if remote is None:
         _require_hub_id(model_id, origin)
-        from djl_python_neuronx.artifacts import hub
+        with _no_secrets(model_id):
+            from djl_python_neuronx.artifacts import hub
 
-        return read_json(hub.fetch_config(model_id, revision, environ, origin=origin))
+            path = hub.fetch_config(model_id, revision, environ, origin=origin)
+        return read_json(path)
     where = f"{model_id.rstrip('/')}/{CONFIG}"
     try:
         with _no_secrets(model_id):
