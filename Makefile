@@ -53,10 +53,10 @@ format: $(INSTALLED) ## put the code into shape
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED) ## what is made from the option fields and from tables
-	$(BIN)/python -m djl_python_neuronx.config.document options > docs/options.md
-	$(BIN)/python -m djl_python_neuronx.config.document architectures > docs/architectures.md
-	$(BIN)/python -m djl_python_neuronx.config.document metrics > docs/metrics.md
-	$(BIN)/python -m djl_python_neuronx.config.document example > serving.properties.example
+	$(BIN)/python -m tools.document options > docs/options.md
+	$(BIN)/python -m tools.document architectures > docs/architectures.md
+	$(BIN)/python -m tools.document metrics > docs/metrics.md
+	$(BIN)/python -m tools.document example > serving.properties.example
 
 clean: ## away with the environments
 	rm -rf .venv .venv-tf457 .venv-sdk221

@@ -20,9 +20,9 @@ from djl_python_neuronx.telemetry import setup_logging
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from djl_python_neuronx.compile_process import CompileProgress
-    from djl_python_neuronx.config.device import DeviceInfo
-    from djl_python_neuronx.loading import LoadProgress
+    from djl_python_neuronx.loading.compile_process import CompileProgress
+    from djl_python_neuronx.loading.prepare import LoadProgress
+    from djl_python_neuronx.planning.device import DeviceInfo
 
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -223,9 +223,9 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.check import check
-    from djl_python_neuronx.report import as_json
-    from djl_python_neuronx.terminal import render
+    from djl_python_neuronx.loading.check import check
+    from djl_python_neuronx.loading.report import as_json
+    from djl_python_neuronx.loading.terminal import render
 
     report = check(
         arguments.target,
@@ -241,7 +241,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.compiling import compile_model
+    from djl_python_neuronx.loading.partition import compile_model
 
     with progress_bars(sys.stderr) as progress:
         made = compile_model(
@@ -266,7 +266,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _instance(name: str) -> DeviceInfo:
-    from djl_python_neuronx.config.instances import named
+    from djl_python_neuronx.planning.instances import named
 
     try:
         return named(name)
@@ -312,7 +312,7 @@ def _port_from_environment() -> int:
 @contextmanager
 def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
     """Bars below the log for as long as something is transferred or compiled."""
-    from djl_python_neuronx.loading import SILENT, LoadProgress
+    from djl_python_neuronx.loading.prepare import SILENT, LoadProgress
 
     try:
         from rich.console import Console

@@ -64,8 +64,8 @@ def partition(inputs: Input) -> None:
     Raises:
         ServingError: what is wrong; the script reports it and ends with status 1.
     """
-    from djl_python_neuronx import compiling
     from djl_python_neuronx.config.sources import environment
+    from djl_python_neuronx.loading import partition as compiling
 
     compiling.partition(inputs.get_properties(), environ=environment())
 

@@ -28,8 +28,8 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.graphs import Compiled, obtain
-from djl_python_neuronx.loading import SILENT, LoadProgress, Prepared, prepare
+from djl_python_neuronx.loading.compiled import Compiled, obtain
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics, Recorder

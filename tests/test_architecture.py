@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import backends, errors
-from djl_python_neuronx.config import document
 from djl_python_neuronx.config.options import ServingOptions, allowed_values
 from tests.config.settings import resolve
+from tools import document
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "djl_python_neuronx"

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from djl_python_neuronx.cli import progress_bars
-from djl_python_neuronx.compile_process import CompileProgress
-from djl_python_neuronx.loading import SILENT
+from djl_python_neuronx.loading.compile_process import CompileProgress
+from djl_python_neuronx.loading.prepare import SILENT
 
 pytest.importorskip("rich", reason="needs the `check` extra")
 
@@ -41,7 +41,7 @@ def test_bars_and_the_log_above_them(terminal):
         with progress_bars(terminal) as progress:
             progress.transfer(2**20, 4 * 2**20)
             progress.compile(CompileProgress(3, 11, 120.0, 320.0))
-            logging.getLogger("djl_python_neuronx.loading").warning("a line [of] the log")
+            logging.getLogger("djl_python_neuronx.loading.prepare").warning("a line [of] the log")
     finally:
         package.removeHandler(handler)
     shown = terminal.getvalue()

@@ -16,17 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx import check as check_module
-from djl_python_neuronx import cli, outline
+from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts import tokenizer
-from djl_python_neuronx.check import check
-from djl_python_neuronx.config import instances
-from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.loader import Library
-from djl_python_neuronx.config.memory import CoreMemory
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.report import as_json, bar, gib, shown
-from djl_python_neuronx.terminal import render
+from djl_python_neuronx.loading import check as check_module
+from djl_python_neuronx.loading import outline
+from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.loading.report import as_json, bar, gib, shown
+from djl_python_neuronx.loading.terminal import render
+from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning.loader import Library
+from djl_python_neuronx.planning.memory import CoreMemory
 from tests import remote_doubles
 
 ROOT = Path(__file__).parent.parent

@@ -5,15 +5,15 @@ import shutil
 
 import pytest
 
-from djl_python_neuronx import check as check_module
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
-from djl_python_neuronx.config import graph_facts
-from djl_python_neuronx.config.graph_facts import graph_options
-from djl_python_neuronx.config.loader import Library
-from djl_python_neuronx.messages import Messages
-from djl_python_neuronx.outline import Place, judge_graphs
-from djl_python_neuronx.report import as_json
+from djl_python_neuronx.loading import check as check_module
+from djl_python_neuronx.loading.messages import Messages
+from djl_python_neuronx.loading.outline import Place, judge_graphs
+from djl_python_neuronx.loading.report import as_json
+from djl_python_neuronx.planning import graph_facts
+from djl_python_neuronx.planning.graph_facts import graph_options
+from djl_python_neuronx.planning.loader import Library
 from tests import remote_doubles
 from tests.artifacts import folders
 from tests.test_check import INF2, LAPTOP, TINY, folder, printed, run

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from djl_python_neuronx import cli, fitting, handler
+from djl_python_neuronx import cli, handler
 from djl_python_neuronx.artifacts import formats
-from djl_python_neuronx.compiling import compile_model
 from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -20,6 +19,8 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     InvalidOptionError,
 )
+from djl_python_neuronx.loading import fitting
+from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.neuron_machine import GRAPHS, TINY, load
 from tests.test_readme import Inbox, rounded

@@ -14,19 +14,19 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from djl_python_neuronx.compile_process import CompileProgress
-from djl_python_neuronx.compiling import compile_model
-from djl_python_neuronx.config import graph_facts, instances
-from djl_python_neuronx.config import loader as loaders
-from djl_python_neuronx.config.loader import Library
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     BackendError,
     CompileError,
     InvalidOptionError,
 )
-from djl_python_neuronx.graphs import obtain
-from djl_python_neuronx.loading import LoadProgress, prepare
+from djl_python_neuronx.loading.compile_process import CompileProgress
+from djl_python_neuronx.loading.compiled import obtain
+from djl_python_neuronx.loading.partition import compile_model
+from djl_python_neuronx.loading.prepare import LoadProgress, prepare
+from djl_python_neuronx.planning import graph_facts, instances
+from djl_python_neuronx.planning import loader as loaders
+from djl_python_neuronx.planning.loader import Library
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("boto3", reason="boto3 is not installed")
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
-from djl_python_neuronx.compiling import compile_model
 from djl_python_neuronx.errors import ArtifactNotFoundError
-from djl_python_neuronx.loading import prepare
+from djl_python_neuronx.loading.partition import compile_model
+from djl_python_neuronx.loading.prepare import prepare
 from tests.artifacts.s3_rig import KEYS
 from tests.artifacts.test_hub import Hub
 from tests.neuron_machine import GRAPHS, TINY, load

@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
-from djl_python_neuronx.compiling import compile_model  # noqa: E402
 from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
+from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 

@@ -32,14 +32,14 @@ def code_lines(source: str) -> int:
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_docstring(node):
+        if isinstance(node, ast.stmt) and _is_no_code(node):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    """Whether a node is a string that stands alone: a docstring of a module, class, function or field."""
-    return (
+def _is_no_code(node: ast.stmt) -> bool:
+    """Whether a statement is an import or a string that stands alone: a docstring, of a field too."""
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -48,7 +48,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 def main() -> None:
     """Print a row per folder and the total."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Code lines and modules, folder by folder.")
     parser.add_argument("folder", nargs="?", type=Path, default=PACKAGE)
     folder = parser.parse_args().folder
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])

@@ -15,12 +15,11 @@ import torch
 
 from djl_python_neuronx.backends.attention import unserved_layers
 from djl_python_neuronx.backends.base import (
-    Decode,
     Float32Array,
     HostLogits,
-    Mixed,
     ModelSpec,
-    Prefill,
+    PartKind,
+    Rows,
     Step,
     Want,
 )
@@ -115,40 +114,37 @@ class CpuBackend(SlotBackend):
         """
         if self._model is None:
             raise self._closed()
-        parts: list[Prefill | Decode]
-        parts = [Prefill(step.prefill), Decode(step.decode)] if isinstance(step, Mixed) else [step]
-        self._check_parts(parts)
-        values = [self._run(self._model, part) for part in parts]
+        self._check_step(step)
+        values = [self._run(self._model, kind, rows) for kind, rows in step.parts]
         if not values[0].shape[1] and len(values) > 1:
             values[0] = np.zeros((len(values[0]), *values[1].shape[1:]), np.float32)
         return HostLogits(values[0] if len(values) == 1 else np.concatenate(values))
 
-    def _check_parts(self, parts: list[Prefill | Decode]) -> None:
+    def _check_step(self, step: Step) -> None:
         """Refuse a step before any part of it has run."""
         if self.spec.mixed_steps:
-            check_budget([part.rows for part in parts], self.spec)
-        elif len(parts) > 1:
-            refuse("a mixed step", "Prefill or Decode")
-        for part in parts:
-            self._check(part)
+            check_budget([rows for _, rows in step.parts], self.spec)
+        elif step.kind == "mixed":
+            refuse("a mixed step", "a prefill or a decode")
+        for kind, rows in step.parts:
+            self._check(kind, rows)
 
-    def _run(self, model: SlotModel, part: Prefill | Decode) -> Float32Array:
-        rows = part.rows
-        width, reach = self._shapes(part)
+    def _run(self, model: SlotModel, kind: PartKind, rows: Rows) -> Float32Array:
+        width, reach = self._shapes(kind, rows)
         # Until the step has succeeded, what lies beyond its start is not to be trusted.
         self._filled[rows.slots] = rows.starts
         try:
             values = model.forward(rows, reach=reach, width=width)
         except Exception as error:
-            raise translate(error, f"a {type(part).__name__} of {len(rows.slots)} rows") from error
+            raise translate(error, f"a {kind} step of {len(rows.slots)} rows") from error
         self._filled[rows.slots] += rows.lens
         return values
 
-    def _shapes(self, step: Prefill | Decode) -> tuple[int, int]:
+    def _shapes(self, kind: PartKind, rows: Rows) -> tuple[int, int]:
         """Columns of the step's rows, and columns of the cache that attention reads."""
-        rows, spec = step.rows, self.spec
+        spec = self.spec
         longest, end = int(rows.lens.max()), int((rows.starts + rows.lens).max())
-        if isinstance(step, Decode):
+        if kind == "decode":
             return longest, choose_bucket(end, spec.token_buckets)
         width = choose_bucket(longest, spec.prefill_buckets)
         return width, width if end <= width else choose_bucket(end, spec.token_buckets)

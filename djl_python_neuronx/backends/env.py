@@ -8,10 +8,10 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 
-from djl_python_neuronx.config import nodes
-from djl_python_neuronx.config.arguments import LibraryArguments
-from djl_python_neuronx.config.device import CoreLimit, core_limit
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
+from djl_python_neuronx.planning import nodes
+from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.device import CoreLimit, core_limit
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from djl_python_neuronx.artifacts.weights import WeightsKind
-from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.errors import IncompatibleOptionsError
+from djl_python_neuronx.planning.arguments import LibraryArguments
 
 
 class ModelFacts(Protocol):

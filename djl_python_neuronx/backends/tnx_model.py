@@ -13,9 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.config.capabilities import TNX, TNX_UNREADABLE
-from djl_python_neuronx.config.loader import SETUP_GUIDE, libraries
-from djl_python_neuronx.config.tnx_arguments import context_lengths
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
@@ -23,6 +20,9 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     did_you_mean,
 )
+from djl_python_neuronx.planning.capabilities import TNX, TNX_UNREADABLE
+from djl_python_neuronx.planning.loader import SETUP_GUIDE, libraries
+from djl_python_neuronx.planning.tnx.arguments import context_lengths
 
 logger = logging.getLogger(__name__)
 

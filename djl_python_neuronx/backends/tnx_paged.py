@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Decode, Mixed, Prefill, Rows, Step, Want
+from djl_python_neuronx.backends.base import Rows, Step, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
 from djl_python_neuronx.backends.tnx_model import block_size_of
@@ -61,12 +61,11 @@ class PagedBackend(TnxBackend):
         return super().acquire(slot, prompt_ids, adapter)
 
     def _rows_of(self, step: Step) -> Rows:
-        parts: list[Step] = [step]
-        if isinstance(step, Mixed):
-            parts = [Prefill(step.prefill), Decode(step.decode)]
-        rows = _joined(list(map(super()._rows_of, parts)))
-        check_budget([rows], self.spec)
-        return rows
+        for kind, rows in step.parts:
+            self._check(kind, rows)
+        joined = _joined([rows for _, rows in step.parts])
+        check_budget([joined], self.spec)
+        return joined
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
         answer = self._call(rows)

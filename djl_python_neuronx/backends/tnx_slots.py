@@ -12,12 +12,10 @@ import numpy as np
 import torch
 
 from djl_python_neuronx.backends.base import (
-    Decode,
     DeviceTokens,
     HostLogits,
-    Mixed,
     ModelSpec,
-    Prefill,
+    PartKind,
     Rows,
     Step,
     StepOutput,
@@ -92,7 +90,7 @@ class TnxBackend(SlotBackend, ABC):
         if self._model is None:
             raise self._closed()
         rows = self._rows_of(step)
-        run = self._decode if isinstance(step, Decode) else self._prefill
+        run = self._decode if step.prefill is None else self._prefill
         try:
             if self._sampling:
                 self._sampling.send(rows)
@@ -101,7 +99,7 @@ class TnxBackend(SlotBackend, ABC):
         except Exception as error:
             # What lies beyond the start of these rows is not to be trusted.
             self._filled[rows.slots] = rows.starts
-            what = f"a {type(step).__name__} of {len(rows.slots)} rows"
+            what = f"a {step.kind} step of {len(rows.slots)} rows"
             raise of_step(error, what) from error
         self._filled[rows.slots] = rows.starts + rows.lens
         return output
@@ -128,16 +126,17 @@ class TnxBackend(SlotBackend, ABC):
 
     def _rows_of(self, step: Step) -> Rows:
         """The rows of a step, once they are known to keep the limits of the spec."""
-        if isinstance(step, Mixed):
-            refuse("a mixed step", "Prefill or Decode")
-        self._check(step)
-        return step.rows
+        if step.kind == "mixed":
+            refuse("a mixed step", "a prefill or a decode")
+        [(kind, rows)] = step.parts
+        self._check(kind, rows)
+        return rows
 
-    def _check(self, step: Prefill | Decode) -> None:
+    def _check(self, kind: PartKind, rows: Rows) -> None:
         """As `SlotBackend._check`; also what the library's graphs are not made for."""
-        super()._check(step)
-        rows, width = step.rows, step.rows.input_ids.shape[1]
-        if isinstance(step, Decode):
+        super()._check(kind, rows)
+        width = rows.input_ids.shape[1]
+        if kind == "decode":
             drafts = rows.wants == Want.ALL_LOGITS and self.spec.max_drafts
             if width != 1 + drafts:
                 refuse(f"a decode of {width} columns", f"{1 + drafts} for each row")

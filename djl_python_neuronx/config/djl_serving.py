@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.rules import Finding
 from djl_python_neuronx.config.sources import Setting
 
 ENTRY_POINT = "djl_python_neuronx.handler"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.config import defaults, djl_serving, plan, sources, strictness, suitability
-from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.model import ModelFacts
+from djl_python_neuronx.config import djl_serving, sources, strictness
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import NAMES, ServingOptions
 from djl_python_neuronx.config.reading import Reading, stripped, validated, written_settings
-from djl_python_neuronx.config.rules import Finding, conflicts
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import shown
 from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError
@@ -76,7 +74,7 @@ class Resolved:
         return f"{listed}: {finding.problem}" if listed else finding.problem
 
 
-def examine(
+def read_settings(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
@@ -126,52 +124,12 @@ def examine(
         refused=MappingProxyType(reading.refused),
         worker_variables=MappingProxyType(reading.worker_variables),
     )
-    found = [*about_djl, *conflicts(options), *strictness.idle(options), *reading.notes]
-    resolved, conflicting = _judged(resolved, found)
+    found = [*about_djl, *strictness.idle(options), *reading.notes]
+    resolved, conflicting = judge(resolved, found)
     return resolved, reading.problems + conflicting
 
 
-def assess(
-    resolved: Resolved,
-    model_config: Mapping[str, Any],
-    device: DeviceInfo,
-    loader: str,
-    checkpoint_dtype: str | None = None,
-    *,
-    draft: ModelFacts | None = None,
-) -> tuple[Resolved, list[ConfigError]]:
-    """The same options with every value that follows from the model and the machine filled in, and every problem.
-
-    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`,
-    `checkpoint_dtype` torch's word for what the weight files hold, if they tell, `draft` the facts of the
-    draft model, if they are known.
-    """
-    facts = ModelFacts.from_config(model_config, checkpoint_dtype)
-    filled = defaults.fill(resolved.options, facts, device, loader, draft=draft)
-    options = resolved.options.model_copy(
-        update={name: value for name, (value, _) in filled.items()}
-    )
-    origins = {
-        **resolved.origins,
-        **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
-    }
-    resolved = replace(resolved, options=options, origins=MappingProxyType(origins))
-    minutes = plan.compile_minutes(plan.graphs(options, facts, loader), facts, draft)
-    found = suitability.findings(
-        options,
-        facts,
-        device,
-        loader,
-        draft=draft,
-        estimated_load_s=60 * minutes or None,
-        filled=filled,
-    )
-    return _judged(resolved, found)
-
-
-def _judged(
-    resolved: Resolved, found: Iterator[Finding] | Sequence[Finding]
-) -> tuple[Resolved, list[ConfigError]]:
+def judge(resolved: Resolved, found: Iterable[Finding]) -> tuple[Resolved, list[ConfigError]]:
     """The findings that only warn or note, added to those of `resolved`, and the others as errors."""
     findings = list(found)
     errors: list[ConfigError] = [

@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES, ServingOptions, option
-from djl_python_neuronx.config.rules import Finding
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import truth
 from djl_python_neuronx.errors import (

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from djl_python_neuronx import compiling
 from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.errors import ArtifactError
+from djl_python_neuronx.loading import partition as compiling
 from tests.artifacts.s3_rig import URI, put, settings
 
 pytest_plugins = ["tests.artifacts.s3_fixtures"]

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.backends import cpu  # noqa: E402
-from djl_python_neuronx.backends.base import Decode, Float32Array, Prefill, Want  # noqa: E402
+from djl_python_neuronx.backends.base import Float32Array, Step, Want  # noqa: E402
 from djl_python_neuronx.backends.cores import count_cores  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactError,
@@ -150,10 +150,12 @@ def test_bfloat16_logits_are_those_of_the_model_in_bfloat16(
     backend = backends.load("cpu", plan_for(directory, dtype="bfloat16"))
     prompt = prompts_of(24)[0]
     wanted = plain_logits(reference, prompt)
-    found = [logits_of(backend, Prefill(make_rows({2: prompt[:16]}, wants=Want.ALL_LOGITS)))[0]]
+    found = [
+        logits_of(backend, Step(prefill=make_rows({2: prompt[:16]}, wants=Want.ALL_LOGITS)))[0]
+    ]
     for i in range(16, 24):
         rows = make_rows({2: prompt[i : i + 1]}, {2: i})
-        found.append(logits_of(backend, Decode(rows))[0])
+        found.append(logits_of(backend, Step(decode=rows))[0])
     # A median: in a mixture of experts rounding sends a token to another expert now and then.
     difference = np.median(np.abs(np.concatenate(found) - wanted).max(axis=1))
     assert difference < 0.1 * wanted.std()
@@ -170,27 +172,27 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
     wanted = {0: plain_logits(reference, short), 3: plain_logits(reference, long)}
 
     rows = make_rows({0: short, 3: long}, wants=Want.ALL_LOGITS)
-    every = logits_of(backend, Prefill(rows))
+    every = logits_of(backend, Step(prefill=rows))
     assert every.shape == (2, 23, VOCAB_SIZE)
     np.testing.assert_allclose(every[0, :5], wanted[0], atol=1e-4)
     np.testing.assert_allclose(every[1], wanted[3], atol=1e-4)
 
-    last = logits_of(backend, Prefill(make_rows({0: short, 3: long})))
+    last = logits_of(backend, Step(prefill=make_rows({0: short, 3: long})))
     assert last.shape == (2, 1, VOCAB_SIZE)
     np.testing.assert_allclose(last[0, 0], wanted[0][-1], atol=1e-4)
     np.testing.assert_allclose(last[1, 0], wanted[3][-1], atol=1e-4)
 
     nothing = make_rows({0: short[:2], 3: long[:9]}, wants=Want.NOTHING)
-    assert logits_of(backend, Prefill(nothing)).shape == (2, 0, VOCAB_SIZE)
+    assert logits_of(backend, Step(prefill=nothing)).shape == (2, 0, VOCAB_SIZE)
     chunk = make_rows({0: short[2:], 3: long[9:20]}, {0: 2, 3: 9}, Want.ALL_LOGITS)
-    found = logits_of(backend, Prefill(chunk))
+    found = logits_of(backend, Step(prefill=chunk))
     np.testing.assert_allclose(found[0, :3], wanted[0][2:], atol=1e-4)
     np.testing.assert_allclose(found[1], wanted[3][9:20], atol=1e-4)
 
     # Three drafts verified in one decode; the first try was wrong and is overwritten.
     for drafts in ([9, 9, 9], long[20:23]):
         verified = make_rows({3: drafts}, {3: 20}, Want.ALL_LOGITS)
-        found = logits_of(backend, Decode(verified))
+        found = logits_of(backend, Step(decode=verified))
     np.testing.assert_allclose(found[0], wanted[3][20:], atol=1e-4)
 
 
@@ -201,9 +203,9 @@ def test_padding_may_reach_beyond_the_last_position(
     backend = backends.load("cpu", plan_for(checkpoint(model_type)))
     prompt = prompts_of(MAX_POSITIONS)[0]
     wanted = plain_logits(load_reference(checkpoint(model_type)), prompt)
-    backend.run(Prefill(make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
-    backend.run(Prefill(make_rows({1: prompt[40:59]}, {1: 40}, Want.NOTHING)))
-    found = logits_of(backend, Prefill(make_rows({1: prompt[59:]}, {1: 59}, Want.ALL_LOGITS)))
+    backend.run(Step(prefill=make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
+    backend.run(Step(prefill=make_rows({1: prompt[40:59]}, {1: 40}, Want.NOTHING)))
+    found = logits_of(backend, Step(prefill=make_rows({1: prompt[59:]}, {1: 59}, Want.ALL_LOGITS)))
     np.testing.assert_allclose(found[0], wanted[59:], atol=1e-4)
 
 
@@ -219,21 +221,21 @@ def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) 
 @pytest.mark.parametrize(
     ("step", "named"),
     [
-        (Prefill(make_rows({slot: [5] for slot in range(5)})), "5 rows.* 1 to 4"),
-        (Prefill(make_rows({0: [5] * 41})), "41 tokens.* 40"),
-        (Prefill(make_rows({4: [5]})), r"\[4\].* 0 to 3"),
-        (Decode(make_rows({0: [5]}, {0: 64})), "64.* 0 to 63"),
-        (Decode(make_rows({2: [5]})), r"\[2\].* hold a prompt"),
-        (Decode(make_rows({1: [5]}, {1: 3})), r"\[3\].* \[0\]"),
-        (Decode(make_rows({0: [5]}, {0: 2}, Want.TOKENS)), "TOKENS.*LOGITS"),
-        (Prefill(make_rows({0: [VOCAB_SIZE]})), "Prefill of 1 rows failed"),
+        (Step(prefill=make_rows({slot: [5] for slot in range(5)})), "5 rows.* 1 to 4"),
+        (Step(prefill=make_rows({0: [5] * 41})), "41 tokens.* 40"),
+        (Step(prefill=make_rows({4: [5]})), r"\[4\].* 0 to 3"),
+        (Step(decode=make_rows({0: [5]}, {0: 64})), "64.* 0 to 63"),
+        (Step(decode=make_rows({2: [5]})), r"\[2\].* hold a prompt"),
+        (Step(decode=make_rows({1: [5]}, {1: 3})), r"\[3\].* \[0\]"),
+        (Step(decode=make_rows({0: [5]}, {0: 2}, Want.TOKENS)), "TOKENS.*LOGITS"),
+        (Step(prefill=make_rows({0: [VOCAB_SIZE]})), "prefill step of 1 rows failed"),
     ],
 )
 def test_refusals_name_value_and_limit(
-    step: Prefill | Decode, named: str, checkpoint: Callable[[str], Path]
+    step: Step, named: str, checkpoint: Callable[[str], Path]
 ) -> None:
     backend = backends.load("cpu", plan_for(checkpoint("llama")))
-    backend.run(Prefill(make_rows({0: [5, 6]})))
+    backend.run(Step(prefill=make_rows({0: [5, 6]})))
     with pytest.raises(StepError, match=named):
         backend.run(step)
 
@@ -247,7 +249,7 @@ def test_a_slot_longer_than_the_models_positions_is_refused(llama: Path) -> None
 def test_one_position_is_enough(llama: Path) -> None:
     backend = backends.load("cpu", backends.LoadPlan(llama, 1, 1, (1,)))
     reference = load_reference(llama)
-    found = logits_of(backend, Prefill(make_rows({0: [7]})))
+    found = logits_of(backend, Step(prefill=make_rows({0: [7]})))
     np.testing.assert_allclose(found[0], plain_logits(reference, [7]), atol=1e-4)
 
 
@@ -324,7 +326,7 @@ def test_a_window_counts_where_the_model_has_one(
     prompt = prompts_of(30)[0]
     reference = load_reference(tmp_path)
     wanted = plain_logits(reference.to(getattr(torch, dtype)), prompt)
-    found = logits_of(backend, Prefill(make_rows({1: prompt}, wants=Want.ALL_LOGITS)))[0]
+    found = logits_of(backend, Step(prefill=make_rows({1: prompt}, wants=Want.ALL_LOGITS)))[0]
     assert np.abs(found - wanted).max() < (1e-4 if dtype == "float32" else 0.2) * wanted.std()
     reference.config.sliding_window = 29
     longer = np.abs(plain_logits(reference, prompt) - wanted).max() > 0.5 * wanted.std()
@@ -351,7 +353,7 @@ def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path)
     driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})
     driver.leave(0)
     drafts = make_rows({1: [driver.live[1].tokens[-1], 96, 96]}, {1: 3}, Want.ALL_LOGITS)
-    assert np.isnan(logits_of(driver.backend, Decode(drafts))[0, 1:]).all()
+    assert np.isnan(logits_of(driver.backend, Step(decode=drafts))[0, 1:]).all()
     for _ in range(5):
         driver.decode()
     assert_same(driver.leave(1), wanted)

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from djl_python_neuronx.backends import env
-from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
+from djl_python_neuronx.planning.arguments import LibraryArguments
 
 FLAGS = LibraryArguments(compiler_flags=("-O1", "--a=b c"))
 CACHE = LibraryArguments(environment={"NEURON_COMPILE_CACHE_URL": "/cache"})

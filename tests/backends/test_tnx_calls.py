@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.check import check
-from djl_python_neuronx.config import instances
-from djl_python_neuronx.loading import prepare
-from djl_python_neuronx.report import calls
+from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.loading.prepare import prepare
+from djl_python_neuronx.loading.report import calls
+from djl_python_neuronx.planning import instances
 from tests.backends import tnx_double
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"

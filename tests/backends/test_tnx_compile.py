@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx.backends import LoadPlan, tnx
-from djl_python_neuronx.config.arguments import LibraryArguments
 from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
+from djl_python_neuronx.planning.arguments import LibraryArguments
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
 from tests.device_driver import Driver
 from tests.tiny_models import save_tiny_model

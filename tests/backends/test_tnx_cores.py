@@ -22,7 +22,7 @@ import os, sys
 from pathlib import Path
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import env
-from djl_python_neuronx.config.arguments import LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.errors import ServingError
 from tests.backends.tnx_engine import reference
 from tests.backends.tnx_plans import tnx_plan

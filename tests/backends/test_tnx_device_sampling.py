@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Decode, DeviceTokens, Prefill, Want  # noqa: E402
-from djl_python_neuronx.config.defaults import fill  # noqa: E402
-from djl_python_neuronx.config.instances import named  # noqa: E402
-from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
-from djl_python_neuronx.config.model import ModelFacts  # noqa: E402
+from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
+from djl_python_neuronx.planning.defaults import fill  # noqa: E402
+from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
@@ -76,12 +76,12 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     rows.sampling[1] = (3, 1.0, temperature)
     for slot in (0, 2):
         backend.acquire(slot, [5, 6, 7], 0)
-        backend.run(Prefill(make_rows({slot: [5, 6, 7]}, wants=Want.TOKENS)))
+        backend.run(Step(prefill=make_rows({slot: [5, 6, 7]}, wants=Want.TOKENS)))
     num_sent = backend._sampling.num_sent
     counts = dict.fromkeys(best.indices.tolist(), 0)
     draws = 600
     for _ in range(draws):
-        output = backend.run(Decode(rows))
+        output = backend.run(Step(decode=rows))
         assert isinstance(output, DeviceTokens)
         assert (output.ids.dtype, output.ids.shape) == (np.int32, (2, 1))
         assert output.ids[0, 0] == int(logits.argmax())
@@ -92,7 +92,7 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     assert backend._sampling.num_sent == num_sent + 1
     rows.sampling[1, 0] = 17
     with pytest.raises(StepError, match="1 to 16"):
-        backend.run(Decode(rows))
+        backend.run(Step(decode=rows))
     backend.close()
 
 
@@ -129,10 +129,12 @@ POISON = 96
 def tokens_of(backend: Any, slot: int, prompt: list[int], fed: list[int]) -> list[int]:
     """One greedy request whose decodes are fed these tokens: what the device makes of each, -1 where nothing."""
     backend.acquire(slot, prompt, 0)
-    found = backend.run(Prefill(make_rows({slot: prompt}, wants=Want.TOKENS))).ids.ravel().tolist()
+    found = (
+        backend.run(Step(prefill=make_rows({slot: prompt}, wants=Want.TOKENS))).ids.ravel().tolist()
+    )
     for start, token_id in enumerate(fed, len(prompt)):
         rows = make_rows({slot: [token_id]}, {slot: start}, Want.TOKENS)
-        found += backend.run(Decode(rows)).ids.ravel().tolist()
+        found += backend.run(Step(decode=rows)).ids.ravel().tolist()
     backend.release([slot])
     return found
 

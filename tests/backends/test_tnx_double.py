@@ -21,7 +21,6 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.backends.base import Backend, Want
 from djl_python_neuronx.backends.cores import count_cores
-from djl_python_neuronx.config import loader
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -29,6 +28,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     IncompatibleOptionsError,
 )
+from djl_python_neuronx.planning import loader
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import tnx_double
 from tests.backends.tnx_plans import tnx_plan

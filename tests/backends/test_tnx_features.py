@@ -12,12 +12,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.config import placement  # noqa: E402
-from djl_python_neuronx.config.instances import named  # noqa: E402
-from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
-from djl_python_neuronx.config.model import ModelFacts  # noqa: E402
+from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
+from djl_python_neuronx.planning import placement  # noqa: E402
+from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Driver  # noqa: E402
@@ -155,9 +156,9 @@ def test_rounding_changes_logits_little(
         ids = [5, 6, 7, 8, 9, *text.tokens[: i + 1]]
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits[0, -1].numpy()
-        step = driver.next()
-        step.rows.input_ids[0, 0] = text.tokens[i]
-        found = backend.run(step).values[0, 0]
+        rows = driver.next_rows()
+        rows.input_ids[0, 0] = text.tokens[i]
+        found = backend.run(Step(decode=rows)).values[0, 0]
         driver.live[2].add(found)
         worst = max(worst, float(np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()))
     assert 0 < worst < share

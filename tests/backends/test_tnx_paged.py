@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 import numpy as np  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Decode, DeviceTokens, Prefill, Want  # noqa: E402
-from djl_python_neuronx.config.mapping import library_arguments  # noqa: E402
+from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
+from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Text, assert_same, make_rows  # noqa: E402
@@ -96,13 +96,14 @@ def test_so_it_does_where_the_device_samples(tmp_path: Path) -> None:
         starts = dict.fromkeys(ids, 0)
         for slot in ids:
             backend.acquire(slot, ids[slot], 0)
-        found, way = [], Prefill
+        found: list[int] = []
         for _ in range(8):
-            output = backend.run(way(make_rows(ids, starts, Want.TOKENS)))
+            rows = make_rows(ids, starts, Want.TOKENS)
+            output = backend.run(Step(decode=rows) if found else Step(prefill=rows))
             assert isinstance(output, DeviceTokens)
             found.append(int(output.ids[0, 0]))
             starts = {slot: starts[slot] + len(ids[slot]) for slot in ids}
-            ids, way = {slot: [found[-1]] for slot in ids}, Decode
+            ids = {slot: [found[-1]] for slot in ids}
         backend.release(list(ids))
         return found
 

@@ -17,11 +17,12 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from djl_python_neuronx import backends, graphs  # noqa: E402
+from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
-from djl_python_neuronx.compiling import compile_model  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
-from djl_python_neuronx.loading import prepare  # noqa: E402
+from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
+from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
+from djl_python_neuronx.loading.prepare import prepare  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Backend, Decode, Want  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Step, Want  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
@@ -146,7 +146,7 @@ def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path:
         fed = {slot: draw.choices(range(3, 90), k=4) for slot in texts}
         fed[1] = fed[1][: limit - len(texts[1]) - 1]
         rows = make_rows(fed, {slot: len(text) for slot, text in texts.items()}, Want.ALL_LOGITS)
-        values = logits_of(backend, Decode(rows))
+        values = logits_of(backend, Step(decode=rows))
         for row, slot in enumerate(texts):
             whole = texts[slot] + fed[slot]
             with torch.no_grad():
@@ -166,7 +166,7 @@ def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path
     for _ in range(4):
         starts = {s: len(t.prompt) + len(t.tokens) - 1 for s, t in driver.live.items()}
         fed = {s: [t.tokens[-1], 3, 4, 5] for s, t in driver.live.items()}
-        values = logits_of(backend, Decode(make_rows(fed, starts, Want.ALL_LOGITS)))
+        values = logits_of(backend, Step(decode=make_rows(fed, starts, Want.ALL_LOGITS)))
         for text, row in zip(driver.live.values(), values, strict=True):
             text.add(row[0])
         driver.decode()

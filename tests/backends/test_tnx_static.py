@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
-from djl_python_neuronx.backends.base import Prefill
+from djl_python_neuronx.backends.base import Step
 from djl_python_neuronx.backends.tnx_static import StaticBackend
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import ArtifactError, StepError
@@ -184,5 +184,5 @@ def test_whoever_joins_sequences_longer_than_any_prompt_costs_one_call(
         found = driver.leave(slot)
         assert_same(found, reference(model, found.prompt, len(found.tokens)))
     with pytest.raises(StepError, match="a prompt of 21 tokens"):
-        backend.run(Prefill(make_rows({0: range(3, 24)})))
+        backend.run(Step(prefill=make_rows({0: range(3, 24)})))
     backend.close()

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends import LoadPlan
-from djl_python_neuronx.config.arguments import LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments
 
 # A process has its cores once: those of the largest model here. The cache keeps the rig's programs for one run.
 os.environ.setdefault("NEURON_RT_NUM_CORES", "8")

@@ -1,7 +1,7 @@
 """Options as a start has them: `examine` and `assess`, every problem of either raised at once."""
 
-from djl_python_neuronx.config.resolve import assess, examine
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning.assess import assess, examine
 
 
 def resolve(*arguments, **keywords):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.config import advice
-from djl_python_neuronx.config.capabilities import CAPABILITIES, LIBRARIES
 from djl_python_neuronx.config.findings import asked
-from djl_python_neuronx.config.instances import named
-from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.suitability import findings
+from djl_python_neuronx.planning import advice
+from djl_python_neuronx.planning.capabilities import CAPABILITIES, LIBRARIES
+from djl_python_neuronx.planning.instances import named
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.suitability import findings
 from tests.config.option_table import TABLE
 
 LATER = " (NxD Inference would do, but this version cannot load with it yet)"

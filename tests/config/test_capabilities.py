@@ -2,9 +2,9 @@
 
 import pytest
 
-from djl_python_neuronx.config import capabilities
-from djl_python_neuronx.config.capabilities import CAPABILITIES
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.planning import capabilities
+from djl_python_neuronx.planning.capabilities import CAPABILITIES
 
 # Source: transformers-neuronx 0.13, the packages with a model.py (the old engine listed gpt_bigcode, which is none);
 # neuronx-distributed-inference 0.9.0, utils/constants.py MODEL_TYPES.

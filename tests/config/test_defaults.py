@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config import defaults
-from djl_python_neuronx.config.defaults import fill, make_buckets, make_steps
-from djl_python_neuronx.config.instances import (
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning import defaults
+from djl_python_neuronx.planning.defaults import fill, make_buckets, make_steps
+from djl_python_neuronx.planning.instances import (
     GIB,
     INSTANCES,
     DeviceInfo,
     legal_degrees,
     named,
 )
-from djl_python_neuronx.config.memory import Load, needed
-from djl_python_neuronx.config.model import ModelFacts
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.memory import Load, needed
+from djl_python_neuronx.planning.model import ModelFacts
 
 CPU = DeviceInfo(None, 0, 0, 2**40, 6, "")
 MODELS = Path(__file__).parent / "models"

@@ -6,7 +6,6 @@ import javaproperties
 import pytest
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import document
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
@@ -16,6 +15,7 @@ from djl_python_neuronx.config.options import (
     option,
 )
 from djl_python_neuronx.config.sources import SAGEMAKER
+from tools import document
 
 PAGE, EXAMPLE = document.options_page(), document.example_file()
 SECTION = {

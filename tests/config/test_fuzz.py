@@ -9,13 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config import instances, sources
+from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
-from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
-from djl_python_neuronx.config.plan import make_plan
-from djl_python_neuronx.config.resolve import assess, examine
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning.assess import assess, examine
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.plan import make_plan
 from tests.config.settings import resolve
 
 MODELS = [

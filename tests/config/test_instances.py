@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from djl_python_neuronx.config.device import for_process
-from djl_python_neuronx.config.instances import (
+from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning.device import for_process
+from djl_python_neuronx.planning.instances import (
     FAMILIES,
     GIB,
     INSTANCES,
@@ -15,7 +16,6 @@ from djl_python_neuronx.config.instances import (
     named,
     on_single_cores,
 )
-from djl_python_neuronx.errors import ConfigError
 
 # Accelerator memory in GiB and cores, from AWS's product pages of Inf2, Trn1 and Trn2 (LNC 2).
 SOLD = {

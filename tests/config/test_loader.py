@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.loader import (
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import BackendUnavailableError
+from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning.loader import (
     NEURON_LOADERS,
     Library,
     choose_loader,
     libraries,
     preferred,
 )
-from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.errors import BackendUnavailableError
 
 CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
 INF2 = DeviceInfo("inf2.xlarge", 1, 2, 2**35, 4, "1 devices under /dev, no neuron-ls")

@@ -8,12 +8,12 @@ import shlex
 
 import pytest
 
-from djl_python_neuronx.config.arguments import LibraryArguments
-from djl_python_neuronx.config.capabilities import CAPABILITIES
-from djl_python_neuronx.config.intent import unmapped
-from djl_python_neuronx.config.mapping import library_arguments
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.overrides import DERIVED, RESERVED, findings
+from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.capabilities import CAPABILITIES
+from djl_python_neuronx.planning.intent import unmapped
+from djl_python_neuronx.planning.mapping import library_arguments
+from djl_python_neuronx.planning.overrides import DERIVED, RESERVED, findings
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 

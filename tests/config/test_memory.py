@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config.alternatives import Fit, savings, smallest_fit
-from djl_python_neuronx.config.division import Heads, keeps, padded_heads, takes
-from djl_python_neuronx.config.instances import GIB, INSTANCES, DeviceInfo, named
-from djl_python_neuronx.config.memory import (
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.alternatives import Fit, savings, smallest_fit
+from djl_python_neuronx.planning.division import Heads, keeps, padded_heads, takes
+from djl_python_neuronx.planning.instances import GIB, INSTANCES, DeviceInfo, named
+from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
     CoreMemory,
     Load,
@@ -19,8 +20,7 @@ from djl_python_neuronx.config.memory import (
     per_core,
     total,
 )
-from djl_python_neuronx.config.model import ModelFacts
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.model import ModelFacts
 
 GB = 1e9
 MODELS = Path(__file__).parent / "models"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config.model import ModelFacts
-from djl_python_neuronx.config.parameters import Dimensions
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.parameters import Dimensions
 
 MODELS = Path(__file__).parent / "models"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.config.model import ModelFacts
-from djl_python_neuronx.config.parameters import Dimensions, count
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.parameters import Dimensions, count
 
 MODELS = Path(__file__).parent / "models"
 

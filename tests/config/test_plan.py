@@ -6,12 +6,13 @@ from types import MappingProxyType
 
 import pytest
 
-from djl_python_neuronx.config import instances, memory
-from djl_python_neuronx.config.device import DeviceInfo
-from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.plan import Graph, compile_minutes, graphs, make_plan
-from djl_python_neuronx.config.resolve import Resolved, assess
+from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.planning import instances, memory
+from djl_python_neuronx.planning.assess import assess
+from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.plan import Graph, compile_minutes, graphs, make_plan
 
 MODELS = Path(__file__).parent / "models"
 BASE = {

@@ -8,8 +8,6 @@ import javaproperties
 import pytest
 from pydantic import ValidationError
 
-from djl_python_neuronx import check
-from djl_python_neuronx.config import instances
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
@@ -17,7 +15,6 @@ from djl_python_neuronx.config.options import (
     allowed_values,
     option,
 )
-from djl_python_neuronx.config.resolve import assess, examine
 from djl_python_neuronx.config.values import MAX_DEPTH, parse_object, plain
 from djl_python_neuronx.errors import (
     ConfigError,
@@ -25,6 +22,9 @@ from djl_python_neuronx.errors import (
     InvalidOptionError,
     UnknownOptionError,
 )
+from djl_python_neuronx.loading import check
+from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning.assess import assess, examine
 from tests.config.settings import complete, resolve
 
 TINY = {

@@ -3,7 +3,7 @@
 import pytest
 
 from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
-from djl_python_neuronx.config.rules import LIBRARY_RULES, RULES, conflicts, library_conflicts
+from djl_python_neuronx.planning.rules import LIBRARY_RULES, RULES, conflicts, library_conflicts
 
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
 DRAFT = {"speculative_draft_model": "draft"}

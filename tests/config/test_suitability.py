@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config import capabilities, defaults, instances
-from djl_python_neuronx.config.capabilities import CAPABILITIES
-from djl_python_neuronx.config.instances import DeviceInfo
-from djl_python_neuronx.config.model import ModelFacts
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.suitability import findings
+from djl_python_neuronx.planning import capabilities, defaults, instances
+from djl_python_neuronx.planning.capabilities import CAPABILITIES
+from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.suitability import findings
 
 LLAMA = ModelFacts(
     model_type="llama",

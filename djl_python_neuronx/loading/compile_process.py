@@ -1,0 +1,223 @@
+"""A compile in a process of its own, which ends with this one, and how far it has come.
+
+The libraries start pools and compilers that nobody ends when their parent is killed; under the guard all of them go.
+The cores and the memory that a compile takes are free again before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts.guard import guarded
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    BackendError,
+    BackendUnavailableError,
+    CompileError,
+    DeviceMemoryError,
+    IncompatibleOptionsError,
+    ServingError,
+)
+from djl_python_neuronx.telemetry import setup_logging
+
+logger = logging.getLogger(__name__)
+
+# As multiprocessing's "spawn" does it, which knows no guard: the path first, so that the rest can be imported.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
+    "from djl_python_neuronx.loading.compile_process import _main; _main()"
+)
+_LOOK_EVERY_S = 1.0
+_LOG_EVERY_S = 30.0
+_ERRORS: Mapping[str, type[ServingError]] = {
+    kind.code: kind
+    for kind in (
+        ArtifactAccessError,
+        ArtifactError,
+        ArtifactNotFoundError,
+        BackendError,
+        BackendUnavailableError,
+        DeviceMemoryError,
+        IncompatibleOptionsError,
+    )
+}
+"""What a compile can end with, beside `CompileError`, that is made of its message alone."""
+
+
+@dataclass(frozen=True)
+class CompileProgress:
+    """How far a compile has come."""
+
+    num_done: int
+    num_graphs: int
+    elapsed_s: float
+    remaining_s: float
+    """An estimate: of the plan before the first graph is done, then by the pace so far."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a compile will take, and who wants to know."""
+
+    num_graphs: int
+    seconds: float
+    listener: Callable[[CompileProgress], None] | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    backend: str
+    search_path: tuple[str, ...]
+    """Where this process finds its backends."""
+    plan: LoadPlan
+    target: Path
+    outcome: Path
+    """Where to write what went wrong."""
+    log_level: str
+
+
+def compile_guarded(
+    backend: str,
+    plan: LoadPlan,
+    target: Path,
+    *,
+    environ: Mapping[str, str],
+    neff_cache: Path | None,
+    forecast: Forecast,
+) -> None:
+    """Run `backends.compile` in a process with the variables `environ`.
+
+    A `neff_cache`, the compiler's own, is looked at only to count the graphs that are done.
+
+    Raises:
+        ArtifactError: the model's files cannot be used.
+        BackendError: the backend cannot compile this model like this, or its compiler failed.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        outcome = Path(temporary, "outcome.json")
+        level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
+        path = tuple(map(str, backends.__path__))
+        job = _Job(backend, path, plan, target, outcome, level)
+        with _Watch(target, neff_cache, forecast):
+            status = _run(job, environ)
+        if status != 0:
+            raise _failure(backend, outcome, status)
+
+
+def _run(job: _Job, environ: Mapping[str, str]) -> int:
+    command = guarded([sys.executable, "-I", "-c", _START])
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(environ))  # noqa: S603
+    try:
+        content = json.dumps(sys.path).encode() + b"\n" + pickle.dumps(job)
+        try:
+            process.communicate(content)
+        except BrokenPipeError:
+            process.wait()  # it has ended before it read; the status tells
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    return process.returncode
+
+
+def _failure(backend: str, outcome: Path, status: int) -> ServingError:
+    if outcome.exists():
+        found = json.loads(outcome.read_bytes())
+        return _ERRORS.get(found["code"], CompileError)(found["message"])
+    ended = (
+        f"was killed ({signal.Signals(status - 128).name})"
+        if status > 128
+        else f"ended with status {status}"
+    )
+    return CompileError(
+        f"the compile for the backend {backend} {ended} before it could say why; the lines above are its own. "
+        "Killed by the system, it has run out of memory: lower compilation_worker_count. Start again, finished "
+        "graphs are kept"
+    )
+
+
+def _main() -> None:
+    job: _Job = pickle.load(sys.stdin.buffer)  # noqa: S301  (written by this program, see `_run`)
+    setup_logging(job.log_level)
+    backends.__path__[:] = job.search_path
+    try:
+        backends.compile(job.backend, job.plan, job.target)
+    except Exception as error:
+        if not isinstance(error, ServingError):
+            logger.exception("compile_failed")
+        code, message = getattr(error, "code", ""), str(error) or type(error).__name__
+        job.outcome.write_text(json.dumps({"code": code, "message": message}), encoding="utf-8")
+        sys.exit(1)
+
+
+class _Watch:
+    """Tells how many graphs are done, from time to time, as the libraries do not."""
+
+    def __init__(self, target: Path, neff_cache: Path | None, forecast: Forecast) -> None:
+        self._target, self._cache, self._forecast = target, neff_cache, forecast
+        self._started_s, self._since = time.monotonic(), time.time()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="compile-watch", daemon=True)
+        self._told = -1
+        self._logged_s = self._started_s
+
+    def __enter__(self) -> _Watch:
+        self._tell()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._tell()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_LOOK_EVERY_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        now_s, total = time.monotonic(), self._forecast.num_graphs
+        elapsed_s, done = now_s - self._started_s, min(self._num_done(), total)
+        expected_s = (
+            elapsed_s / done * (total - done) if done else self._forecast.seconds - elapsed_s
+        )
+        progress = CompileProgress(done, total, elapsed_s, max(0.0, expected_s))
+        if self._forecast.listener is not None:
+            self._forecast.listener(progress)
+        if done != self._told or now_s - self._logged_s >= _LOG_EVERY_S:
+            self._told, self._logged_s = done, now_s
+            logger.info(
+                "compile_progress graph=%d/%d elapsed_s=%.0f remaining_s=%.0f",
+                done, total, elapsed_s, progress.remaining_s,
+            )  # fmt: skip
+
+    def _num_done(self) -> int:
+        """Graphs that were saved, or that the compiler has put into its cache since the start."""
+        saved = sum(1 for _ in self._target.rglob("*.neff"))
+        if self._cache is None:
+            return saved
+        new = map(_written_s, self._cache.glob("neuronxcc-*/*/model.neff"))
+        return max(saved, sum(written_s >= self._since for written_s in new))
+
+
+def _written_s(path: Path) -> float:
+    """Seconds since 1970; 0 if it has just gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

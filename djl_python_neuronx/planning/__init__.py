@@ -1,0 +1,1 @@
+"""Options, model and machine to a plan and findings."""

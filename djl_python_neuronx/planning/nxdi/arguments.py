@@ -1,0 +1,107 @@
+"""What options are in the words of NxD Inference.
+
+Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrapper.py and inference_demo.py.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.arguments import (
+    LibraryArguments,
+    degree_of,
+    environment_of,
+    handed_through,
+    plain,
+    put,
+)
+from djl_python_neuronx.planning.intent import drafting
+
+_8_BITS = MappingProxyType({"int8": "int8", "fp8": "f8e4m3"})
+_LARGEST_TOP_K = 256
+
+
+def nxdi_arguments(options: ServingOptions, continuous: bool) -> LibraryArguments:
+    """The arguments of NxD Inference. `continuous`: whether the model is batched continuously."""
+    arguments = LibraryArguments(environment=environment_of(options))
+    config = arguments.neuron_config
+    config.update(handed_through(options, "nxdi"))
+    put(
+        config,
+        tp_degree=degree_of(options),
+        pp_degree=_above_one(options.pipeline_parallel_degree),
+        ep_degree=_above_one(options.ep_degree),
+        torch_dtype=None if options.dtype == "auto" else options.dtype,
+        on_device_sampling_config=_sampling(options),
+    )
+    config.update(_lengths(options))
+    config.update(_batches(options, continuous))
+    config.update(_quantization(options))
+    if options.enable_prefix_caching:
+        config["is_prefix_caching"] = True
+    if options.is_block_kv_layout or options.enable_prefix_caching:
+        config["is_block_kv_layout"] = True
+    if drafting(options):
+        config["enable_fused_speculation"] = True
+        # TNX counts drafts; NxDI counts tokens of a step, of which the last is the large model's own.
+        config["speculation_length"] = options.speculative_length + 1
+    if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
+        arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
+    if options.logical_nc_config is not None:
+        arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
+    return arguments
+
+
+def _lengths(options: ServingOptions) -> dict[str, object]:
+    limit, prompts = options.max_model_len, options.context_length_estimate
+    lengths = put(
+        {},
+        seq_len=limit,
+        max_length=limit,
+        max_context_length=prompts[-1] if prompts else limit,
+        context_encoding_buckets=plain(prompts),
+        token_generation_buckets=plain(options.token_buckets),
+    )
+    if prompts or options.token_buckets:
+        lengths["enable_bucketing"] = True
+    return lengths
+
+
+def _batches(options: ServingOptions, continuous: bool) -> dict[str, object]:
+    slots = options.max_rolling_batch_size
+    if slots is None:
+        return {}
+    names = ("batch_size", "ctx_batch_size", "tkg_batch_size", "max_batch_size")
+    batches: dict[str, object] = dict.fromkeys(names, slots)
+    if continuous:
+        # A continuous batching prompt graph takes one row (kv_cache_manager.py asserts it).
+        batches.update(ctx_batch_size=1, is_continuous_batching=True)
+    return batches
+
+
+def _quantization(options: ServingOptions) -> dict[str, object]:
+    written: dict[str, object] = {}
+    if options.weight_dtype is not None:
+        written["quantized"] = True
+        written["quantization_dtype"] = _8_BITS[options.weight_dtype]
+        written["quantization_type"] = options.quantization_type or "per_channel_symmetric"
+    if options.kv_cache_quantize == "fp8":
+        # The type is the library's default, and a torch object: text would not do.
+        written["kv_quant_config"] = {"direct_cast": True}
+    return written
+
+
+def _sampling(options: ServingOptions) -> dict[str, object] | None:
+    """`OnDeviceSamplingConfig`; `per_batch_line` and `top_p_min_tokens` are unknown to it."""
+    generation = options.on_device_generation
+    if generation is None:
+        return None
+    names = {"do_sample", "dynamic", "deterministic", "top_k", "top_p", "temperature"}
+    written = generation.model_dump(include=names)
+    written["global_topk"] = generation.global_top_k or _LARGEST_TOP_K
+    return written
+
+
+def _above_one(degree: int) -> int | None:
+    return degree if degree > 1 else None

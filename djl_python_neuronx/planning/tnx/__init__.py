@@ -1,0 +1,1 @@
+"""Rules and arguments of transformers-neuronx."""

@@ -1,0 +1,291 @@
+"""The generated pages: serving.properties.example and docs/options.md, architectures.md and metrics.md.
+
+``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to
+standard output; `make docs` puts all in place.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+
+from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
+from djl_python_neuronx.config.values import Option, OptionGroup
+from djl_python_neuronx.planning.capabilities import LIBRARIES, TNX, TNX_UNREADABLE, Capability
+from djl_python_neuronx.planning.defects import TRAITS, options_of
+from djl_python_neuronx.telemetry import METRICS, NAMESPACE
+
+_OPTIONS_HEAD = """\
+# Options
+
+Made from the option fields in `djl_python_neuronx/config/` by `make docs`; edit the fields there, not this file.
+
+In `serving.properties` an option is `option.<name>=<value>`, in the environment `OPTION_<NAME>`. The first of these
+that gives a value wins: the command line, SageMaker's variables (`SAGEMAKER_*`), `option.*` in `serving.properties`,
+`HF_MODEL_ID` and its companions, `OPTION_*`, keys without the prefix and `ARGS_*` (DJL Serving's arguments, such as
+`batch_size`), the stand-in variables listed below, what follows from model and machine, the default. An empty value
+counts as not given, and so does `None` where nothing is the default. A name that is not listed here is an error.
+
+Lists are written `256,512,1024`, as JSON or as a Python literal, objects as JSON or as a Python literal. Booleans are
+`true` or `false` (`1`, `yes`, `on`; `0`, `no`, `off`). Words have no case.
+
+"Not set" leaves a value to the library, or to the model and the machine where the text says so. *Library* tells what
+an option is in transformers-neuronx (`tnx`) and NxD Inference (`nxdi`): a keyword, `keyword.field`, a compiler
+`--flag`, a `VARIABLE` or a `method()`. A library without an equivalent gets the option *left out*, with a note, if it
+only changes speed or memory; else the option is *refused*. The cpu loader needs none of the options that belong to a
+library.
+"""
+
+_TRANSLATED_HEAD = """\
+## Other names
+
+Names of the old engine for a value of an option.
+"""
+
+_VARIABLES_HEAD = """\
+## Other variables
+
+What SageMaker sets and what users of the hub's own containers know. The `SAGEMAKER_*` ones overrule the
+file, the others stand in for what is not set.
+"""
+
+_IGNORED_HEAD = """\
+## Ignored options
+
+Options of the old engine and of DJL Serving. They are accepted and do nothing; the log lists the ones that are set.
+"""
+
+_UNSUPPORTED_HEAD = """\
+## Options that this version does not support
+
+Options of the old engine. A value that asks for nothing is accepted, every other is an error.
+"""
+
+_EXAMPLE_HEAD = """\
+# Every option with its default. Copy to serving.properties beside the model and uncomment what you change.
+# Made from the option fields in djl_python_neuronx/config/ by `make docs`.
+
+# For DJL Serving: the handler, and one of the two ways to batch (`auto` would serve one request at a time).
+engine=Python
+option.entryPoint=djl_python_neuronx.handler
+option.async_mode=true
+"""
+
+
+_ARCHITECTURES_HEAD = """\
+# Architectures of transformers-neuronx
+
+Made from `djl_python_neuronx/config/capabilities.py` by `make docs`; edit that file, not this one.
+
+What version 0.13 of the library can do with each `model_type`, compared with Hugging Face's logits on tiny models with
+random weights and an emulated device. What an architecture cannot do is refused or, where only speed and memory change,
+left out with a note: `djl-neuronx check` tells. [options.md](options.md) explains the options.
+"""
+
+_METRICS_HEAD = """\
+# Metrics
+
+Made from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`; edit that table, not this page.
+
+The embedded server gives these on `/metrics`, in Prometheus' text format. Of a histogram there are `_bucket`, `_sum`
+and `_count`; times are in seconds.
+"""
+
+_CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
+    "continuous batching": lambda entry: entry.continuous_batching,
+    "`context_length_estimate`": lambda entry: entry.context_buckets,
+    "several `n_positions`": lambda entry: entry.token_buckets,
+    "degrees that do not divide the heads": lambda entry: entry.pads_heads,
+    "`attention_layout=BSH`": lambda entry: entry.attention_bsh,
+    "`collectives_layout=BSH`": lambda entry: (
+        not {"collectives_layout"} & {*entry.unread, *entry.refused}
+    ),
+    "greedy on the device": lambda entry: entry.on_device_greedy,
+    "`on_device_generation=true`": lambda entry: entry.on_device_sampling,
+    "`quantize`": lambda entry: entry.int8,
+    "`kv_cache_quantize`": lambda entry: (
+        not {"kv_cache_quantize"} & {*entry.unread, *entry.refused}
+    ),
+    "`shard_over_sequence`": lambda entry: "shard_over_sequence" not in entry.unread,
+    "`enable_chunked_prefill`": lambda entry: "enable_chunked_prefill" not in entry.unread,
+    "`speculative_draft_model`": lambda entry: entry.speculation,
+}
+
+_ACCEPTED = "refused unless `allow_known_defects=true`"
+
+
+def architectures_page() -> str:
+    """What docs/architectures.md says."""
+    columns = [*TNX, *TNX_UNREADABLE]
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for title, can in _CAPABILITIES.items():
+        cells = ["yes" if name in TNX and can(TNX[name]) else "–" for name in columns]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    whose: dict[str, list[str]] = {}
+    for name in columns:
+        for note in _notes(name):
+            whose.setdefault(note, []).append(name)
+    notes = "".join(f"- {', '.join(names)}: {note}.\n" for note, names in whose.items())
+    return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes])
+
+
+def metrics_page() -> str:
+    """What docs/metrics.md says."""
+    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
+    for name, metric in METRICS.items():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
+    return "\n".join([_METRICS_HEAD, *lines, ""])
+
+
+def _notes(name: str) -> Iterator[str]:
+    """What the table does not say of an architecture."""
+    if name in TNX_UNREADABLE:
+        yield f"not served; {TNX_UNREADABLE[name]}"
+        return
+    entry = TNX[name]
+    if not entry.continuous_batching:
+        yield "static batches: when a sequence joins, all are encoded anew"
+    for defect, reason in entry.defects.items():
+        names = ", ".join(f"`{option}`" for option in options_of(defect))
+        yield f"{reason} ({names}; {_ACCEPTED})"
+    for trait in TRAITS["tnx"].get(name, ()):
+        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'refused'})"
+    if entry.collectives_follow:
+        yield f"{entry.collectives_follow}: `collectives_layout=BSH` needs `attention_layout=BSH`"
+    yield from (f"`{option}` is refused: {reason}" for option, reason in entry.refused.items())
+
+
+def descriptions() -> Mapping[str, str]:
+    """Option name to the text below its field, on one line."""
+    texts = {
+        name: text
+        for group in ServingOptions.__mro__
+        if issubclass(group, OptionGroup)
+        for name, text in _documented(group)
+    }
+    return {name: texts[name] for name in ServingOptions.model_fields}
+
+
+def options_page() -> str:
+    """The whole of docs/options.md."""
+    texts = descriptions()
+    chapters = "\n".join(
+        f"## {title}\n\n" + "\n".join(_section(name, texts[name]) for name in names)
+        for title, names in SECTIONS.items()
+    )
+    contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
+    translated = {
+        name: ", ".join(
+            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "nothing")
+            for value, meant in entry.values.items()
+            if value in {"true", "false"}
+        )
+        for name, entry in TRANSLATED.items()
+    }
+    others = {**sources.SAGEMAKER, **sources.HUB, **sources.TGI}
+    variables = {variable: f"`{name}`" for variable, name in others.items()}
+    ignored = {name: entry.reason for name, entry in IGNORED.items()}
+    accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
+    tables = (
+        f"{_TRANSLATED_HEAD}\n{_table('name', 'its values', translated)}",
+        f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
+        f"{_IGNORED_HEAD}\n{_table('name', 'why', ignored)}",
+        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values, which ask for nothing', accepted)}",
+    )
+    return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))
+
+
+def example_file() -> str:
+    """The whole of serving.properties.example."""
+    texts = descriptions()
+    blocks = []
+    for title, names in SECTIONS.items():
+        blocks.append(f"# --- {title} ---")
+        for name in names:
+            if name in {"model_dir", "async_mode"}:
+                continue
+            default = _shown(ServingOptions.model_fields[name].default)
+            lines = textwrap.wrap(f"{texts[name]} Allowed: {allowed_values(name)}.", 110)
+            commented = "".join(f"# {line}\n" for line in lines)
+            blocks.append(f"{commented}#option.{name}={default}")
+    return _EXAMPLE_HEAD + "\n" + "\n\n".join(blocks) + "\n"
+
+
+def equivalents(name: str) -> str:
+    """What an option is in each library, in words; empty for an option that is ours alone."""
+    marker = option(name)
+    missing = "left out" if marker.tunes else "refused"
+    return ", ".join(
+        f"{loader} `{marker.to[loader]}`" if loader in marker.to else f"{loader} none ({missing})"
+        for loader in LIBRARIES
+        if marker.to
+    )
+
+
+def _documented(group: type) -> Iterator[tuple[str, str]]:
+    """The fields of one class with the texts below them."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(group)))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    for node, below in pairwise(body):
+        match node, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield name, " ".join(text.split())
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
+    lines = (f"| `{name}` | {text} |\n" for name, text in sorted(rows.items()))
+    return f"| {left} | {right} |\n| --- | --- |\n{''.join(lines)}"
+
+
+def _section(name: str, text: str) -> str:
+    wrapped = "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
+    facts = "".join(f"- {fact}\n" for fact in _facts(name, option(name)))
+    return f"### {name}\n\n{wrapped}\n\n{facts}"
+
+
+def _facts(name: str, marker: Option) -> Iterator[str]:
+    default = _shown(ServingOptions.model_fields[name].default)
+    file = "" if not marker.file or "file" in marker.allowed else ", or a file that holds it"
+    yield f"Values: {allowed_values(name)}{file}."
+    yield f"Default: {f'`{default}`' if default else 'not set'}."
+    if marker.aliases:
+        yield f"Also written {', '.join(f'`{alias}`' for alias in marker.aliases)}."
+    if marker.env:
+        yield f"Stand-in variable: {', '.join(f'`{variable}`' for variable in marker.env)}."
+    if words := equivalents(name):
+        yield f"Library: {words}."
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def main(which: str) -> None:
+    """Write one of the files to standard output."""
+    pages: Mapping[str, Callable[[], str]] = {
+        "options": options_page,
+        "example": example_file,
+        "architectures": architectures_page,
+        "metrics": metrics_page,
+    }
+    sys.stdout.write(pages[which]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
