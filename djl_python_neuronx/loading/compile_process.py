@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.artifacts.store.guard import guarded
+from djl_python_neuronx.artifacts.guard import guarded
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import (
     ArtifactAccessError,

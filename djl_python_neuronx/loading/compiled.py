@@ -12,15 +12,18 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.copies import copy_once
-from djl_python_neuronx.artifacts.store.digest import artifact_digest
-from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
-from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
-from djl_python_neuronx.artifacts.store.place import URL_VARIABLE, CompilePlace, locate
-from djl_python_neuronx.artifacts.store.publish import is_writable
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import is_writable
+from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
+from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
+from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.store import (
+    URL_VARIABLE,
+    CompilePlace,
+    CompileStore,
+    copy_once,
+    locate,
+)
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded

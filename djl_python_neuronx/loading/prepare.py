@@ -11,9 +11,9 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.remote.progress import Progress
-from djl_python_neuronx.artifacts.store.manifest import Role
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config import sources

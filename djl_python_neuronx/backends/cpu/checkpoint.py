@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
-from djl_python_neuronx.artifacts.formats import read_json
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import (
     ArtifactError,

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from djl_python_neuronx.artifacts.store.publish import whole_file
+from djl_python_neuronx.artifacts.atomic import whole_file
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError
 

@@ -18,9 +18,7 @@ from typing import Any
 from botocore import exceptions as boto
 from urllib3.exceptions import HTTPError
 
-from djl_python_neuronx.artifacts.remote.cache import RemoteChangedError
-from djl_python_neuronx.artifacts.remote.partial import PartialFolder, Piece, RemoteFile
-from djl_python_neuronx.artifacts.remote.s3_errors import is_changed
+from djl_python_neuronx.artifacts.cache import PartialFolder, Piece, RemoteChangedError, RemoteFile
 from djl_python_neuronx.errors import ArtifactAccessError
 
 logger = logging.getLogger(__name__)
@@ -56,8 +54,6 @@ class Download:
     prefix: str
     into: PartialFolder
     on_bytes: Callable[[int], None]
-    request: Mapping[str, str]
-    """What every request carries, such as RequestPayer."""
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, pieces: Sequence[Piece]) -> None:
@@ -154,14 +150,23 @@ class Download:
                 Bucket=self.bucket,
                 Key=self.prefix + file.name,
                 IfMatch=file.etag,
-                **self.request,
                 **more,
             )
         except boto.ClientError as error:
-            if is_changed(error):
+            if _is_changed(error):
                 raise RemoteChangedError(file.name) from error
             raise
         if response.get("ETag") != file.etag:  # a server that does not know If-Match
             response["Body"].close()
             raise RemoteChangedError(file.name)
         return response
+
+
+def _is_changed(error: boto.ClientError) -> bool:
+    """True if an object is not, or no longer, the one that was asked for by ETag."""
+    return error.response.get("Error", {}).get("Code") in {
+        "PreconditionFailed",
+        "412",
+        "NoSuchKey",
+        "InvalidRange",
+    }

@@ -9,7 +9,8 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,124 @@ from botocore.session import Session
 from s3transfer.subscribers import BaseSubscriber
 from urllib3.exceptions import HTTPError
 
-from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, listed_files, unfinished
-from djl_python_neuronx.artifacts.remote import cache, s3_crt
-from djl_python_neuronx.artifacts.remote.partial import PartialFolder, Piece, RemoteFile
-from djl_python_neuronx.artifacts.remote.progress import Progress, ProgressMeter
-from djl_python_neuronx.artifacts.remote.s3_errors import translated
-from djl_python_neuronx.artifacts.remote.s3_pieces import NUM_THREADS, Download
-from djl_python_neuronx.artifacts.remote.selection import SERVING, Selection
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.artifacts import cache, s3
+from djl_python_neuronx.artifacts.cache import (
+    PartialFolder,
+    Piece,
+    Progress,
+    ProgressMeter,
+    RemoteFile,
+)
+from djl_python_neuronx.artifacts.folder import SERVING, Selection, some
+from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
+from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+
+_REFUSED = (
+    "S3 refuses access ({code}). Allow this role or user s3:ListBucket on the bucket and {action} in the "
+    "folder (and kms:Decrypt for the key of encrypted objects)"
+)
+_CREDENTIALS = (
+    "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
+    "machine's role"
+)
+_REGION = (
+    "the bucket lies in another region{region} ({code}). Set AWS_REGION to the bucket's region"
+)
+_BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; what is loaded is kept"
+_NOT_FOUND = "there is no such object ({code}). Correct the URI"
+
+# Source: Amazon S3 API reference, "Error responses"; the numbers are what HEAD, which has no body, leaves of them.
+_CODES = {
+    "NoSuchBucket": "there is no such bucket ({code}). Correct the bucket's name, or AWS_ENDPOINT_URL",
+    "NoSuchKey": _NOT_FOUND,
+    "404": _NOT_FOUND,
+    "AccessDenied": _REFUSED,
+    "AllAccessDisabled": _REFUSED,
+    "403": _REFUSED,
+    "InvalidAccessKeyId": _CREDENTIALS,
+    "SignatureDoesNotMatch": _CREDENTIALS,
+    "ExpiredToken": _CREDENTIALS,
+    "InvalidToken": _CREDENTIALS,
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "301": _REGION,
+    "400": _REGION,
+    "RequestTimeTooSkewed": "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP",
+    "InvalidObjectState": "an object lies in an archive class ({code}). Restore it to a class that can be read at once",
+    "SlowDown": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "InternalError": _BUSY,
+    "RequestTimeout": _BUSY,
+    "500": _BUSY,
+    "503": _BUSY,
+}
+_MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
+
+
+@contextmanager
+def translated(uri: str, *, action: str = "s3:GetObject") -> Iterator[None]:
+    """Errors of AWS's libraries inside become ours, with the URI and what to do.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket or object.
+        ArtifactAccessError: everything else.
+    """
+    try:
+        yield
+    except boto.ClientError as error:
+        raise _answer(uri, error.response, action) from error
+    except boto.BotoCoreError as error:
+        msg = f"{uri}: {_trouble(error)}."
+        raise ArtifactAccessError(msg) from None
+    except ValueError as error:
+        # Source: botocore 1.34 to 1.44, endpoint.py and utils.py: malformed endpoints are plain ValueErrors.
+        msg = f"{uri}: {_named(error)}. Expected a URL such as https://host:port; correct AWS_ENDPOINT_URL."
+        raise ArtifactAccessError(msg) from None
+
+
+def _answer(uri: str, response: dict[str, Any], action: str) -> ArtifactError:
+    code = str(response.get("Error", {}).get("Code", "no code"))
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    home = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
+    text = _CODES.get(
+        code, "S3 answers {code}: {said}. See the bucket's settings and this message's cause"
+    )
+    said = str(response.get("Error", {}).get("Message", "")).strip().rstrip(".")[:300]
+    text = text.format(code=code, action=action, said=said, region=f", {home}" if home else "")
+    kind = ArtifactNotFoundError if code in _MISSING else ArtifactAccessError
+    return kind(f"{uri}: {text}.")
+
+
+def _trouble(error: boto.BotoCoreError) -> str:
+    said = _named(error)
+    match error:
+        case boto.NoCredentialsError() | boto.PartialCredentialsError():
+            return (
+                f"no AWS credentials ({said}). Give this machine a role, or set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            )
+        case boto.ProfileNotFound():
+            return f"{said}. Correct AWS_PROFILE, or add the profile to ~/.aws/config"
+        case boto.CredentialRetrievalError() | boto.TokenRetrievalError() | boto.SSOError():
+            return f"the AWS credentials cannot be had: {said}. Sign in again, or give this machine a role"
+        case boto.ParamValidationError():
+            return f"{said}. Expected s3://bucket/folder; correct the URI"
+        case boto.SSLError():
+            return (
+                f"no trusted connection: {said}. Set AWS_CA_BUNDLE to your authority's certificate"
+            )
+        case boto.ConnectionError() | boto.HTTPClientError():
+            return f"S3 cannot be reached: {said}. Check network, region and AWS_ENDPOINT_URL; what is loaded is kept"
+        case _:
+            return f"{said}. Check the AWS settings (region, profile, endpoint)"
+
+
+def _named(error: Exception) -> str:
+    """The class alone: the text of AWS's libraries may quote settings and headers, and those hold keys."""
+    return type(error).__name__
+
 
 _MAX_READ_BYTES = 64 * 2**20
 _READ_ATTEMPTS = 4
@@ -48,10 +159,8 @@ class Settings:
 
     environ: Mapping[str, str] = field(default_factory=dict)
     """`AWS_*` variables that win over those of the process; the rest (`~/.aws`, the machine's role) botocore finds."""
-    requester_pays: bool = False
     read_timeout_s: float = 30.0
     """Silence after which a request is made again."""
-    client: s3_crt.Client = "auto"
 
 
 DEFAULTS = Settings()
@@ -65,18 +174,15 @@ class S3Folder:
     ) -> None:
         self.bucket, self.prefix = parse(uri)
         self.uri = f"s3://{self.bucket}/{self.prefix}"
-        self._settings, self._selection = settings, selection
+        self._selection = selection
         with translated(self.uri):
-            self.session, self.client = _connect(settings)
+            self.client = _connect(settings)
         endpoint: str = self.client.meta.endpoint_url
         self.identity: Sequence[str] = (
             "s3",
             endpoint,
             selection.name,
             f"{self.bucket}/{self.prefix}".rstrip("/"),
-        )
-        self.request: dict[str, str] = (
-            {"RequestPayer": "requester"} if settings.requester_pays else {}
         )
 
     def list(self) -> Sequence[RemoteFile]:
@@ -89,7 +195,7 @@ class S3Folder:
         """
         with translated(self.uri, action="s3:GetObject"):
             pages = self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self.prefix, **self.request
+                Bucket=self.bucket, Prefix=self.prefix
             )
             listed = [item for page in pages for item in page.get("Contents", ())]
         files = {
@@ -111,14 +217,7 @@ class S3Folder:
     ) -> None:
         """See `Remote`."""
         with translated(self.uri):
-            native, others = s3_crt.split(self._settings.client, pieces)
-            if native:
-                s3_crt.download(
-                    self.session, self.client, self.bucket, self.prefix, native, into, on_bytes, self.request
-                )  # fmt: skip
-            Download(self.client, self.bucket, self.prefix, into, on_bytes, self.request).run(
-                others
-            )
+            Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
 
 
 def fetch(
@@ -155,9 +254,7 @@ def _content(folder: S3Folder, name: str) -> bytes | None:
     """A small object, read again where its body breaks off, which botocore does not retry; None: it is not small."""
     for attempt in itertools.count(1):
         try:
-            response = folder.client.get_object(
-                Bucket=folder.bucket, Key=folder.prefix + name, **folder.request
-            )
+            response = folder.client.get_object(Bucket=folder.bucket, Key=folder.prefix + name)
             with contextlib.closing(response["Body"]) as body:
                 small = response["ContentLength"] <= _MAX_READ_BYTES
                 return bytes(body.read()) if small else None
@@ -182,9 +279,11 @@ def upload(
     files = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
-    manifest = files.pop(MANIFEST, None)
+    manifest = files.pop(FILE_NAME, None)
     if manifest is None:
-        msg = f"{folder} has no {MANIFEST}; expected a finished folder. Make it again, then upload."
+        msg = (
+            f"{folder} has no {FILE_NAME}; expected a finished folder. Make it again, then upload."
+        )
         raise ArtifactNotFoundError(msg)
     remote = S3Folder(uri, settings=settings)
     check_names(files, str(folder))
@@ -197,25 +296,22 @@ def upload(
         marker = json.dumps(unfinished(earlier | files.keys()))
         remote.client.put_object(
             Bucket=remote.bucket,
-            Key=remote.prefix + MANIFEST,
+            Key=remote.prefix + FILE_NAME,
             Body=marker.encode(),
-            **remote.request,
         )
         for name in sorted(earlier - files.keys()):
-            remote.client.delete_object(
-                Bucket=remote.bucket, Key=remote.prefix + name, **remote.request
-            )
+            remote.client.delete_object(Bucket=remote.bucket, Key=remote.prefix + name)
         _send(remote, files, meter)
-        _send(remote, {MANIFEST: manifest}, meter)
+        _send(remote, {FILE_NAME: manifest}, meter)
 
 
 def listed(remote: S3Folder) -> set[str]:
     """The files of the upload that is there, finished or not; none if what is there is not of our making."""
     try:
-        content = _content(remote, MANIFEST)
+        content = _content(remote, FILE_NAME)
     except remote.client.exceptions.NoSuchKey:
         return set()
-    return set() if content is None else listed_files(content) - {MANIFEST}
+    return set() if content is None else listed_files(content) - {FILE_NAME}
 
 
 def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
@@ -226,9 +322,7 @@ def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> 
     config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)
     with create_transfer_manager(remote.client, config) as manager:
         futures = [
-            manager.upload(
-                str(path), remote.bucket, remote.prefix + name, dict(remote.request), [Counter()]
-            )
+            manager.upload(str(path), remote.bucket, remote.prefix + name, subscribers=[Counter()])
             for name, path in files.items()
         ]
         for future in futures:
@@ -287,8 +381,8 @@ def _is_marker(key: str, size: int) -> bool:
     return size == 0 and key.endswith(("/", "_$folder$"))
 
 
-def _connect(settings: Settings) -> tuple[Any, Any]:
-    """A session and a client of S3. Clients may be used by any thread."""
+def _connect(settings: Settings) -> Any:  # noqa: ANN401  (botocore has no types)
+    """A client of S3. Clients may be used by any thread."""
     env = {name: value for name, value in settings.environ.items() if value}
     session = Session(profile=env.get("AWS_PROFILE"))
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
@@ -307,10 +401,51 @@ def _connect(settings: Settings) -> tuple[Any, Any]:
             "total_max_attempts": int(attempts or _ATTEMPTS),
         },
     )
-    client = session.create_client(
+    return session.create_client(
         "s3",
         region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
         endpoint_url=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
         config=config,
     )
-    return session, client
+
+
+_NUM_LISTED = 20
+
+
+def check_apart(uri: str, source: str) -> None:
+    """Refuse an output `uri` and a `source` of which one lies in the other.
+
+    Raises:
+        ArtifactError: they do.
+    """
+    (bucket, key), (source_bucket, source_key) = s3.parse(uri), s3.parse(source)
+    if bucket == source_bucket and (key.startswith(source_key) or source_key.startswith(key)):
+        msg = (
+            f"the output {uri} and the model {source} lie in each other; expected two separate folders. "
+            "Name another output."
+        )
+        raise ArtifactError(msg)
+
+
+def check_free(uri: str, settings: s3.Settings) -> None:
+    """Refuse a folder that holds something else than an output of ours, finished or not.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket.
+        ArtifactAccessError: S3 cannot be reached or refuses.
+        ArtifactError: it does.
+    """
+    folder = s3.S3Folder(uri, settings=settings)
+    with translated(folder.uri):
+        page = folder.client.list_objects_v2(
+            Bucket=folder.bucket, Prefix=folder.prefix, MaxKeys=_NUM_LISTED
+        )
+    found = [item["Key"][len(folder.prefix) :] for item in page.get("Contents", ())]
+    names = [name for name in found if name]
+    if not names or s3.listed(folder):
+        return
+    msg = (
+        f"the output {folder.uri} holds what is not an output of this package ({some(names)}); expected an empty "
+        "folder. Name another, or allow to overwrite it."
+    )
+    raise ArtifactError(msg)

@@ -10,14 +10,18 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
-from djl_python_neuronx.artifacts.store.manifest import Manifest, Role
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.manifest import (
+    CompileFacts,
+    Manifest,
+    Role,
+    check_facts,
+    is_unfinished,
+)
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.remote.s3 import Settings
+    from djl_python_neuronx.artifacts.s3 import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,8 @@ class S3Transport:
     """`Transport` for `s3://`, over the download cache in `cache_root`. Needs the extra `s3`."""
 
     def __init__(self, cache_root: Path, settings: Settings | None = None) -> None:
-        from djl_python_neuronx.artifacts.remote import s3, selection
+        from djl_python_neuronx.artifacts import folder as selection
+        from djl_python_neuronx.artifacts import s3
 
         self._s3, self._everything = s3, selection.EVERYTHING
         self._root, self._settings = cache_root, settings or s3.DEFAULTS

@@ -13,19 +13,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
+import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from djl_python_neuronx.artifacts.remote.locks import held
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts, differences
-from djl_python_neuronx.artifacts.store.manifest import Manifest, Role
-from djl_python_neuronx.artifacts.store.mirror import Mirror
-from djl_python_neuronx.artifacts.store.publish import (
+from filelock import FileLock, Timeout
+
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import (
+    held,
     is_writable,
     remove_partial_files,
     replace_folder,
@@ -33,10 +37,181 @@ from djl_python_neuronx.artifacts.store.publish import (
     storing,
     sync_tree,
 )
-from djl_python_neuronx.artifacts.store.workspace import empty_folder, remove_stale, take_folder
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.artifacts.manifest import (
+    FILE_NAME,
+    CompileFacts,
+    Manifest,
+    Role,
+    check_facts,
+    differences,
+)
+from djl_python_neuronx.artifacts.mirror import Mirror
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    IncompatibleOptionsError,
+    InvalidOptionError,
+)
 
 logger = logging.getLogger(__name__)
+
+URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
+_FLAGS_VARIABLE = "NEURON_CC_FLAGS"
+_CACHE_DIR_FLAG = re.compile(r"--cache_dir[= ](\S+)")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CompilePlace:
+    """What `locate` found."""
+
+    store: str
+    """Where the `CompileStore` lies: a folder, or `s3://…`."""
+    neff_cache: str
+    """The compiler's own cache of single graphs, which the store lies in. Whoever starts a compile sets
+    `NEURON_COMPILE_CACHE_URL` to it, so that a killed compile resumes at the next graph."""
+    origin: str
+    """Who named it."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True for `s3://…`."""
+        return self.store.startswith("s3://")
+
+
+def locate(
+    option: str | None, origin: str, environ: Mapping[str, str], default: Path
+) -> CompilePlace:
+    """The place that `option` (from `origin`) or the environment names, else `default`; nothing is looked at or made.
+
+    The variables are `NEURON_COMPILE_CACHE_URL` and `--cache_dir` in `NEURON_CC_FLAGS`, which the compiler's cache
+    prefers (source: libneuronxla, as Ray's TorchXLAConfig calls it). The caller passes `config.sources.environment()`.
+
+    Raises:
+        IncompatibleOptionsError: two of them name different places: half of the graphs would be compiled twice.
+        InvalidOptionError: it is neither a folder nor `s3://`.
+    """
+    flag = _CACHE_DIR_FLAG.search(environ.get(_FLAGS_VARIABLE, ""))
+    named = [
+        (who, _place(value.strip(), who))
+        for who, value in (
+            (origin, option or ""),
+            (f"environment {URL_VARIABLE}", environ.get(URL_VARIABLE, "")),
+            (f"--cache_dir in environment {_FLAGS_VARIABLE}", flag[1] if flag else ""),
+        )
+        if value.strip()
+    ]
+    if len({place for _, place in named}) > 1:
+        listed = " and ".join(f"{place} ({who})" for who, place in named)
+        msg = f"compiled files are to be kept in different places: {listed}; expected one. Keep one of the settings"
+        raise IncompatibleOptionsError(msg)
+    who, place = named[0] if named else ("default", str(default))
+    return CompilePlace(f"{place}/djl-neuronx", place, who)
+
+
+def _place(value: str, who: str) -> str:
+    match = _SCHEME.fullmatch(value)
+    scheme, rest = match.groups() if match else ("file", value)
+    if scheme == "s3" and rest.strip("/"):
+        return f"s3://{rest.rstrip('/')}"
+    if scheme == "file" and Path(rest).is_absolute():
+        return str(Path(rest))
+    name, expected = "compile cache", "an absolute folder, or s3://bucket/prefix"
+    raise InvalidOptionError(name, value, who, expected)
+
+
+STALE_S = 7 * 24 * 3600.0
+"""Work that nobody took up for so long is removed."""
+
+
+def take_folder(root: Path, key: str) -> Path:
+    """A folder for work on `key` with what an earlier try left, or an empty one; for who holds the key's lock.
+
+    Its path is a new one each time, so that a process which outlived the earlier try cannot write into it.
+    """
+    folder = root / f"{key}.{uuid.uuid4().hex[:12]}"
+    earlier = sorted(root.glob(f"{key}.*"), key=_newest_s)
+    for other in earlier[:-1]:
+        shutil.rmtree(other, ignore_errors=True)
+    if not earlier:
+        folder.mkdir(parents=True)
+        return folder
+    earlier[-1].rename(folder)
+    remove_partial_files(folder)
+    # Killed between this last file and the rename that publishes the folder: proved again, as all the rest.
+    (folder / FILE_NAME).unlink(missing_ok=True)
+    logger.info("work_resumed folder=%s", folder)
+    return folder
+
+
+def empty_folder(root: Path, key: str) -> Path:
+    """As `take_folder`, for work that cannot be resumed."""
+    for other in root.glob(f"{key}.*"):
+        shutil.rmtree(other, ignore_errors=True)
+    return take_folder(root, key)
+
+
+def remove_stale(root: Path, locks: Path, *, stale_s: float = STALE_S) -> None:
+    """Remove the work of keys that nobody holds the lock of, and that nothing was written to for `stale_s`."""
+    oldest_s = time.time() - stale_s
+    for folder in root.glob("*.*"):
+        if _newest_s(folder) >= oldest_s:
+            continue
+        try:
+            with FileLock(locks / folder.name.partition(".")[0].removesuffix("-pull"), timeout=0):
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.info("work_removed folder=%s", folder)
+        except Timeout:
+            continue
+
+
+def _newest_s(folder: Path) -> float:
+    """When something in a folder was written last, in seconds since 1970; 0 if it has just gone."""
+    newest_s = 0.0
+    with suppress(FileNotFoundError):
+        for path in (folder, *folder.rglob("*")):
+            newest_s = max(newest_s, path.lstat().st_mtime)
+    return newest_s
+
+
+def copy_once(source: Path, root: Path) -> Path:
+    """A copy of the folder `source` below `root`, to be written to; the same one for every process, until it changes.
+
+    For a compiler's cache on a read-only disk. The copy is named
+    after the source's path and the names and sizes of its files. It appears whole; what was written into it stays.
+
+    Raises:
+        ArtifactAccessError: the source cannot be read, there is no room, or `root` cannot be written.
+    """
+    with storing(f"a writable copy of {source}", root):
+        place = root / f"{source.name}-{_listing(source)}"
+        if place.is_dir():
+            return place
+        (root / ".locks").mkdir(parents=True, exist_ok=True)
+        with held(root / ".locks" / place.name, what=f"copy of {source}"):
+            if place.is_dir():
+                return place
+            partial = root / ".partial" / place.name
+            shutil.rmtree(partial, ignore_errors=True)  # of a killed process, as the lock is ours
+            partial.parent.mkdir(exist_ok=True)
+            # Content only: the modes of a read-only source are what this is to get rid of.
+            shutil.copytree(source, partial, copy_function=shutil.copyfile)
+            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+                folder.chmod(0o755)
+            replace_folder(partial, place, root / ".trash" / uuid.uuid4().hex)
+    logger.info("copied_for_writing source=%s into=%s", source, place)
+    return place
+
+
+def _listing(source: Path) -> str:
+    digest = hashlib.sha256(str(source.resolve()).encode("utf-8", "surrogateescape"))
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(source).as_posix()
+            digest.update(f"\0{name}\0{path.stat().st_size}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]
+
 
 OnMismatch = Literal["error", "recompile"]
 _ROLES: tuple[Role, ...] = get_args(Role)

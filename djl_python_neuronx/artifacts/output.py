@@ -16,23 +16,16 @@ from typing import Literal
 
 import javaproperties
 
-from djl_python_neuronx.artifacts.layouts.folder import Folder, read_json, some
-from djl_python_neuronx.artifacts.layouts.own_output import (
-    WEIGHT_SUFFIXES,
-    is_unfinished,
-    unfinished,
-)
-from djl_python_neuronx.artifacts.remote.selection import SERVING
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.facts import CompileFacts
-from djl_python_neuronx.artifacts.store.manifest import Manifest
-from djl_python_neuronx.artifacts.store.publish import (
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import (
     remove,
     replace_folder,
     storing,
     sync_tree,
     whole_file,
 )
+from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, read_json, some
+from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
 from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError

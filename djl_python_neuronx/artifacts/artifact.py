@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.artifacts.layouts.folder import Folder
-from djl_python_neuronx.artifacts.layouts.weights import Weights, WeightsKind
+from djl_python_neuronx.artifacts.folder import Folder
+from djl_python_neuronx.artifacts.weights import Weights, WeightsKind
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
 logger = logging.getLogger(__name__)
