@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from djl_python_neuronx.backends.base import Decode, HostLogits, ModelSpec, Step
+from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.outlets import Inbox
@@ -87,10 +87,11 @@ class RingBackend:
     def run(self, step: Step) -> HostLogits:
         """See `Backend`; full decodes are timed."""
         entered_ns = time.perf_counter_ns()
-        full = isinstance(step, Decode) and len(step.rows.slots) == self.spec.num_slots
+        [(kind, part)] = step.parts
+        rows = len(part.slots)
+        full = kind == "decode" and rows == self.spec.num_slots
         if self._left_ns is not None and full:
             self.gaps_ns.append(entered_ns - self._left_ns)
-        rows = len(step.rows.slots)  # type: ignore[union-attr]
         values = self.ring[next(self._turn)][:rows, None]
         time.sleep(self._device_s)
         self._left_ns = time.perf_counter_ns() if full else None

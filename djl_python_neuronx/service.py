@@ -136,7 +136,7 @@ class Service:
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
         compiled, draft = graphs(prepared), prepared.draft
         compiled_draft = None if draft is None else graphs(draft)
-        backend = backends.load(prepared.loader, compiled.plan, compiled.folder)
+        backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
         try:
             proposer = _proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
@@ -226,7 +226,7 @@ def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Compiled | None) ->
         return None
     if draft is None or compiled is None:
         return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    backend = backends.load(draft.loader, compiled.plan, compiled.folder)
+    backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (

@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from djl_python_neuronx.backends.base import (
-    Backend,
-    Decode,
-    Float32Array,
-    HostLogits,
-    Prefill,
-    Rows,
-    Step,
-    Want,
-)
+from djl_python_neuronx.backends.base import Backend, Float32Array, HostLogits, Rows, Step, Want
 
 TIE = 1e-4
 """Logits nearer than this may be ranked either way by correct implementations."""
@@ -87,7 +78,7 @@ class Driver:
         for i in range(0, len(slots), size):
             batch = {slot: prompts[slot] for slot in slots[i : i + size]}
             for slot, row in zip(
-                batch, logits_of(self.backend, Prefill(make_rows(batch))), strict=True
+                batch, logits_of(self.backend, Step(prefill=make_rows(batch))), strict=True
             ):
                 self.live[slot] = Text(list(prompts[slot]))
                 self.live[slot].add(row[0])
@@ -99,11 +90,15 @@ class Driver:
             for slot, row in zip(sorted(self.live), values, strict=True):
                 self.live[slot].add(row[0])
 
-    def next(self) -> Decode:
-        """The decode of every live slot."""
+    def next(self) -> Step:
+        """The next decode of every live slot."""
+        return Step(decode=self.next_rows())
+
+    def next_rows(self) -> Rows:
+        """Rows of the next decode, one for every live slot."""
         texts = dict(sorted(self.live.items()))
         starts = {slot: len(text.prompt) + len(text.tokens) - 1 for slot, text in texts.items()}
-        return Decode(make_rows({slot: text.tokens[-1:] for slot, text in texts.items()}, starts))
+        return make_rows({slot: text.tokens[-1:] for slot, text in texts.items()}, starts)
 
     def leave(self, slot: int) -> Text:
         """Release a slot; returns what it has generated."""

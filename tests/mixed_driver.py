@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from djl_python_neuronx.backends.base import Backend, Mixed, Prefill, Step, Want
+from djl_python_neuronx.backends.base import Backend, Step, Want
 from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows
 
 NUM_SEQUENCES = 16
@@ -47,9 +47,7 @@ class MixedDriver(Driver):
             if done + size >= len(prompt):
                 ended.append(slot)
         prefill = make_rows(new, starts, Want.LOGITS if ended else Want.NOTHING)
-        step: Step = Prefill(prefill)
-        if self.live:
-            step = Mixed(prefill, self.next().rows) if chunks else self.next()
+        step = Step(prefill if chunks else None, self.next_rows() if self.live else None)
         values = logits_of(self.backend, step)
         rows = [*chunks, *sorted(self.live)]
         if not values.shape[1]:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.backends.base import Backend, Decode, HostLogits, Mixed, Prefill, Step, Want
+from djl_python_neuronx.backends.base import Backend, HostLogits, Step, Want
 from djl_python_neuronx.errors import BackendError, StepError
 from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
@@ -54,7 +54,7 @@ def load_cpu(directory: Path, *, mixed_steps: bool = False) -> Backend:
         num_threads=1,
         mixed_steps=mixed_steps,
     )
-    return backends.load("cpu", plan)
+    return backends.get("cpu").load(plan)
 
 
 def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None = None) -> Backend:
@@ -66,7 +66,7 @@ def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None
     poison(directory / "model.safetensors", POISON)
     shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
     plan = tnx_plan(directory, *shapes, continuous=continuous, block_size=block_size)
-    return backends.load("tnx", plan)
+    return backends.get("tnx").load(plan)
 
 
 LOADERS: dict[str, Callable[[Path], Backend]] = {
@@ -213,7 +213,8 @@ def test_a_slot_recovers_from_what_is_not_a_number(driver: Driver, at: int) -> N
 
 def test_logits_belong_to_the_caller(driver: Driver) -> None:
     driver.join({0: prompt_of(5), 2: prompt_of(6)})
-    first = logits_of(driver.backend, step := driver.next())
+    rows = driver.next_rows()
+    first = logits_of(driver.backend, Step(decode=rows))
     assert first.dtype == np.float32
     assert first.shape == (2, 1, driver.backend.spec.vocab_size)
     assert first.flags.c_contiguous
@@ -223,7 +224,7 @@ def test_logits_belong_to_the_caller(driver: Driver) -> None:
     for text, row in zip(driver.live.values(), first, strict=True):
         text.add(row[0])
     # The engine reuses the arrays of its rows: whatever it writes there must change nothing.
-    for array in (step.rows.input_ids, step.rows.starts, step.rows.lens, step.rows.slots):
+    for array in (rows.input_ids, rows.starts, rows.lens, rows.slots):
         array.fill(1)
     driver.decode()
     np.testing.assert_array_equal(first, kept)
@@ -236,23 +237,25 @@ def test_logits_belong_to_the_caller(driver: Driver) -> None:
 
 # Slots 0 and 2 hold 6 and 7 tokens, slot 3 is acquired and empty.
 REFUSED: dict[str, Step] = {
-    "more rows than slots": Prefill(make_rows({slot: [5] for slot in range(NUM_SLOTS + 1)})),
-    "no rows": Prefill(make_rows({})),
-    "slots that descend": Decode(make_rows({2: [5], 0: [5]}, {0: 6, 2: 7})),
-    "a slot that does not exist": Prefill(make_rows({NUM_SLOTS: [5]})),
-    "a negative slot": Prefill(make_rows({-1: [5]})),
-    "a prompt beyond the largest bucket": Prefill(make_rows({3: prompt_of(21)})),
-    "an empty prompt": Prefill(make_rows({3: []})),
-    "a position beyond the slot": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: MAX_LEN})),
-    "a decode of an empty slot": Decode(make_rows({3: [5]}, {3: 0})),
-    "a decode beyond what is cached": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: 8})),
-    "a chunk beyond what is cached": Prefill(make_rows({3: [5]}, {3: 1})),
-    "an output that it cannot give": Decode(make_rows({0: [5], 2: [5]}, {0: 6, 2: 7}, Want.TOKENS)),
+    "more rows than slots": Step(prefill=make_rows({slot: [5] for slot in range(NUM_SLOTS + 1)})),
+    "no rows": Step(prefill=make_rows({})),
+    "slots that descend": Step(decode=make_rows({2: [5], 0: [5]}, {0: 6, 2: 7})),
+    "a slot that does not exist": Step(prefill=make_rows({NUM_SLOTS: [5]})),
+    "a negative slot": Step(prefill=make_rows({-1: [5]})),
+    "a prompt beyond the largest bucket": Step(prefill=make_rows({3: prompt_of(21)})),
+    "an empty prompt": Step(prefill=make_rows({3: []})),
+    "a position beyond the slot": Step(decode=make_rows({0: [5], 2: [5]}, {0: 6, 2: MAX_LEN})),
+    "a decode of an empty slot": Step(decode=make_rows({3: [5]}, {3: 0})),
+    "a decode beyond what is cached": Step(decode=make_rows({0: [5], 2: [5]}, {0: 6, 2: 8})),
+    "a chunk beyond what is cached": Step(prefill=make_rows({3: [5]}, {3: 1})),
+    "an output that it cannot give": Step(
+        decode=make_rows({0: [5], 2: [5]}, {0: 6, 2: 7}, Want.TOKENS)
+    ),
     # Without mixed steps any, with them this one.
-    "a mixed step with a slot twice": Mixed(
+    "a mixed step with a slot twice": Step(
         make_rows({0: [5]}, {0: 6}), make_rows({0: [5], 2: [5]}, {0: 6, 2: 7})
     ),
-    "a mixed step whose decode is refused": Mixed(make_rows({0: [5]}), make_rows({2: [5]}, {2: 8})),
+    "a mixed step whose decode is refused": Step(make_rows({0: [5]}), make_rows({2: [5]}, {2: 8})),
 }
 
 
@@ -292,9 +295,9 @@ def test_nothing_wanted_is_nothing_returned(driver: Driver) -> None:
     driver.backend.acquire(1, prompt, 0)
     for start, end in ((0, 7), (7, 8)):
         rows = make_rows({1: prompt[start:end]}, {1: start}, Want.NOTHING)
-        values = logits_of(driver.backend, Prefill(rows))
+        values = logits_of(driver.backend, Step(prefill=rows))
         assert values.shape == (1, 0, driver.backend.spec.vocab_size)
-    last = logits_of(driver.backend, Prefill(make_rows({1: prompt[8:]}, {1: 8})))
+    last = logits_of(driver.backend, Step(prefill=make_rows({1: prompt[8:]}, {1: 8})))
     driver.live[1] = Text(prompt)
     driver.live[1].add(last[0, 0])
     for _ in range(4):
@@ -309,13 +312,13 @@ def test_a_chunk_can_be_written_again(driver: Driver) -> None:
     prompt = prompt_of(20)
     wanted = driver.alone(prompt, 5)
     driver.backend.acquire(1, prompt, 0)
-    driver.backend.run(Prefill(make_rows({1: prompt_of(20, seed=1)})))
+    driver.backend.run(Step(prefill=make_rows({1: prompt_of(20, seed=1)})))
     for start, end in ((18, 20), (0, 7), (5, 12)):
         rows = make_rows({1: prompt[start:end]}, {1: start}, Want.NOTHING)
-        driver.backend.run(Prefill(rows))
+        driver.backend.run(Step(prefill=rows))
     with pytest.raises(StepError):
-        driver.backend.run(Prefill(make_rows({1: prompt[13:]}, {1: 13})))
-    last = logits_of(driver.backend, Prefill(make_rows({1: prompt[12:]}, {1: 12})))
+        driver.backend.run(Step(prefill=make_rows({1: prompt[13:]}, {1: 13})))
+    last = logits_of(driver.backend, Step(prefill=make_rows({1: prompt[12:]}, {1: 12})))
     driver.live[1] = Text(prompt)
     driver.live[1].add(last[0, 0])
     for _ in range(4):
@@ -329,7 +332,7 @@ def test_closed_is_closed(load: Callable[[], Backend]) -> None:
     backend.close()
     backend.close()
     with pytest.raises(BackendError) as caught:
-        backend.run(Prefill(make_rows({0: [5]})))
+        backend.run(Step(prefill=make_rows({0: [5]})))
     assert caught.value.fatal
 
 
@@ -372,7 +375,7 @@ def test_toy_fails_and_dies_as_told() -> None:
     backend.acquire(0, [5], 0)
     for message in ("told to die", "closed or dead"):
         with pytest.raises(StepError, match=message):
-            backend.run(Prefill(make_rows({0: [5]})))
+            backend.run(Step(prefill=make_rows({0: [5]})))
 
 
 def test_toy_hangs_until_it_is_let_go() -> None:
@@ -381,7 +384,7 @@ def test_toy_hangs_until_it_is_let_go() -> None:
     backend.acquire(0, [5], 0)
     answers: list[object] = []
     thread = threading.Thread(
-        target=lambda: answers.append(backend.run(Prefill(make_rows({0: [5]}))))
+        target=lambda: answers.append(backend.run(Step(prefill=make_rows({0: [5]}))))
     )
     thread.start()
     assert backend.hanging.wait(60)

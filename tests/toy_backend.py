@@ -18,13 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from djl_python_neuronx.backends.base import (
-    Decode,
     DeviceTokens,
     Float32Array,
     HostLogits,
-    Mixed,
     ModelSpec,
-    Prefill,
+    PartKind,
     Rows,
     Step,
     StepOutput,
@@ -53,8 +51,7 @@ UInt64Array = npt.NDArray[np.uint64]
 class StepRecord:
     """What one `run` was asked."""
 
-    kind: str
-    """prefill or decode"""
+    kind: PartKind
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     lens: tuple[int, ...]
@@ -159,12 +156,12 @@ class ToyBackend:
     def _run(self, step: Step) -> StepOutput:
         number, self.num_steps = self.num_steps, self.num_steps + 1
         self._check_alive()
-        if isinstance(step, Mixed):
-            self._require(self.spec.mixed_steps, "a mixed step was given to a model without them")
-            parts: list[Prefill | Decode] = [Prefill(step.prefill), Decode(step.decode)]
-        else:
-            parts = [step]
-        records = [self._check(part) for part in parts]
+        self._require(
+            self.spec.mixed_steps or step.kind != "mixed",
+            "a mixed step was given to a model without them",
+        )
+        self._require(len(step.parts) > 0, "a step has neither a prefill nor a decode")
+        records = [self._check(kind, rows) for kind, rows in step.parts]
         if self.spec.mixed_steps:
             self._check_budget(records)
         self.steps += records
@@ -173,18 +170,17 @@ class ToyBackend:
         error = self.fail_at.get(number)
         if error is not None:
             self._fail(error, [slot for record in records for slot in record.slots])
-        if isinstance(step, Decode) and not self.spec.mixed_steps:
+        if step.kind == "decode" and not self.spec.mixed_steps:
             self._spoil_left_out(records[0].slots)
-        if isinstance(step, Mixed):
-            return self._join(self._compute(step.prefill), self._compute(step.decode))
-        output = self._compute(step.rows)
-        if self.spec.joins == "reencode" and isinstance(step, Prefill):
-            others = self._live.difference(records[0].slots)
-            output.num_reencoded = sum(self._filled[slot] for slot in others)
+        output, *others = [self._compute(rows) for _, rows in step.parts]
+        if others:
+            return self._join(output, *others)
+        if self.spec.joins == "reencode" and step.kind == "prefill":
+            idle = self._live.difference(records[0].slots)
+            output.num_reencoded = sum(self._filled[slot] for slot in idle)
         return output
 
-    def _check(self, part: Prefill | Decode) -> StepRecord:
-        rows, kind = part.rows, "prefill" if isinstance(part, Prefill) else "decode"
+    def _check(self, kind: PartKind, rows: Rows) -> StepRecord:
         self._check_rows(rows)
         bucket = self._check_prefill(rows) if kind == "prefill" else self._check_decode(rows)
         slots, starts, lens = (

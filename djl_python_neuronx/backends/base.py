@@ -98,41 +98,46 @@ class Rows:
     """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy is (1, 1.0, 1.0)."""
 
 
-@dataclass
-class Prefill:
-    """Fresh prompts (or their next chunks). Slots that decode elsewhere stay untouched.
-
-    With `mixed_steps` a chunk may start before the end of what is cached: that is written again from there on, and what
-    lay behind is no more. The warm-up does so.
-    """
-
-    rows: Rows
+PartKind = Literal["prefill", "decode"]
+StepKind = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass
-class Decode:
-    """One token for every live slot: a slot left out may be overwritten by the device.
+class Step:
+    """One device call: prompts, decodes, or both; at least one of them.
 
-    To verify drafts, rows have `ModelSpec.max_drafts` + 1 columns: the newest token, then drafts. What is cached of
-    drafts that turn out wrong is written again by the next step, whose `starts` say so.
+    Both only where `ModelSpec.mixed_steps`: all valid tokens together are then at most `prefill_buckets[-1]`, and no
+    slot is in both.
     """
 
-    rows: Rows
+    prefill: Rows | None = None
+    """Fresh prompts or their next chunks. Slots that decode elsewhere stay untouched.
 
+    With `mixed_steps` a chunk may start before the end of what is cached: it overwrites the cache from its start on,
+    and what lay behind is no longer valid. The warm-up does so.
+    """
+    decode: Rows | None = None
+    """One token for every live slot: the device may overwrite a slot that is left out.
 
-@dataclass
-class Mixed:
-    """Prompt chunks and decodes in one call; only where `ModelSpec.mixed_steps`.
-
-    All valid tokens together are at most `prefill_buckets[-1]`. No slot is in both parts. The output has a column for
-    every row, which means nothing where the prompt goes on.
+    To verify drafts, rows have `ModelSpec.max_drafts` + 1 columns: the newest token, then drafts. The next step
+    overwrites rejected drafts: its `starts` say from where.
     """
 
-    prefill: Rows
-    decode: Rows
+    @property
+    def parts(self) -> list[tuple[PartKind, Rows]]:
+        """The parts that are set, in the order of the output's rows: prefill, then decode."""
+        parts: list[tuple[PartKind, Rows | None]] = [
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+        ]
+        return [(kind, rows) for kind, rows in parts if rows is not None]
 
-
-Step = Union[Prefill, Decode, Mixed]
+    @property
+    def kind(self) -> StepKind:
+        """The part that is set, or ``mixed`` for both."""
+        if self.decode is None:
+            return "prefill"
+        return "decode" if self.prefill is None else "mixed"
 
 
 @dataclass
@@ -170,7 +175,8 @@ class Backend(Protocol):
     def run(self, step: Step) -> StepOutput:
         """Run one step on the device; blocks and releases the GIL.
 
-        Output rows are in the order of the step's rows (Mixed: prefill rows, then decode rows).
+        Output rows are in the order of `Step.parts`. In a mixed step every row has a column; that of a prompt chunk
+        that is not the last has no meaning.
 
         Raises:
             BackendError: the step failed; `fatal` says whether the backend is lost.

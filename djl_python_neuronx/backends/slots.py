@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from djl_python_neuronx.backends.base import Decode, ModelSpec, Prefill
+from djl_python_neuronx.backends.base import ModelSpec, PartKind, Rows
 from djl_python_neuronx.backends.shapes import check_rows, refuse
 from djl_python_neuronx.errors import StepError
 
@@ -36,18 +36,17 @@ class SlotBackend:
         """Empty these slots; a decode of an empty slot is refused."""
         self._filled[list(slots)] = 0
 
-    def _check(self, step: Prefill | Decode) -> None:
-        """Refuse a step that breaks a limit of the spec or does not go with what its slots hold.
+    def _check(self, kind: PartKind, rows: Rows) -> None:
+        """Refuse a part of a step that breaks a limit of the spec or does not go with what its slots hold.
 
         Raises:
             StepError: the first limit that is broken, with what was asked.
         """
-        rows = step.rows
         check_rows(rows, self.spec)
         cached, longest = self._filled[rows.slots], self.spec.prefill_buckets[-1]
         if (rows.starts > cached).any():
             refuse(f"starts {rows.starts.tolist()}", f"at most the cached {cached.tolist()}")
-        if isinstance(step, Decode):
+        if kind == "decode":
             if not rows.starts.all():
                 refuse(f"a decode of slots {rows.slots.tolist()}", "slots that hold a prompt")
         elif rows.lens.max() > longest:

@@ -7,11 +7,8 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 
 from djl_python_neuronx.backends.base import (
-    Decode,
     Int32Array,
-    Mixed,
     ModelSpec,
-    Prefill,
     Rows,
     Step,
     Want,
@@ -48,15 +45,15 @@ class Batcher:
         if isinstance(scheduled, ScheduledPrefill):
             rows = self._prefill_rows(scheduled.sequences)
             self.reach = rows.input_ids.shape[1]
-            return Prefill(rows)
+            return Step(prefill=rows)
         # Without a chunk the backend has refused them all, and what is left is a decode.
         if isinstance(scheduled, ScheduledChunks) and scheduled.chunks:
             return self._fill_chunks(scheduled)
         rows = self._decode(scheduled.sequences)
         self.reach = len(rows.slots) if self._mixed_steps else self._longest + 1
-        return Decode(rows)
+        return Step(decode=rows)
 
-    def verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Decode:
+    def verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Step:
         """The decode that also verifies drafts, `drafts[i]` those behind the newest token of `sequences[i]`."""
         tokens = [
             (sequence.output_ids[-1], *ids) for sequence, ids in zip(sequences, drafts, strict=True)
@@ -64,7 +61,7 @@ class Batcher:
         starts = [sequence.next_position for sequence in sequences]
         self.reach = min(max(starts) + self._width, self._max_model_len)
         padded = _padded(tokens, self._width)
-        return Decode(self._rows(sequences, *padded, starts, Want.ALL_LOGITS))
+        return Step(decode=self._rows(sequences, *padded, starts, Want.ALL_LOGITS))
 
     def _fill_chunks(self, scheduled: ScheduledChunks) -> Step:
         sequences = [chunk.sequence for chunk in scheduled.chunks]
@@ -75,7 +72,7 @@ class Batcher:
         decode = self._decode(scheduled.decoding) if scheduled.decoding else None
         # What the backend has of a prompt makes its chunk shorter than it was planned.
         self.reach = int(rows.lens.sum()) + len(scheduled.decoding)
-        return Prefill(rows) if decode is None else Mixed(rows, decode)
+        return Step(rows, decode)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:
         if self._decode_rows is None or sequences is not self._decoding:

@@ -8,7 +8,6 @@ from djl_python_neuronx.backends.base import (
     Float32Array,
     HostLogits,
     Int32Array,
-    Mixed,
     Step,
     StepOutput,
     Want,
@@ -36,9 +35,9 @@ def choose(
         require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
         return output.ids
     values = output.values
-    if isinstance(scheduled, ScheduledChunks) or isinstance(step, Mixed):
+    if isinstance(scheduled, ScheduledChunks):
         return _choose_ends(sampler, values, scheduled, vocab_size)
-    rows = step.rows
+    [(_, rows)] = step.parts
     if rows.wants == Want.ALL_LOGITS:
         # Columns beyond the longest row are padding, which may be left out.
         columns = max(values.shape[1], int(rows.lens.max()))

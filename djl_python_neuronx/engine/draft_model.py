@@ -9,10 +9,9 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import (
     Backend,
-    Decode,
     Float32Array,
     HostLogits,
-    Prefill,
+    Step,
     Want,
 )
 from djl_python_neuronx.engine.batching import plain_rows
@@ -92,7 +91,7 @@ class DraftModel:
             group = new[start : start + spec.max_prefill_batch]
             slots = [slot for slot, _ in group]
             prompts = [tokens for _, tokens in group]
-            self._run(Prefill(plain_rows(slots, prompts, [0] * len(group), Want.NOTHING)))
+            self._run(Step(prefill=plain_rows(slots, prompts, [0] * len(group), Want.NOTHING)))
             self._cached[slots] = [len(tokens) for _, tokens in group]
 
     def _draft(
@@ -114,7 +113,7 @@ class DraftModel:
             # Every slot is in every decode; what an idle one is fed is written over by its next token.
             fed = [[unread[i].pop(0) if i in going else 0] for i in held]
             starts = [int(self._cached[slots[i]]) for i in held]
-            step = Decode(plain_rows([slots[i] for i in held], fed, starts))
+            step = Step(decode=plain_rows([slots[i] for i in held], fed, starts))
             logits = self._run(step)[:, 0]
             rows = [row for row, i in enumerate(held) if i in going and not unread[i]]
             for i in going:
@@ -128,9 +127,9 @@ class DraftModel:
                         unread[held[row]].append(token_id)
         return drafts
 
-    def _run(self, step: Prefill | Decode) -> Float32Array:
-        rows = step.rows
-        reach = rows.input_ids.shape[1] + (isinstance(step, Decode) and int(rows.starts.max()))
+    def _run(self, step: Step) -> Float32Array:
+        [(kind, rows)] = step.parts
+        reach = rows.input_ids.shape[1] + (int(rows.starts.max()) if kind == "decode" else 0)
         output, _ = self._runner.run(step, reach)
         if not isinstance(output, HostLogits):
             message = "the draft model samples on the device; expected logits. Leave that out of its options"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple
 
-from djl_python_neuronx.backends.base import Backend, Decode, Mixed, Rows, Step, StepOutput, Want
+from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
 
 Kind = Literal["prefill", "decode", "verification", "mixed"]
@@ -66,7 +66,7 @@ class Runner:
         Raises:
             Exception: whatever the backend raises.
         """
-        parts = (step.prefill, step.decode) if isinstance(step, Mixed) else (step.rows,)
+        parts = [rows for _, rows in step.parts]
         kind = _kind_of(step)
         graph = self._graph(kind, reach, parts)
         started_s = time.monotonic()
@@ -83,7 +83,7 @@ class Runner:
             kind = "mixed"
         return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reencoded)
 
-    def _graph(self, kind: Kind, reach: int, parts: tuple[Rows, ...]) -> Graph:
+    def _graph(self, kind: Kind, reach: int, parts: list[Rows]) -> Graph:
         spec = self.backend.spec
         if not spec.mixed_steps:
             buckets = spec.prefill_buckets if kind == "prefill" else spec.token_buckets
@@ -98,8 +98,6 @@ class Runner:
 
 
 def _kind_of(step: Step) -> Kind:
-    if isinstance(step, Mixed):
-        return "mixed"
-    if not isinstance(step, Decode):
-        return "prefill"
-    return "verification" if step.rows.wants == Want.ALL_LOGITS else "decode"
+    if step.prefill is None and step.decode is not None and step.decode.wants == Want.ALL_LOGITS:
+        return "verification"
+    return step.kind

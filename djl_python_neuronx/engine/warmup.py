@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from itertools import pairwise
 from typing import NamedTuple
 
-from djl_python_neuronx.backends.base import ModelSpec, Prefill, Want
+from djl_python_neuronx.backends.base import ModelSpec, Step, Want
 from djl_python_neuronx.engine.batching import plain_rows
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.drafts import Proposer
@@ -119,7 +119,7 @@ def _write(runner: Runner, slots: Tokens[int], end: int, lens: Tokens[int]) -> N
     """One call that writes chunks of these lengths, each up to position `end` of its slot."""
     starts = [end - length for length in lens]
     rows = plain_rows(slots, [[0] * length for length in lens], starts, Want.NOTHING)
-    runner.run(Prefill(rows), sum(lens))
+    runner.run(Step(prefill=rows), sum(lens))
 
 
 class _Step(NamedTuple):

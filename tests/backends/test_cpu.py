@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
-from djl_python_neuronx.backends import cpu  # noqa: E402
-from djl_python_neuronx.backends.base import Decode, Float32Array, Prefill, Want  # noqa: E402
-from djl_python_neuronx.backends.cores import count_cores  # noqa: E402
+from djl_python_neuronx.backends.base import Float32Array, Step, Want  # noqa: E402
+from djl_python_neuronx.backends.cpu.backend import CpuBackend  # noqa: E402
+from djl_python_neuronx.backends.env import count_cores  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactError,
     ArtifactNotFoundError,
@@ -120,7 +120,7 @@ def test_greedy_is_generate(model_type: str, checkpoint: Callable[[str], Path]) 
     """Prompts of mixed lengths join and leave at random; each slot is used several times."""
     directory = checkpoint(model_type)
     reference = load_reference(directory)
-    driver = Driver(backends.load("cpu", plan_for(directory)))
+    driver = Driver(backends.get("cpu").load(plan_for(directory)))
     choose = random.Random(model_type)
     waiting = prompts_of(1, 2, 4, 5, 8, 9, 17, 31, 40, 3, 12)
     done: list[Text] = []
@@ -147,13 +147,15 @@ def test_bfloat16_logits_are_those_of_the_model_in_bfloat16(
 ) -> None:
     directory = checkpoint(model_type)
     reference = load_reference(directory).to(torch.bfloat16)
-    backend = backends.load("cpu", plan_for(directory, dtype="bfloat16"))
+    backend = backends.get("cpu").load(plan_for(directory, dtype="bfloat16"))
     prompt = prompts_of(24)[0]
     wanted = plain_logits(reference, prompt)
-    found = [logits_of(backend, Prefill(make_rows({2: prompt[:16]}, wants=Want.ALL_LOGITS)))[0]]
+    found = [
+        logits_of(backend, Step(prefill=make_rows({2: prompt[:16]}, wants=Want.ALL_LOGITS)))[0]
+    ]
     for i in range(16, 24):
         rows = make_rows({2: prompt[i : i + 1]}, {2: i})
-        found.append(logits_of(backend, Decode(rows))[0])
+        found.append(logits_of(backend, Step(decode=rows))[0])
     # A median: in a mixture of experts rounding sends a token to another expert now and then.
     difference = np.median(np.abs(np.concatenate(found) - wanted).max(axis=1))
     assert difference < 0.1 * wanted.std()
@@ -165,32 +167,32 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
     """Whole or in chunks, verified or decoded, last column or all: always the plain logits."""
     directory = checkpoint(model_type)
     reference = load_reference(directory)
-    backend = backends.load("cpu", plan_for(directory))
+    backend = backends.get("cpu").load(plan_for(directory))
     short, long = prompts_of(5, 23)
     wanted = {0: plain_logits(reference, short), 3: plain_logits(reference, long)}
 
     rows = make_rows({0: short, 3: long}, wants=Want.ALL_LOGITS)
-    every = logits_of(backend, Prefill(rows))
+    every = logits_of(backend, Step(prefill=rows))
     assert every.shape == (2, 23, VOCAB_SIZE)
     np.testing.assert_allclose(every[0, :5], wanted[0], atol=1e-4)
     np.testing.assert_allclose(every[1], wanted[3], atol=1e-4)
 
-    last = logits_of(backend, Prefill(make_rows({0: short, 3: long})))
+    last = logits_of(backend, Step(prefill=make_rows({0: short, 3: long})))
     assert last.shape == (2, 1, VOCAB_SIZE)
     np.testing.assert_allclose(last[0, 0], wanted[0][-1], atol=1e-4)
     np.testing.assert_allclose(last[1, 0], wanted[3][-1], atol=1e-4)
 
     nothing = make_rows({0: short[:2], 3: long[:9]}, wants=Want.NOTHING)
-    assert logits_of(backend, Prefill(nothing)).shape == (2, 0, VOCAB_SIZE)
+    assert logits_of(backend, Step(prefill=nothing)).shape == (2, 0, VOCAB_SIZE)
     chunk = make_rows({0: short[2:], 3: long[9:20]}, {0: 2, 3: 9}, Want.ALL_LOGITS)
-    found = logits_of(backend, Prefill(chunk))
+    found = logits_of(backend, Step(prefill=chunk))
     np.testing.assert_allclose(found[0, :3], wanted[0][2:], atol=1e-4)
     np.testing.assert_allclose(found[1], wanted[3][9:20], atol=1e-4)
 
     # Three drafts verified in one decode; the first try was wrong and is overwritten.
     for drafts in ([9, 9, 9], long[20:23]):
         verified = make_rows({3: drafts}, {3: 20}, Want.ALL_LOGITS)
-        found = logits_of(backend, Decode(verified))
+        found = logits_of(backend, Step(decode=verified))
     np.testing.assert_allclose(found[0], wanted[3][20:], atol=1e-4)
 
 
@@ -198,19 +200,20 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
 def test_padding_may_reach_beyond_the_last_position(
     model_type: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    backend = backends.load("cpu", plan_for(checkpoint(model_type)))
+    backend = backends.get("cpu").load(plan_for(checkpoint(model_type)))
     prompt = prompts_of(MAX_POSITIONS)[0]
     wanted = plain_logits(load_reference(checkpoint(model_type)), prompt)
-    backend.run(Prefill(make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
-    backend.run(Prefill(make_rows({1: prompt[40:59]}, {1: 40}, Want.NOTHING)))
-    found = logits_of(backend, Prefill(make_rows({1: prompt[59:]}, {1: 59}, Want.ALL_LOGITS)))
+    backend.run(Step(prefill=make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
+    backend.run(Step(prefill=make_rows({1: prompt[40:59]}, {1: 40}, Want.NOTHING)))
+    found = logits_of(backend, Step(prefill=make_rows({1: prompt[59:]}, {1: 59}, Want.ALL_LOGITS)))
     np.testing.assert_allclose(found[0], wanted[59:], atol=1e-4)
 
 
 def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) -> None:
     directory = checkpoint("llama")
     one, two = (
-        Driver(backends.load("cpu", plan_for(directory, num_threads=threads))) for threads in (1, 2)
+        Driver(backends.get("cpu").load(plan_for(directory, num_threads=threads)))
+        for threads in (1, 2)
     )
     prompt = prompts_of(30)[0]
     assert_same(one.alone(prompt, 20), two.alone(prompt, 20))
@@ -219,21 +222,21 @@ def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) 
 @pytest.mark.parametrize(
     ("step", "named"),
     [
-        (Prefill(make_rows({slot: [5] for slot in range(5)})), "5 rows.* 1 to 4"),
-        (Prefill(make_rows({0: [5] * 41})), "41 tokens.* 40"),
-        (Prefill(make_rows({4: [5]})), r"\[4\].* 0 to 3"),
-        (Decode(make_rows({0: [5]}, {0: 64})), "64.* 0 to 63"),
-        (Decode(make_rows({2: [5]})), r"\[2\].* hold a prompt"),
-        (Decode(make_rows({1: [5]}, {1: 3})), r"\[3\].* \[0\]"),
-        (Decode(make_rows({0: [5]}, {0: 2}, Want.TOKENS)), "TOKENS.*LOGITS"),
-        (Prefill(make_rows({0: [VOCAB_SIZE]})), "Prefill of 1 rows failed"),
+        (Step(prefill=make_rows({slot: [5] for slot in range(5)})), "5 rows.* 1 to 4"),
+        (Step(prefill=make_rows({0: [5] * 41})), "41 tokens.* 40"),
+        (Step(prefill=make_rows({4: [5]})), r"\[4\].* 0 to 3"),
+        (Step(decode=make_rows({0: [5]}, {0: 64})), "64.* 0 to 63"),
+        (Step(decode=make_rows({2: [5]})), r"\[2\].* hold a prompt"),
+        (Step(decode=make_rows({1: [5]}, {1: 3})), r"\[3\].* \[0\]"),
+        (Step(decode=make_rows({0: [5]}, {0: 2}, Want.TOKENS)), "TOKENS.*LOGITS"),
+        (Step(prefill=make_rows({0: [VOCAB_SIZE]})), "prefill step of 1 rows failed"),
     ],
 )
 def test_refusals_name_value_and_limit(
-    step: Prefill | Decode, named: str, checkpoint: Callable[[str], Path]
+    step: Step, named: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    backend = backends.load("cpu", plan_for(checkpoint("llama")))
-    backend.run(Prefill(make_rows({0: [5, 6]})))
+    backend = backends.get("cpu").load(plan_for(checkpoint("llama")))
+    backend.run(Step(prefill=make_rows({0: [5, 6]})))
     with pytest.raises(StepError, match=named):
         backend.run(step)
 
@@ -241,13 +244,13 @@ def test_refusals_name_value_and_limit(
 def test_a_slot_longer_than_the_models_positions_is_refused(llama: Path) -> None:
     plan = plan_for(llama, max_model_len=65, token_buckets=())
     with pytest.raises(IncompatibleOptionsError, match=r"65.* 64"):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
 
 
 def test_one_position_is_enough(llama: Path) -> None:
-    backend = backends.load("cpu", backends.LoadPlan(llama, 1, 1, (1,)))
+    backend = backends.get("cpu").load(backends.LoadPlan(llama, 1, 1, (1,)))
     reference = load_reference(llama)
-    found = logits_of(backend, Prefill(make_rows({0: [7]})))
+    found = logits_of(backend, Step(prefill=make_rows({0: [7]})))
     np.testing.assert_allclose(found[0], plain_logits(reference, [7]), atol=1e-4)
 
 
@@ -271,7 +274,7 @@ def test_an_architecture_that_ignores_what_it_is_told_is_refused(
 
     model = Deaf.from_pretrained(llama, dtype=dtype)
     with pytest.raises(BackendError, match="Deaf gives other logits"):
-        cpu.CpuBackend(model, plan_for(llama))
+        CpuBackend(model, plan_for(llama))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +290,7 @@ def test_architectures_without_positions_or_keys_are_refused(
     config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(BackendError, match=r"position_ids|keys, values and a mask"):
-        backends.load("cpu", plan_for(tmp_path))
+        backends.get("cpu").load(plan_for(tmp_path))
 
 
 LONGROPE = {
@@ -303,10 +306,10 @@ LONGROPE = {
 def test_longrope_ends_where_rows_would_change_each_other(tmp_path: Path) -> None:
     save_tiny_model("phi3", tmp_path, **LONGROPE)
     with pytest.raises(IncompatibleOptionsError, match=r"n_positions is 17.* 16 .*longrope"):
-        backends.load("cpu", plan_for(tmp_path, max_model_len=17, **SHORT, token_buckets=()))
+        backends.get("cpu").load(plan_for(tmp_path, max_model_len=17, **SHORT, token_buckets=()))
     plan = plan_for(tmp_path, max_model_len=16, **SHORT, token_buckets=(16,))
     short, long = prompts_of(3, 8)
-    driver = Driver(backends.load("cpu", plan))
+    driver = Driver(backends.get("cpu").load(plan))
     driver.join({0: short, 1: long})
     for _ in range(8):
         driver.decode()
@@ -320,11 +323,11 @@ def test_a_window_counts_where_the_model_has_one(
 ) -> None:
     """Whatever config.json says: llama and gpt_neox ignore it, mistral does not."""
     save_tiny_model(model_type, tmp_path, sliding_window=12)
-    backend = backends.load("cpu", plan_for(tmp_path, dtype=dtype))
+    backend = backends.get("cpu").load(plan_for(tmp_path, dtype=dtype))
     prompt = prompts_of(30)[0]
     reference = load_reference(tmp_path)
     wanted = plain_logits(reference.to(getattr(torch, dtype)), prompt)
-    found = logits_of(backend, Prefill(make_rows({1: prompt}, wants=Want.ALL_LOGITS)))[0]
+    found = logits_of(backend, Step(prefill=make_rows({1: prompt}, wants=Want.ALL_LOGITS)))[0]
     assert np.abs(found - wanted).max() < (1e-4 if dtype == "float32" else 0.2) * wanted.std()
     reference.config.sliding_window = 29
     longer = np.abs(plain_logits(reference, prompt) - wanted).max() > 0.5 * wanted.std()
@@ -335,7 +338,7 @@ def test_a_window_that_is_not_used_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_model("llama", tmp_path, sliding_window=12)
-    backends.load("cpu", plan_for(tmp_path))
+    backends.get("cpu").load(plan_for(tmp_path))
     assert [r.getMessage().split()[:2] for r in caplog.records if r.levelname == "WARNING"] == [
         ["window_unused", "model=LlamaForCausalLM"]
     ]
@@ -345,13 +348,13 @@ def test_a_window_that_is_not_used_is_told_once(
 def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path) -> None:
     """Token 96 and the padding give NaN: a rejected draft, a failed prompt and padding harm nobody."""
     save_tiny_model(model_type, tmp_path)
-    wanted = Driver(backends.load("cpu", plan_for(tmp_path))).alone([5, 6, 7], 6)
+    wanted = Driver(backends.get("cpu").load(plan_for(tmp_path))).alone([5, 6, 7], 6)
     poison(tmp_path / "model.safetensors", 0, 96)
-    driver = Driver(backends.load("cpu", plan_for(tmp_path)))
+    driver = Driver(backends.get("cpu").load(plan_for(tmp_path)))
     driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})
     driver.leave(0)
     drafts = make_rows({1: [driver.live[1].tokens[-1], 96, 96]}, {1: 3}, Want.ALL_LOGITS)
-    assert np.isnan(logits_of(driver.backend, Decode(drafts))[0, 1:]).all()
+    assert np.isnan(logits_of(driver.backend, Step(decode=drafts))[0, 1:]).all()
     for _ in range(5):
         driver.decode()
     assert_same(driver.leave(1), wanted)
@@ -363,27 +366,27 @@ def test_supports_tells_the_reason() -> None:
         def __init__(self, **config: object) -> None:
             self.config = config
 
-    assert backends.supports("cpu", Facts(model_type="llama")) is None
+    assert backends.get("cpu").supports(Facts(model_type="llama")) is None
     mixed = Facts(layer_types=["full_attention", "sliding_attention"])
-    assert backends.supports("cpu", mixed) is None
+    assert backends.get("cpu").supports(mixed) is None
     linear = Facts(layer_types=["full_attention", "linear_attention"])
-    assert "linear_attention" in str(backends.supports("cpu", linear))
-    assert "encoder" in str(backends.supports("cpu", Facts(is_encoder_decoder=True)))
+    assert "linear_attention" in str(backends.get("cpu").supports(linear))
+    assert "encoder" in str(backends.get("cpu").supports(Facts(is_encoder_decoder=True)))
     nested = Facts(text_config={"layer_types": ["chunked_attention"]})
-    assert "chunked_attention" in str(backends.supports("cpu", nested))
+    assert "chunked_attention" in str(backends.get("cpu").supports(nested))
     for wrong in (5, "full_attention", [3]):
-        assert "list of names" in str(backends.supports("cpu", Facts(layer_types=wrong)))
+        assert "list of names" in str(backends.get("cpu").supports(Facts(layer_types=wrong)))
 
 
 def test_supports_takes_an_artifact(llama: Path) -> None:
-    assert backends.supports("cpu", detect(llama)) is None
+    assert backends.get("cpu").supports(detect(llama)) is None
 
 
 def test_kinds_of_layer_that_only_the_class_knows_are_refused(llama: Path) -> None:
     model = LLAMA.from_pretrained(llama)
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(BackendError, match="chunked_attention layers"):
-        cpu.CpuBackend(model, plan_for(llama))
+        CpuBackend(model, plan_for(llama))
 
 
 @pytest.mark.parametrize(
@@ -406,14 +409,14 @@ def test_each_reason_not_to_load_has_its_own_advice(
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     (llama / "unrelated.safetensors").write_bytes(b"damaged")
     with pytest.raises(error, match=named) as caught:
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     assert "unrelated" not in str(caught.value)
 
 
 def test_weights_that_are_not_finite_are_named_as_such(llama: Path) -> None:
     poison(llama / "model.safetensors", 3)
     with pytest.raises(ArtifactError, match="its logits are not finite"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_missing_tensors_are_named(llama: Path) -> None:
@@ -422,14 +425,14 @@ def test_missing_tensors_are_named(llama: Path) -> None:
     save_file(weights, llama / "model.safetensors", {"format": "pt"})
     named = r"2 tensors.*lm_head\.weight, model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(ArtifactError, match=named):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_tied_output_layer_need_not_be_there(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     prompt = prompts_of(9)[0]
-    found = Driver(backends.load("cpu", plan_for(tmp_path))).alone(prompt, 10)
+    found = Driver(backends.get("cpu").load(plan_for(tmp_path))).alone(prompt, 10)
     assert_same(found, generate(load_reference(tmp_path), prompt, 10))
 
 
@@ -437,7 +440,7 @@ def test_tensors_of_another_shape_are_refused(llama: Path) -> None:
     path = llama / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 56}))
     with pytest.raises(ArtifactError, match=r"6 tensors have another shape .*down_proj"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 @pytest.mark.parametrize("size", [0, 5, 300, -1])
@@ -446,7 +449,7 @@ def test_a_truncated_file_is_named(size: int, llama: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:size])
     with pytest.raises(ArtifactError, match=r"model\.safetensors cannot be read"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def sharded(directory: Path) -> list[Path]:
@@ -461,22 +464,22 @@ def test_shards_are_put_together_and_a_damaged_one_is_named(llama: Path) -> None
     wanted = generate(load_reference(llama), prompt, 10)
     shards = sharded(llama)
     assert len(shards) > 2
-    assert_same(Driver(backends.load("cpu", plan_for(llama))).alone(prompt, 10), wanted)
+    assert_same(Driver(backends.get("cpu").load(plan_for(llama))).alone(prompt, 10), wanted)
     shards[1].write_bytes(shards[1].read_bytes()[:-7])
     with pytest.raises(ArtifactError, match=rf": {shards[1].name} cannot be read"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     shards[1].unlink()
     with pytest.raises(ArtifactError, match="cannot be loaded"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_folder_without_weights_or_config_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match="cannot be loaded"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     (llama / "config.json").unlink()
     with pytest.raises(ArtifactNotFoundError, match=r"no config\.json"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -> None:
@@ -486,7 +489,7 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
     # An adapter that lies beside the weights is none of them.
     (llama / "model.safetensors").rename(llama / "adapter_model.safetensors")
     plan = plan_for(llama, kind=detect(llama).kind)
-    assert_same(Driver(backends.load("cpu", plan)).alone(prompt, 10), wanted)
+    assert_same(Driver(backends.get("cpu").load(plan)).alone(prompt, 10), wanted)
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -494,11 +497,11 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
 
     torch.save({"lm_head.weight": Trap()}, path)
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
     assert not (llama / "sprung").exists()
     path.write_bytes(pickle.dumps(Trap(), protocol=2))
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
     assert not (llama / "sprung").exists()
 
 
@@ -526,8 +529,8 @@ def test_remote_code_runs_only_if_it_is_trusted(
     config.update(model_type="own", architectures=["OwnModel"], auto_map=own)
     (llama / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArtifactError, match=r"option\.trust_remote_code=true"):
-        backends.load("cpu", plan_for(llama))
-    backend = backends.load("cpu", plan_for(llama, trust_remote_code=True))
+        backends.get("cpu").load(plan_for(llama))
+    backend = backends.get("cpu").load(plan_for(llama, trust_remote_code=True))
     assert_same(Driver(backend).alone(prompt, 10), wanted)
 
 
@@ -535,7 +538,7 @@ def test_loading_prints_nothing(llama: Path) -> None:
     """In a process of its own: nothing of pytest's or an earlier test's silences it."""
     program = (
         "import pathlib, sys; from djl_python_neuronx import backends;"
-        "backends.load('cpu', backends.LoadPlan(pathlib.Path(sys.argv[1]), 2, 64, (16, 64)));"
+        "backends.get('cpu').load(backends.LoadPlan(pathlib.Path(sys.argv[1]), 2, 64, (16, 64)));"
         "import torch, transformers.utils.logging as own;"
         "print(torch.get_num_threads(), own.get_verbosity(), own.is_progress_bar_enabled())"
     )
@@ -552,7 +555,7 @@ def test_loading_prints_nothing(llama: Path) -> None:
 
 
 def test_the_thread_count_holds_in_every_thread(llama: Path) -> None:
-    backends.load("cpu", plan_for(llama, num_threads=3))
+    backends.get("cpu").load(plan_for(llama, num_threads=3))
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
@@ -563,18 +566,18 @@ def test_the_thread_count_holds_in_every_thread(llama: Path) -> None:
 def test_an_old_transformers_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "4.45.2")
     with pytest.raises(BackendUnavailableError, match=r"4\.45\.2.* 4\.57"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_cache_that_does_not_fit_is_refused(llama: Path) -> None:
     with pytest.raises(DeviceMemoryError, match=r"more memory .* n_positions") as caught:
-        backends.load("cpu", plan_for(llama, num_slots=10**9))  # 4 TB a layer
+        backends.get("cpu").load(plan_for(llama, num_slots=10**9))  # 4 TB a layer
     assert caught.value.status == 507
 
 
 def test_close_frees_the_cache(llama: Path) -> None:
-    backend = backends.load("cpu", plan_for(llama))
-    assert isinstance(backend, cpu.CpuBackend)
+    backend = backends.get("cpu").load(plan_for(llama))
+    assert isinstance(backend, CpuBackend)
     assert backend.cache_bytes == 2 * 2 * 4 * 2 * MAX_POSITIONS * 8 * 4
     backend.close()
     assert backend.cache_bytes == 0

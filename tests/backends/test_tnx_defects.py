@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Decode, Prefill  # noqa: E402
+from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.errors import ConfigError  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -53,11 +53,11 @@ def test_gptj_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
 def test_gptj_sees_the_first_position_alone(tmp_path: Path, tp: int) -> None:
     """transformers gives the same logits where its mask leaves that position only, and others where it is causal."""
     save_tiny_model("gptj", tmp_path)
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=tp, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, continuous=False))
     ids = [5, 6, 7, 8, 9, 10]
     backend.acquire(0, ids[:1], 0)
-    steps = [Prefill(make_rows({0: ids[:1]}))]
-    steps += [Decode(make_rows({0: [ids[i]]}, {0: i})) for i in range(1, len(ids))]
+    steps = [Step(prefill=make_rows({0: ids[:1]}))]
+    steps += [Step(decode=make_rows({0: [ids[i]]}, {0: i})) for i in range(1, len(ids))]
     found = np.stack([logits_of(backend, step)[0, 0] for step in steps])
     backend.close()
     hidden = torch.full((1, 1, len(ids), len(ids)), -1e9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from djl_python_neuronx.backends.tnx_errors import of_load, of_step
+from djl_python_neuronx.backends.tnx.errors import of_load, of_step
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
@@ -88,7 +88,7 @@ def test_of_load(error: Exception, kind: type[ServingError], words: str) -> None
     ],
 )
 def test_of_step(error: Exception, kind: type[BackendError], fatal: bool) -> None:
-    found = of_step(error, "a Decode of 2 rows")
+    found = of_step(error, "a decode step of 2 rows")
     assert type(found) is kind
     assert found.fatal is fatal
 

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
 from djl_python_neuronx.planning import placement  # noqa: E402
@@ -70,7 +71,7 @@ def load(directory: Path, name: str, tp: int, continuous: bool, options: dict[st
     assert len(arguments.neuron_config) == len(changed) + continuous  # each option is a keyword
     plan.arguments.neuron_config.update(arguments.neuron_config)
     plan.arguments.constructor.update(arguments.constructor)
-    return backends.load("tnx", plan)
+    return backends.get("tnx").load(plan)
 
 
 @pytest.mark.parametrize(("name", "tp", "continuous", "options", "sizes"), EXACT)
@@ -121,9 +122,9 @@ def test_flash_decoding_is_refused_where_the_library_stops_at_it(
     plan = tnx_plan(tmp_path, tp=tp, shard_over_sequence=True, **more)
     if errors:
         with pytest.raises(BackendError, match="Error: "):
-            backends.load("tnx", plan)
+            backends.get("tnx").load(plan)
         return
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     assert assert_like_alone(backend, load_reference(tmp_path), seed=7) > 100
     backend.close()
 
@@ -155,9 +156,9 @@ def test_rounding_changes_logits_little(
         ids = [5, 6, 7, 8, 9, *text.tokens[: i + 1]]
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits[0, -1].numpy()
-        step = driver.next()
-        step.rows.input_ids[0, 0] = text.tokens[i]
-        found = backend.run(step).values[0, 0]
+        rows = driver.next_rows()
+        rows.input_ids[0, 0] = text.tokens[i]
+        found = backend.run(Step(decode=rows)).values[0, 0]
         driver.live[2].add(found)
         worst = max(worst, float(np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()))
     assert 0 < worst < share

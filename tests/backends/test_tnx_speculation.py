@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Backend, Decode, Want  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Step, Want  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
@@ -37,7 +37,7 @@ def proposer_of(kind: str, backend: Backend, target: Path, other: Path) -> Propo
     if kind == "lookup":
         return PromptLookup(backend.spec, 2)
     folder = target if kind == "same model" else other
-    return DraftModel(backends.load("tnx", tnx_plan(folder, backend.spec.num_slots)))
+    return DraftModel(backends.get("tnx").load(tnx_plan(folder, backend.spec.num_slots)))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_any_traffic_gives_what_transformers_gives(
     model_type, settings = VARIANTS[name]
     target = save_tiny_model(model_type, tmp_path / "target", **settings)
     other = save_tiny_model(model_type, tmp_path / "other", seed=1, **settings)
-    backend = backends.load("tnx", verifying(target, tp=tp))
+    backend = backends.get("tnx").load(verifying(target, tp=tp))
     proposer = proposer_of(drafts, backend, target, other)
     try:
         assert backend.spec.max_drafts == NUM_DRAFTS
@@ -81,7 +81,7 @@ def test_seeds_give_the_tokens_that_they_give_without_drafts(tmp_path: Path, dra
     )
     texts = []
     for speculates in (False, True):
-        backend = backends.load("tnx", verifying(target) if speculates else tnx_plan(target))
+        backend = backends.get("tnx").load(verifying(target) if speculates else tnx_plan(target))
         proposer = proposer_of(drafts, backend, target, other) if speculates else None
         engine = Engine(backend, proposer=proposer)
         for i, params in enumerate(parameters):
@@ -103,7 +103,7 @@ def test_sampled_texts_keep_the_models_distribution(tmp_path: Path) -> None:
     """A draft model that is often wrong: pairs of tokens come as often as the large model's probabilities say."""
     target = save_tiny_model("llama", tmp_path / "target")
     other = save_tiny_model("llama", tmp_path / "other", seed=1)
-    backend = backends.load("tnx", verifying(target))
+    backend = backends.get("tnx").load(verifying(target))
     engine = Engine(backend, proposer=proposer_of("other model", backend, target, other))
     count, params = 1200, SamplingParams(temperature=1.0, top_k=3)
     for i in range(count):
@@ -135,7 +135,7 @@ def pairs(model: object, prompt: list[int], top_k: int) -> dict[tuple[int, ...],
 
 def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend, model = backends.load("tnx", verifying(target)), load_reference(target)
+    backend, model = backends.get("tnx").load(verifying(target)), load_reference(target)
     draw = random.Random(5)
     texts = {1: draw.choices(range(3, 90), k=20), 3: draw.choices(range(3, 90), k=2)}
     driver = Driver(backend)
@@ -146,7 +146,7 @@ def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path:
         fed = {slot: draw.choices(range(3, 90), k=4) for slot in texts}
         fed[1] = fed[1][: limit - len(texts[1]) - 1]
         rows = make_rows(fed, {slot: len(text) for slot, text in texts.items()}, Want.ALL_LOGITS)
-        values = logits_of(backend, Decode(rows))
+        values = logits_of(backend, Step(decode=rows))
         for row, slot in enumerate(texts):
             whole = texts[slot] + fed[slot]
             with torch.no_grad():
@@ -159,14 +159,14 @@ def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path:
 
 def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend = backends.load("tnx", verifying(target))
+    backend = backends.get("tnx").load(verifying(target))
     driver = Driver(backend)
     wanted = {slot: driver.alone([5, 6, 7 + slot], 12, slot) for slot in (0, 2)}
     driver.join({0: [5, 6, 7], 2: [5, 6, 9]})
     for _ in range(4):
         starts = {s: len(t.prompt) + len(t.tokens) - 1 for s, t in driver.live.items()}
         fed = {s: [t.tokens[-1], 3, 4, 5] for s, t in driver.live.items()}
-        values = logits_of(backend, Decode(make_rows(fed, starts, Want.ALL_LOGITS)))
+        values = logits_of(backend, Step(decode=make_rows(fed, starts, Want.ALL_LOGITS)))
         for text, row in zip(driver.live.values(), values, strict=True):
             text.add(row[0])
         driver.decode()
@@ -176,6 +176,6 @@ def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path
 
 def test_one_slot_speculates_too(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend = backends.load("tnx", verifying(target, num_slots=1))
+    backend = backends.get("tnx").load(verifying(target, num_slots=1))
     proposer = PromptLookup(backend.spec, 2)
     assert assert_like_alone(backend, load_reference(target), seed=4, proposer=proposer) > 100

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.backends.base import ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
@@ -341,9 +341,10 @@ def test_what_the_backend_has_of_a_prompt_is_not_run_again(length: int, mixed: b
 
 def test_logits_that_are_not_numbers_fail_their_row_only() -> None:
     class Sick(ToyBackend):
-        def run(self, step: object) -> object:  # type: ignore[override]
-            output = super().run(step)  # type: ignore[arg-type]
-            for row, slot in enumerate(step.rows.slots.tolist()):  # type: ignore[attr-defined]
+        def run(self, step: Step) -> StepOutput:
+            output = super().run(step)
+            [(_, rows)] = step.parts
+            for row, slot in enumerate(rows.slots.tolist()):
                 if slot == 1 and self.num_steps > 6:
                     output.values[row] = np.nan  # type: ignore[union-attr]
             return output
