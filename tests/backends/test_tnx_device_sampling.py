@@ -199,8 +199,8 @@ def test_what_is_sampled_from_nan_is_known(
     continuous = model_type == "mixtral"
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
     backend: Any = backends.get("tnx").load(plan)
-    assert backend._of_nan is not None
-    assert backend._of_nan in {0, 96, 97}
+    assert backend._nan_token is not None
+    assert backend._nan_token in {0, 96, 97}
     backend.close()
 
 
