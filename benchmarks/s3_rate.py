@@ -58,7 +58,7 @@ LISTING = """<?xml version="1.0" encoding="UTF-8"?>
 OURS = """
 import sys
 from pathlib import Path
-from djl_python_neuronx.artifacts.remote import s3
+from djl_python_neuronx.artifacts import s3
 s3.fetch("s3://bench/model", Path(sys.argv[1]), settings=s3.Settings(client=sys.argv[2]))
 """
 NEAR = 0.9

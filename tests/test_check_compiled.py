@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.facts import CompileFacts
-from djl_python_neuronx.artifacts.store.manifest import Manifest
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading.outline import Place, judge_graphs

@@ -6,23 +6,162 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from djl_python_neuronx.artifacts.formats import read_json
-from djl_python_neuronx.artifacts.layouts.folder import parse_object
-from djl_python_neuronx.artifacts.remote.progress import Progress
-from djl_python_neuronx.artifacts.remote.schemes import remote_of, s3_settings, uri_scheme
-from djl_python_neuronx.artifacts.remote.selection import EVERYTHING, SERVING
+from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, parse_object, read_json
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
     ServingError,
 )
+
+if TYPE_CHECKING:
+    from djl_python_neuronx.artifacts.s3 import Settings
+
+logger = logging.getLogger(__name__)
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class Remote(Protocol):
+    """What can be had from one kind of URI; `uri` names a folder, `environ` holds the settings of its library."""
+
+    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
+        """The content of one small file of the folder.
+
+        Raises:
+            ArtifactError: it is not there, cannot be read, or a package is missing.
+        """
+
+    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
+        """The files of the folder, with `/`; none if nothing is there.
+
+        Raises:
+            ArtifactError: it cannot be listed, or a package is missing.
+        """
+
+    def fetch(
+        self,
+        uri: str,
+        root: Path,
+        environ: Mapping[str, str],
+        *,
+        everything: bool,
+        progress: Progress | None,
+    ) -> Path:
+        """A local copy of the folder, below `root`; `everything` or what a model needs.
+
+        Raises:
+            ArtifactError: it cannot be had, or a package is missing.
+        """
+
+
+_Class = TypeVar("_Class", bound=Callable[[], Remote])
+_REMOTES: dict[str, Callable[[], Remote]] = {}
+
+
+def scheme(name: str) -> Callable[[_Class], _Class]:
+    """Make a class the one for ``name://`` URIs."""
+
+    def register(remote: _Class) -> _Class:
+        _REMOTES[name] = remote
+        return remote
+
+    return register
+
+
+def uri_scheme(model_id: str) -> str | None:
+    """``s3`` for ``s3://bucket/key``, None for everything that is no URI."""
+    found = _URI.match(model_id)
+    return found[1].lower() if found else None
+
+
+def remote_of(model_id: str, origin: str) -> Remote | None:
+    """What reads a URI; None: it is none. `origin` is what named it.
+
+    Raises:
+        ArtifactError: nobody knows the scheme.
+    """
+    kind = uri_scheme(model_id)
+    if kind is None:
+        return None
+    if kind not in _REMOTES:
+        known = ", ".join(f"{name}://" for name in sorted(_REMOTES))
+        msg = (
+            f"{model_id!r} (from {origin}) cannot be read: {kind}:// is not known. "
+            f"Give a local folder, a Hugging Face id, or one of {known}"
+        )
+        raise ArtifactError(msg)
+    return _REMOTES[kind]()
+
+
+@scheme("s3")
+class _S3:
+    """`s3://bucket/folder`, by boto3 (the extra `s3`)."""
+
+    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        # A small file is read to tell people something: they wait for it.
+        settings = s3_settings(uri, {"AWS_MAX_ATTEMPTS": "3", **environ})
+        content: bytes = s3.read_object(uri, name, settings=settings)
+        return content
+
+    def names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        try:
+            return [
+                file.name for file in s3.S3Folder(uri, EVERYTHING, s3_settings(uri, environ)).list()
+            ]
+        except ArtifactNotFoundError:
+            return []
+
+    def fetch(
+        self,
+        uri: str,
+        root: Path,
+        environ: Mapping[str, str],
+        *,
+        everything: bool,
+        progress: Progress | None,
+    ) -> Path:
+        """See `Remote`."""
+        s3 = _s3_module(uri)
+        folder: Path = s3.fetch(
+            uri,
+            root,
+            selection=EVERYTHING if everything else SERVING,
+            settings=s3_settings(uri, environ),
+            progress=progress,
+        )
+        return folder
+
+
+def _s3_module(uri: str) -> Any:  # noqa: ANN401  (a module)
+    try:
+        from djl_python_neuronx.artifacts import s3
+    except ImportError as error:
+        msg = f"{uri} needs {error.name}, which is not installed: pip install 'djl-python-neuronx[s3]'"
+        raise ArtifactAccessError(msg) from error
+    return s3
+
+
+def s3_settings(uri: str, environ: Mapping[str, str]) -> Settings:
+    """How `uri` is to be reached.
+
+    Raises:
+        ArtifactAccessError: a package is missing.
+    """
+    settings: Settings = _s3_module(uri).Settings(environ=environ)
+    return settings
+
 
 __all__ = [
     "CONFIG",
@@ -37,7 +176,6 @@ __all__ = [
     "uri_scheme",
 ]
 
-logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -118,7 +256,7 @@ def fetch(
     else:
         _require_hub_id(model_id, origin)
         with _no_secrets(model_id), _quiet_hub() if progress is None else nullcontext():
-            from djl_python_neuronx.artifacts.remote import hub
+            from djl_python_neuronx.artifacts import hub
 
             folder = hub.fetch(
                 model_id,
@@ -170,9 +308,11 @@ def fetch_config(
     remote = remote_of(model_id, origin)
     if remote is None:
         _require_hub_id(model_id, origin)
-        from djl_python_neuronx.artifacts.remote import hub_config
+        with _no_secrets(model_id):
+            from djl_python_neuronx.artifacts import hub
 
-        return read_json(hub_config.fetch_config(model_id, revision, environ, origin=origin))
+            path = hub.fetch_config(model_id, revision, environ, origin=origin)
+        return read_json(path)
     where = f"{model_id.rstrip('/')}/{CONFIG}"
     try:
         with _no_secrets(model_id):

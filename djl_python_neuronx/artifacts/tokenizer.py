@@ -2,14 +2,262 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from djl_python_neuronx.artifacts.adapters import FastTokenizer, PythonTokenizer
-from djl_python_neuronx.artifacts.formats import read_json
-from djl_python_neuronx.artifacts.vocabulary import has_vocabulary, no_tokenizer
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.artifacts.folder import read_json
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    RequestError,
+    UnsupportedParameterError,
+)
 from djl_python_neuronx.types import Tokenizer
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_SUFFIXES = (".model", ".tiktoken")
+
+
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """True if one of the files that lie beside config.json is a tokenizer's."""
+    return any(name in _VOCABULARIES or name.endswith(_SUFFIXES) for name in names)
+
+
+def no_tokenizer(folder: Path) -> str:
+    """What is wrong with a folder that has none, and what to do; without a full stop."""
+    return (
+        f"no tokenizer in {folder}: expected one of {', '.join(_VOCABULARIES)}, *.model or *.tiktoken. "
+        "Copy the tokenizer's files beside config.json"
+    )
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+_SAMPLE_SIZE = 1000
+
+
+def make_pieces(
+    vocab: Mapping[str, int],
+    added: Mapping[int, str],
+    decoder: Mapping[str, Any],
+    *,
+    special_ids: Collection[int],
+    decode: Callable[[Sequence[int]], str],
+) -> list[bytes] | None:
+    """UTF-8 bytes of every id (special and unused ones: empty), or None if text is not their concatenation.
+
+    `added` tokens hide those of `vocab` with the same id. `decoder` is that part of tokenizer.json. The outcome is
+    compared with `decode` on all added tokens and on a sample of the others; the start of a text is left out, because
+    many decoders drop a space there.
+    """
+    rule = _rule(decoder)
+    if rule is None or not vocab:
+        return None
+    pieces = [b""] * (max(*vocab.values(), *added) + 1)
+    for token, token_id in vocab.items():
+        pieces[token_id] = rule(token)
+    for token_id, token in added.items():
+        pieces[token_id] = b"" if token_id in special_ids else rule(token)
+    sample = {*range(0, len(pieces), len(pieces) // _SAMPLE_SIZE + 1), *added}
+    ids = [token_id for token_id in sorted(sample) if _is_text(pieces[token_id])]
+    text = b"".join(pieces[token_id] for token_id in ids).decode()
+    return pieces if decode(ids).lstrip(" ") == text.lstrip(" ") else None
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _rule(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
+    """How a decoder turns a token into bytes; None if that depends on the tokens around it."""
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    if not set(kinds) <= _CONCATENATING or any(
+        "Regex" in step.get("pattern", {}) for step in steps
+    ):
+        return None
+    swaps = [_swap(step) for step in steps if step["type"] in {"Replace", "Metaspace"}]
+    has_bytes = "ByteFallback" in kinds
+
+    def sentencepiece(token: str) -> bytes:
+        if has_bytes and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in swaps:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return sentencepiece
+
+
+def _swap(step: Mapping[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    return step["pattern"]["String"], step["content"]
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """Code point that a byte-level vocabulary writes for a byte → the byte.
+
+    Source: GPT-2's encoder: printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards, in
+    order. Characters that stand for no byte map to one that Latin-1 lacks.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {
+        **dict.fromkeys(others, 0xFFFF),
+        **{byte: byte for byte in printable},
+        **{0x100 + rank: byte for rank, byte in enumerate(others)},
+    }
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return token.translate(_BYTE_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        # An added token in plain writing: the library's decoder takes it as it is, too.
+        return token.encode()
+
+
+class PythonTokenizer:
+    """Any tokenizer of transformers, through its Python interface, one thread at a time."""
+
+    pieces: Sequence[bytes] | None = None
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self._library = library
+        self._lock = threading.Lock()
+        self.special_ids = frozenset(library.all_special_ids)
+        self._special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
+        self.eos_id: int | None = library.eos_token_id
+        bos_id = library.bos_token_id
+        self._added_bos_id = (
+            bos_id
+            if bos_id is not None and self._encode("", special=True)[:1] == [bos_id]
+            else None
+        )
+
+    def special_id(self, text: str) -> int | None:
+        """See `Tokenizer`."""
+        return self._special.get(text)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or has symbols that the vocabulary lacks.
+        """
+        ids = self._checked_encode(text, special=True)
+        # A prompt that went through a template begins with the BOS that the tokenizer adds again.
+        if self._added_bos_id is not None and ids[:2] == [self._added_bos_id, self._added_bos_id]:
+            del ids[0]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """See `Tokenizer`. The template writes every special token, BOS too, so none is added.
+
+        Raises:
+            UnsupportedParameterError: the model has no chat template.
+            RequestError: the template refuses the messages.
+        """
+        try:
+            template = self._library.get_chat_template()
+        except ValueError as error:
+            msg = (
+                "this model has no chat template, so it cannot take messages; expected plain text. "
+                "Send a prompt, or add chat_template to the model's tokenizer_config.json."
+            )
+            raise UnsupportedParameterError(msg) from error
+        try:
+            text = self._library.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except ImportError as error:
+            msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
+            raise ArtifactError(msg) from error
+        except Exception as error:
+            # Only a sentence of the template itself is repeated: other messages may quote the prompt.
+            reason = str(error) if str(error) and str(error) in template else type(error).__name__
+            msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
+            raise RequestError(msg) from error
+        return self._checked_encode(text, special=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        with self._lock:
+            text: str = self._library.decode(
+                list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+                spaces_between_special_tokens=False,
+            )
+        return text
+
+    def _checked_encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return self._encode(text, special=special)
+        except Exception as error:
+            msg = (
+                f"the text cannot be tokenised ({type(error).__name__}); expected valid Unicode in symbols that the "
+                "model knows. Remove lone surrogates (\\ud800 to \\udfff) and foreign symbols."
+            )
+            raise RequestError(msg) from error
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        with self._lock:
+            return list(
+                self._library.encode(
+                    text, add_special_tokens=special, truncation=False, verbose=False
+                )
+            )
+
+
+class FastTokenizer(PythonTokenizer):
+    """A tokenizer of the `tokenizers` library, called without transformers' Python around it.
+
+    Threads share it: encoding and decoding only read, once padding and truncation are switched off.
+    """
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self._backend = library.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        super().__init__(library)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        decoder = self._backend.decoder
+        self.pieces = make_pieces(
+            self._backend.get_vocab(with_added_tokens=False),
+            {token_id: token.content for token_id, token in added.items()},
+            # A decoder pickles as its part of tokenizer.json; the whole would take 0.3 s more at 128k tokens.
+            json.loads(decoder.__getstate__()) if decoder is not None else {},
+            special_ids=self.special_ids,
+            decode=self.decode,
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        # Not `encode`: it holds the GIL all the time (tokenizers 0.20.3 to 0.23.3, 1.6 s for 1.6 MB of text, here
+        # 5 ms), and without the offsets, which nobody reads, it takes half as long.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
 
 def load_tokenizer(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from djl_python_neuronx.artifacts.layouts.weights import WeightsKind
+from djl_python_neuronx.artifacts.weights import WeightsKind
 from djl_python_neuronx.errors import IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
 

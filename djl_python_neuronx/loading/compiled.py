@@ -12,15 +12,18 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.copies import copy_once
-from djl_python_neuronx.artifacts.store.digest import artifact_digest
-from djl_python_neuronx.artifacts.store.facts import CompileFacts, check_facts
-from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
-from djl_python_neuronx.artifacts.store.place import URL_VARIABLE, CompilePlace, locate
-from djl_python_neuronx.artifacts.store.publish import is_writable
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import is_writable
+from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
+from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
+from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.store import (
+    URL_VARIABLE,
+    CompilePlace,
+    CompileStore,
+    copy_once,
+    locate,
+)
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
@@ -75,9 +78,10 @@ def obtain(
     }
     packages = _packages()
     folder: Path | None = None
-    if not backends.compiles(prepared.loader):
+    compiler = backends.compiler(prepared.loader)
+    if compiler is None:
         pass
-    elif reason := backends.uncompilable(prepared.loader, prepared.plan):
+    elif reason := compiler.uncompilable(prepared.plan):
         logger.warning("graphs_not_kept reason=%r", reason)
     else:
         fits = prepared.fits and flags_fit(prepared.artifact, prepared.options, environ)
@@ -100,13 +104,13 @@ def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
     loader, plan = prepared.loader, prepared.plan
     wanted: dict[str, Any] = {}
     package, version = "none", ""
-    if backends.compiles(loader):
+    if (compiler := backends.compiler(loader)) is not None:
         wanted = {
             **graph_options(prepared.options, loader),
             **library_facts(loader),
             **flag_facts(environ),
         }
-        package, version = backends.compiler(loader)
+        package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
         artifact_digest=artifact_digest(plan.model_dir),

@@ -10,13 +10,12 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.layouts.artifact import CUT, READS, WHOLE
-from djl_python_neuronx.artifacts.layouts.folder import some, unreadable
-from djl_python_neuronx.artifacts.layouts.own_output import MANIFEST, OwnOutput
-from djl_python_neuronx.artifacts.layouts.weights import Weights
-from djl_python_neuronx.artifacts.store.digest import sha256_of_each
-from djl_python_neuronx.artifacts.store.manifest import read as read_manifest
+from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
+from djl_python_neuronx.artifacts.folder import some, unreadable
+from djl_python_neuronx.artifacts.formats import OwnOutput
+from djl_python_neuronx.artifacts.manifest import FILE_NAME, sha256_of_each
+from djl_python_neuronx.artifacts.manifest import read as read_manifest
+from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
@@ -69,7 +68,7 @@ def proved(artifact: Artifact) -> Artifact:
     changed = sorted(name for (name, sha256), found in pairs if sha256 != found)
     if changed:
         msg = (
-            f"the files in {artifact.path} are not those of its {MANIFEST}: changed {some(changed)}. "
+            f"the files in {artifact.path} are not those of its {FILE_NAME}: changed {some(changed)}. "
             "Copy the folder again, or compile again."
         )
         raise ArtifactError(msg)

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.layouts.weights import Weights
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError

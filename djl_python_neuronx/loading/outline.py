@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.vocabulary import has_vocabulary, no_tokenizer
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved

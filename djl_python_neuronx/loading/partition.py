@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.artifacts.layouts.own_output import OwnOutput
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.manifest import Manifest
-from djl_python_neuronx.artifacts.store.output import DRAFT, WeightsInOutput, write_output
-from djl_python_neuronx.artifacts.store.publish import storing
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import storing
+from djl_python_neuronx.artifacts.formats import OwnOutput
+from djl_python_neuronx.artifacts.manifest import Manifest
+from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -31,7 +31,7 @@ from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import graph_options
 
 if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.remote.s3 import Settings
+    from djl_python_neuronx.artifacts.s3 import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,8 @@ def _write(
     else:
         layout = prepared.artifact.format
     settings = _s3_settings(prepared, output, environ, overwrite=overwrite)
-    if backends.compiles(prepared.loader) and (
-        reason := backends.uncompilable(prepared.loader, prepared.plan)
-    ):
+    compiler = backends.compiler(prepared.loader)
+    if compiler is not None and (reason := compiler.uncompilable(prepared.plan)):
         msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
         raise BackendError(msg)
     draft = prepared.draft
@@ -161,7 +160,7 @@ def _write(
     if settings is None:
         made = write(Path(output).expanduser().absolute())
     else:
-        from djl_python_neuronx.artifacts.remote import s3
+        from djl_python_neuronx.artifacts import s3
 
         root = fetch.download_root(environ)
         with storing("the compiled model", root):
@@ -191,13 +190,13 @@ def _s3_settings(
         msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
         raise ArtifactError(msg)
     settings = fetch.s3_settings(output, environ)
-    from djl_python_neuronx.artifacts.remote import s3_destination
+    from djl_python_neuronx.artifacts import s3
 
     source = prepared.options.model_id
     if source is not None and fetch.uri_scheme(source) == "s3":
-        s3_destination.check_apart(output, source)
+        s3.check_apart(output, source)
     if not overwrite:
-        s3_destination.check_free(output, settings)
+        s3.check_free(output, settings)
     return settings
 
 

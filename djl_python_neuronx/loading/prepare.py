@@ -11,9 +11,9 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.artifacts.formats import Artifact
-from djl_python_neuronx.artifacts.remote.progress import Progress
-from djl_python_neuronx.artifacts.store.manifest import Role
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config import sources
@@ -159,13 +159,14 @@ def _prepare(
 
 def _surroundings(artifact: Artifact, loader: str, machine: DeviceInfo) -> dict[str, object]:
     """What graphs depend on beside options; empty where there are none."""
-    if artifact.backend != loader or not backends.compiles(loader):
+    compiler = backends.compiler(loader)
+    if artifact.backend != loader or compiler is None:
         return {}
     return {
         "target": graph_target(machine, loader),
         "library_version": None,
         **library_facts(loader),
-        "compiler_version": backends.compiler(loader)[1],
+        "compiler_version": compiler.compiler_version(),
     }
 
 
@@ -221,7 +222,7 @@ def _chosen(
         artifact.backend,
         artifact.model_type,
     )
-    obstacle = backends.supports(loader, artifact)
+    obstacle = backends.get(loader).supports(artifact)
     if obstacle is not None:
         msg = f"the {loader} backend cannot serve the model in {artifact.path}: {obstacle}"
         raise BackendError(msg)

@@ -13,8 +13,8 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 from botocore.loaders import JSONFileLoader
 from botocore.retries.standard import ExponentialBackoff
 
-from djl_python_neuronx.artifacts.remote import partial, s3, s3_pieces
-from djl_python_neuronx.artifacts.remote.selection import EVERYTHING
+from djl_python_neuronx.artifacts import cache, s3, s3_transfer
+from djl_python_neuronx.artifacts.folder import EVERYTHING
 
 PIECE_BYTES = 2**20
 KEYS = {
@@ -39,9 +39,9 @@ _load_file = functools.cache(JSONFileLoader().load_file)
 
 def make_small_and_quick(patch):
     """Pieces as small as `PIECE_BYTES`, read in smaller parts still, and next to no wait before a retry."""
-    patch.setattr(partial, "PIECE_BYTES", PIECE_BYTES)
-    patch.setattr(s3_pieces, "_READ_BYTES", PIECE_BYTES // 16)
-    patch.setattr(s3_pieces, "_BACKOFF_S", 0.005)
+    patch.setattr(cache, "PIECE_BYTES", PIECE_BYTES)
+    patch.setattr(s3_transfer, "_READ_BYTES", PIECE_BYTES // 16)
+    patch.setattr(s3_transfer, "_BACKOFF_S", 0.005)
     patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
     # botocore reads its models, megabytes of JSON, anew for every client.
     patch.setattr(JSONFileLoader, "load_file", lambda self, path: _load_file(path))
@@ -49,7 +49,7 @@ def make_small_and_quick(patch):
 
 def settings(proxy, **more):
     environ = {**KEYS, "AWS_ENDPOINT_URL": proxy.url, **more.pop("environ", {})}
-    return s3.Settings(environ=environ, client=more.pop("client", "classic"), **more)
+    return s3.Settings(environ=environ, **more)
 
 
 def put(bucket, files, prefix="llama/"):

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.facts import CompileFacts
-from djl_python_neuronx.artifacts.store.publish import whole_file
+from djl_python_neuronx.artifacts.atomic import whole_file
+from djl_python_neuronx.artifacts.manifest import CompileFacts
+from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactError
 
 NUM_GRAPHS = 3

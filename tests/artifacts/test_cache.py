@@ -17,9 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.artifacts.remote import cache, partial
-from djl_python_neuronx.artifacts.remote.cache import RemoteChangedError, fetch
-from djl_python_neuronx.artifacts.remote.partial import PartialFolder, RemoteFile, boot_id
+from djl_python_neuronx.artifacts import cache
+from djl_python_neuronx.artifacts.cache import (
+    PartialFolder,
+    RemoteChangedError,
+    RemoteFile,
+    boot_id,
+    fetch,
+)
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import wait_until
 
@@ -58,7 +63,7 @@ class Shelf:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(partial, "PIECE_BYTES", 10)
+    monkeypatch.setattr(cache, "PIECE_BYTES", 10)
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def test_interrupted_anywhere_any_number_of_times(tmp_path_factory, after, sizes
     files = {f"f{n}": bytes((n + i) % 256 for i in range(size)) for n, size in enumerate(sizes)}
     shelf, root = Shelf(**files), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial, "PIECE_BYTES", 10)
+        patch.setattr(cache, "PIECE_BYTES", 10)
         for number in after:
             interrupt(shelf, number)
             try:

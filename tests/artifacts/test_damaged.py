@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,

@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import huggingface_hub
 import pytest
 
-from djl_python_neuronx.artifacts import fetch, remote
+from djl_python_neuronx import artifacts
+from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_folder, uri_scheme
-from djl_python_neuronx.artifacts.remote import schemes
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests import remote_doubles
 
@@ -331,8 +331,8 @@ def test_keys_that_make_no_sense_are_not_told(variables):
 def test_s3_without_its_package(monkeypatch):
     for name in ("boto3", "boto3.s3.transfer"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"{remote.__name__}.s3", raising=False)
-    monkeypatch.delattr(remote, "s3", raising=False)
+    monkeypatch.delitem(sys.modules, f"{artifacts.__name__}.s3", raising=False)
+    monkeypatch.delattr(artifacts, "s3", raising=False)
     with pytest.raises(ArtifactAccessError, match=r"djl-python-neuronx\[s3\]"):
         fetch_config("s3://bucket/model", None, {})
 
@@ -356,9 +356,9 @@ def test_hub_ids(name):
 
 
 def test_a_scheme_is_one_class(monkeypatch, tmp_path):
-    monkeypatch.setattr(schemes, "_REMOTES", dict(schemes._REMOTES))
+    monkeypatch.setattr(fetch, "_REMOTES", dict(fetch._REMOTES))
 
-    @schemes.scheme("memory")
+    @fetch.scheme("memory")
     class Memory:
         def read(self, uri, name, environ):
             return json.dumps({"model_type": uri + name + environ["X"]}).encode()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx.artifacts import formats
+from djl_python_neuronx.artifacts.artifact import READS
+from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.layouts.architecture import check_tensors
-from djl_python_neuronx.artifacts.layouts.artifact import READS
-from djl_python_neuronx.artifacts.layouts.graphs import detect_graphs
-from djl_python_neuronx.artifacts.layouts.safetensors_header import BITS, read_header, torch_name
+from djl_python_neuronx.artifacts.tensor_files import BITS, read_header, torch_name
+from djl_python_neuronx.artifacts.weights import check_tensors
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,

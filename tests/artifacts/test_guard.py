@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.store.guard import guarded
+from djl_python_neuronx.artifacts.guard import guarded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
 
@@ -34,7 +34,7 @@ time.sleep(float(sys.argv[2]))
 """
 _STARTER = """
 import subprocess, sys
-from djl_python_neuronx.artifacts.store.guard import guarded
+from djl_python_neuronx.artifacts.guard import guarded
 guard = subprocess.Popen(guarded([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"]))
 print(guard.pid, flush=True)
 guard.wait()

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from djl_python_neuronx.artifacts.remote import hub
-from djl_python_neuronx.artifacts.remote.hub_snapshot import check_whole
-from djl_python_neuronx.artifacts.remote.selection import SERVING
+from djl_python_neuronx.artifacts import hub
+from djl_python_neuronx.artifacts.folder import SERVING
+from djl_python_neuronx.artifacts.hub import check_whole
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 
 FILES = {
@@ -410,7 +410,7 @@ def test_no_room(server, environ):
 
 
 def test_the_process_environment_counts_too(server, tmp_path):
-    command = "from djl_python_neuronx.artifacts.remote import hub; print(hub.fetch('ours/llama'))"
+    command = "from djl_python_neuronx.artifacts import hub; print(hub.fetch('ours/llama'))"
     environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
 
     def run(**more):

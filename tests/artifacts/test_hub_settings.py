@@ -3,8 +3,8 @@
 import pytest
 from huggingface_hub import constants
 
-from djl_python_neuronx.artifacts.remote import hub, hub_config
-from djl_python_neuronx.artifacts.remote.hub_settings import HubSettings, without_users
+from djl_python_neuronx.artifacts import hub
+from djl_python_neuronx.artifacts.hub import HubSettings, without_users
 from djl_python_neuronx.errors import ArtifactAccessError
 
 
@@ -39,7 +39,7 @@ def test_where_the_cache_is(tmp_path, variables, folder):
     "call",
     [
         lambda environ: hub.fetch("ours/llama", environ=environ),
-        lambda environ: hub_config.fetch_config("ours/llama", None, environ, origin="test"),
+        lambda environ: hub.fetch_config("ours/llama", None, environ, origin="test"),
     ],
     ids=["model", "configuration"],
 )

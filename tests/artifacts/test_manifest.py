@@ -9,12 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from djl_python_neuronx.artifacts.layouts.folder import read_json
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.digest import artifact_digest
-from djl_python_neuronx.artifacts.store.facts import ABSENT, CompileFacts, check_facts, differences
-from djl_python_neuronx.artifacts.store.manifest import Manifest
-from djl_python_neuronx.artifacts.store.publish import whole_file
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import whole_file
+from djl_python_neuronx.artifacts.folder import read_json
+from djl_python_neuronx.artifacts.manifest import (
+    ABSENT,
+    CompileFacts,
+    Manifest,
+    artifact_digest,
+    check_facts,
+    differences,
+)
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from djl_python_neuronx.artifacts.layouts.own_output import unfinished
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.manifest import unfinished
+from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactMismatchError, ArtifactNotFoundError
 from tests.artifacts.s3_rig import settings
 from tests.artifacts.store_worker import (

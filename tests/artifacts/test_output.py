@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
-from djl_python_neuronx.artifacts.remote.selection import SERVING
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.output import properties_file, write_output
+from djl_python_neuronx.artifacts.manifest import is_unfinished
+from djl_python_neuronx.artifacts.output import properties_file, write_output
 from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.store_worker import make_facts

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.store.copies import copy_once
-from djl_python_neuronx.artifacts.store.place import locate
+from djl_python_neuronx.artifacts.store import copy_once, locate
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     IncompatibleOptionsError,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 
 import pytest
 
+from djl_python_neuronx.artifacts.folder import Selection
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.layouts.own_output import is_unfinished
-from djl_python_neuronx.artifacts.remote import partial
-from djl_python_neuronx.artifacts.remote.selection import Selection
+from djl_python_neuronx.artifacts.manifest import is_unfinished
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import Fault
 from tests.artifacts.s3_rig import (
@@ -105,18 +103,6 @@ def test_a_changed_remote_is_loaded_anew_and_what_stayed_is_not(proxy, bucket, t
     assert contents(old) == {**SMALL, NAME: LARGE}, "this process still uses it"
 
 
-def test_the_native_client_loads_the_same(proxy, bucket, tmp_path, monkeypatch):
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
-    monkeypatch.setattr(partial, "PIECE_BYTES", 16 * 2**20)
-    huge = random.Random(3).randbytes(65 * 2**20)
-    put(bucket, {**SMALL, NAME: huge})
-    assert contents(fetch(proxy, tmp_path, client="crt")) == {**SMALL, NAME: huge}
-    ranges = {asked for path, asked in proxy.data_requests() if path.endswith("/" + NAME)}
-    assert len(ranges) > len(huge) / partial.PIECE_BYTES + 1, (
-        "asked in parts of the native client's size"
-    )
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -186,18 +172,6 @@ def test_no_server(tmp_path):
     malformed = s3.Settings({**KEYS, "AWS_ENDPOINT_URL": "nonsense"})
     with pytest.raises(ArtifactAccessError, match="correct AWS_ENDPOINT_URL"):
         s3.fetch(URI, tmp_path, settings=malformed)
-
-
-def test_requester_pays_goes_with_every_request(proxy, bucket, tmp_path):
-    put(bucket, SMALL)
-    asked = []
-    folder = s3.S3Folder(URI, EVERYTHING, settings(proxy, requester_pays=True))
-    folder.client.meta.events.register(
-        "before-send.s3", lambda request, **_: asked.append(request.headers["x-amz-request-payer"])
-    )
-    folder.list()
-    assert asked == [b"requester"]
-    assert contents(fetch(proxy, tmp_path, requester_pays=True)) == SMALL
 
 
 def test_an_upload_sends_the_manifest_last_and_comes_back_the_same(proxy, bucket, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from djl_python_neuronx.artifacts.layouts.own_output import unfinished
-from djl_python_neuronx.artifacts.remote import s3_destination
+from djl_python_neuronx.artifacts import s3
+from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading import partition as compiling
 from tests.artifacts.s3_rig import URI, put, settings
@@ -34,10 +34,10 @@ OURS = json.dumps(unfinished(["config.json"])).encode()
 )
 def test_output_and_model_are_never_one(output, source, is_apart):
     if is_apart:
-        s3_destination.check_apart(output, source)
+        s3.check_apart(output, source)
     else:
         with pytest.raises(ArtifactError, match="lie in each other"):
-            s3_destination.check_apart(output, source)
+            s3.check_apart(output, source)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_output_and_model_are_never_one(output, source, is_apart):
 def test_what_is_not_ours_is_refused(proxy, bucket, there, is_free):
     put(bucket, there)
     if is_free:
-        s3_destination.check_free(URI, settings(proxy))
+        s3.check_free(URI, settings(proxy))
     else:
         with pytest.raises(ArtifactError, match="allow to overwrite"):
-            s3_destination.check_free(URI, settings(proxy))
+            s3.check_free(URI, settings(proxy))
 
 
 def test_it_is_refused_before_anything_is_compiled(proxy, bucket, monkeypatch):

@@ -28,10 +28,10 @@ pytest_plugins = ["tests.artifacts.s3_fixtures"]
 CHILD = """
 import json, sys
 from pathlib import Path
-from djl_python_neuronx.artifacts.remote import s3
-from djl_python_neuronx.artifacts.remote import partial
-from djl_python_neuronx.artifacts.remote.selection import EVERYTHING
-uri, root, environ, partial.PIECE_BYTES = *sys.argv[1:4], int(sys.argv[4])
+from djl_python_neuronx.artifacts import s3
+from djl_python_neuronx.artifacts import cache
+from djl_python_neuronx.artifacts.folder import EVERYTHING
+uri, root, environ, cache.PIECE_BYTES = *sys.argv[1:4], int(sys.argv[4])
 settings = s3.Settings(environ=json.loads(environ), client="classic")
 print(s3.fetch(uri, Path(root), selection=EVERYTHING, settings=settings))
 """

@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from djl_python_neuronx.artifacts.remote.locks import held
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.workspace import remove_stale
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import held
+from djl_python_neuronx.artifacts.store import CompileStore, remove_stale
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,

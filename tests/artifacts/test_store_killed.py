@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from djl_python_neuronx.artifacts.store import manifest as manifests
+from djl_python_neuronx.artifacts import manifest as manifests
 from tests.artifacts import store_worker
 from tests.artifacts.store_worker import (
     NUM_GRAPHS,

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from djl_python_neuronx.artifacts.store import manifest as manifests
-from djl_python_neuronx.artifacts.store.compile_store import CompileStore
-from djl_python_neuronx.artifacts.store.mirror import Mirror
+from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.mirror import Mirror
+from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,

@@ -54,7 +54,7 @@ def test_a_greedy_request_gets_the_best_tokens(
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     try:
         assert backend.spec.outputs == Want.TOKENS
         assert assert_like_alone(backend, load_reference(tmp_path), seed=5) > 100
@@ -65,7 +65,7 @@ def test_a_greedy_request_gets_the_best_tokens(
 def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     """Slot 0 is greedy, slot 2 draws from its three best: as often as their probabilities say."""
     save_tiny_model("llama", tmp_path)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, on_device_generation=DYNAMIC))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, on_device_generation=DYNAMIC))
     assert (backend.spec.largest_top_k, backend.spec.fixed_sampling) == (16, None)
     temperature = 4.0
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     options = options.model_copy(update={"on_device_generation": value})
     arguments = library_arguments(options, "tnx", continuous=True)
     plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)
-    backend: Any = backends.load("tnx", replace(plan, default_top_k="global_top_k"))
+    backend: Any = backends.get("tnx").load(replace(plan, default_top_k="global_top_k"))
     assert (backend.spec.largest_top_k, backend.spec.default_top_k) == (97, 97)
     engine, prompt = Engine(backend), [5, 6, 7]
     sampling = SamplingParams(temperature=1e4)  # so hot that all tokens are as likely
@@ -172,7 +172,7 @@ def test_a_slot_recovers_from_what_is_not_a_number(
         on_device_generation=generation,
         **options,
     )
-    backend: Any = backends.load("tnx", plan)
+    backend: Any = backends.get("tnx").load(plan)
     fed = [3 + i * i % 83 for i in range(25)]
     wanted = tokens_of(backend, 1, [5, 6, 7], fed)
     assert len(set(wanted)) > 3
@@ -193,7 +193,7 @@ def test_what_is_sampled_from_nan_is_known(
     save_tiny_model(model_type, tmp_path, **settings)
     continuous = model_type == "mixtral"
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
-    backend: Any = backends.load("tnx", plan)
+    backend: Any = backends.get("tnx").load(plan)
     assert backend._of_nan is not None
     assert backend._of_nan in {0, 96, 97}
     backend.close()
@@ -203,6 +203,6 @@ def test_a_token_of_the_padding_is_none(tmp_path: Path) -> None:
     """97 tokens on 2 cores are 98; the greedy choice among NaN is the last one."""
     save_tiny_model("llama", tmp_path)
     poison(tmp_path / "model.safetensors", POISON)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, tp=2, on_device_generation=GREEDY))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, on_device_generation=GREEDY))
     assert tokens_of(backend, 0, [5, POISON, 6], [7]) == [-1, -1]
     backend.close()

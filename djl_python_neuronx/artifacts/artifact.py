@@ -1,0 +1,177 @@
+"""What a model folder turned out to hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from djl_python_neuronx.artifacts.folder import Folder
+from djl_python_neuronx.artifacts.weights import Weights, WeightsKind
+from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
+
+logger = logging.getLogger(__name__)
+
+_KINDS: Mapping[WeightsKind, str] = MappingProxyType(
+    {
+        "safetensors": "whole safetensors",
+        "pickle": "a whole pickle",
+        "split": "a split checkpoint",
+        "presharded": "weights that transformers-neuronx has cut",
+        "ranks": "weights that NxD has cut",
+    }
+)
+"""Words for messages."""
+WHOLE: frozenset[WeightsKind] = frozenset({"safetensors", "pickle"})
+"""Kinds that any backend can cut as it needs."""
+CUT: frozenset[WeightsKind] = frozenset({"presharded", "ranks"})
+"""Kinds that are cut for one number of cores already."""
+READS: Mapping[str, frozenset[WeightsKind]] = MappingProxyType(
+    {"tnx": WHOLE | {"split", "presharded"}, "nxdi": WHOLE | {"ranks"}}
+)
+"""Backend to the kinds of weights that it reads, where these are not only whole ones. `check` asks too, and imports no
+backend."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A model folder whose format is known and whose files are complete."""
+
+    path: Path
+    """The folder itself: configuration and tokenizer lie here."""
+    format: str
+    backend: str | None
+    """The backend that it was compiled for, or that alone can read it; None: any that knows the architecture."""
+    config: Mapping[str, Any]
+    """config.json"""
+    eos_ids: frozenset[int]
+    """Ids that end a sequence: generation_config.json's, else config.json's; empty if neither has any."""
+    weights: tuple[Weights, ...]
+    """The preferred ones first; compiled models can come with cut and with whole ones, or with none."""
+    compiled: Path | None = None
+    """Folder of the compiled graphs; None: there are none that can be used."""
+    compiled_for: Mapping[str, object] = field(default_factory=dict)
+    """What the graphs were compiled for, by option name and as far as it is recorded.
+
+    tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's words), context_length_estimate and,
+    which is no option, compiler_version."""
+    weights_source: str | None = None
+    """Where the weights are if the folder has none, as the compilation recorded it: hub id (with @revision) or path."""
+
+    @property
+    def model_type(self) -> str:
+        """What the library calls the model's family: `llama`, `gpt2`."""
+        return str(self.config["model_type"])
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Class names that the checkpoint was saved from; may be empty."""
+        names = self.config.get("architectures")
+        listed = names if isinstance(names, list) else [names]
+        return tuple(name for name in listed if isinstance(name, str))
+
+    @property
+    def kind(self) -> WeightsKind | None:
+        """How the preferred weights are laid out; None: there are none."""
+        return self.weights[0].kind if self.weights else None
+
+    @property
+    def dtype(self) -> str | None:
+        """Of most bytes of the preferred weights, in torch's words (`bfloat16`); None: the files do not tell."""
+        return self.weights[0].dtype if self.weights else None
+
+    def weights_for(self, backend: str, kinds: Collection[WeightsKind]) -> Weights:
+        """The weights that a backend which reads `kinds` shall load.
+
+        Raises:
+            ArtifactNotFoundError: the folder has no weights.
+            ArtifactError: it has none that this backend can read.
+        """
+        for weights in self.weights:
+            if weights.kind in kinds:
+                return weights
+        wanted = " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
+        if not self.weights:
+            msg = (
+                f"{self.path} holds a compiled model ({self.format}) without weights; expected {wanted} for the "
+                f"{backend} backend. The compilation took them from {self.weights_source}: put them into the folder."
+            )
+            raise ArtifactNotFoundError(msg)
+        held = " and ".join(_KINDS[weights.kind] for weights in self.weights)
+        use = (
+            f"Set option.model_loader={self.backend}, or "
+            if self.backend not in {None, backend}
+            else ""
+        )
+        advice = (
+            "run `djl-neuronx convert` to make one of the other"
+            if self.kind == "split"
+            else "serve the checkpoint that it was made from"
+        )
+        advice = use + advice if use else advice[0].upper() + advice[1:]
+        msg = (
+            f"the {backend} backend cannot load the model in {self.path} ({self.format}): it holds {held}; expected "
+            f"{wanted}. {advice}."
+        )
+        raise ArtifactError(msg)
+
+    def check_fit(self, wanted: Mapping[str, object]) -> None:
+        """Refuse settings that the graphs were not compiled for; what is recorded nowhere cannot be compared.
+
+        Raises:
+            ArtifactMismatchError: each setting that differs, compiled and wanted.
+        """
+        differences = {
+            key: (compiled, wanted[key])
+            for key, compiled in self.compiled_for.items()
+            if key in wanted and wanted[key] != compiled
+        }
+        if differences:
+            raise ArtifactMismatchError(differences, str(self.path))
+
+
+def read_config(folder: Folder) -> dict[str, Any]:
+    """config.json of a language model.
+
+    Raises:
+        ArtifactError: it is missing, unreadable, malformed or names no model_type.
+    """
+    return require_model_type(folder.json(folder.file("config.json").name), folder, "config.json")
+
+
+def require_model_type(config: dict[str, Any], folder: Folder, name: str) -> dict[str, Any]:
+    """`config` itself, which is the content of `name`.
+
+    Raises:
+        ArtifactError: it names no model_type.
+    """
+    if not isinstance(config.get("model_type"), str):
+        msg = f"{folder.path / name} names no model_type; expected one such as 'llama'. Point to a language model."
+        raise ArtifactError(msg)
+    return config
+
+
+def read_eos_ids(folder: Folder, config: Mapping[str, Any]) -> frozenset[int]:
+    """The first file's that has any; ids beyond the vocabulary are dropped, as the model never gives them.
+
+    In a model of several modalities, `text_config` is the part that describes the language model.
+    """
+    generation = folder.json("generation_config.json")
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+    vocab_size = config.get("vocab_size", text.get("vocab_size"))
+    for source in (generation, config, text):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            msg = f"eos_token_id is {value!r} in {folder.path}; expected an id or a list of ids. Correct the file."
+            raise ArtifactError(msg)
+        beyond = {i for i in ids if isinstance(vocab_size, int) and i >= vocab_size}
+        if beyond:
+            logger.warning("eos_ids_unused ids=%s vocab_size=%d", sorted(beyond), vocab_size)
+        if set(ids) - beyond:
+            return frozenset(ids) - beyond
+    return frozenset()

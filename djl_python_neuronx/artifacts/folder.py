@@ -1,0 +1,246 @@
+"""One folder of a model: the names in it, and its files read only where that is safe.
+
+Links: a file of a model lies in the model's folder, or in the blobs of a Hugging Face cache, where each file of a
+snapshot is a link. A link to any other place is refused: folders come from archives and buckets that others fill, and
+what is read here is copied and uploaded with the model. The folder itself may be a link.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+
+_LFS_POINTER = b"version https://git-lfs"
+_FOR_PEOPLE = (".md", ".rst")
+"""Names that nothing here or in the libraries opens: in a working copy these often are links."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What lies in a folder, every link in it checked."""
+
+    path: Path
+    root: Path
+    """The model's own folder without links, which no link of it may leave."""
+    names: frozenset[str]
+    folders: frozenset[str]
+    """Those of `names` that are folders."""
+
+    @classmethod
+    def open(cls, path: Path, root: Path | None = None) -> Folder:
+        """The listing of a folder.
+
+        Raises:
+            OSError: it cannot be listed.
+            ArtifactAccessError: a link in it leads out of the model's folder.
+            ArtifactNotFoundError: a link in it leads nowhere.
+        """
+        root = path.resolve() if root is None else root
+        entries = list(path.iterdir())
+        for entry in entries:
+            if entry.is_symlink() and not entry.name.endswith(_FOR_PEOPLE):
+                _check_link(entry, root)
+        names = frozenset(entry.name for entry in entries)
+        return cls(path, root, names, frozenset(one.name for one in entries if one.is_dir()))
+
+    def sub(self, name: str) -> Folder:
+        """A folder in this one.
+
+        Raises:
+            ArtifactNotFoundError: there is none of that name.
+            ArtifactAccessError: it cannot be listed, or a link in it leads out of the model's folder.
+        """
+        path = self.path / name
+        try:
+            return Folder.open(path, self.root)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(error, ArtifactNotFoundError):
+                raise
+            msg = f"{path} is missing or no folder; expected one in a model like this. {AGAIN}"
+            raise ArtifactNotFoundError(msg) from error
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file of the folder; {} if there is no such file."""
+        return read_json(self.path / name) if name in self.names else {}
+
+    def file(self, name: str) -> Path:
+        """The path of a file that must be there and hold something; nothing but its first bytes is read.
+
+        Raises:
+            ArtifactNotFoundError: it is missing.
+            ArtifactAccessError: it cannot be read.
+            ArtifactError: it is empty or a Git LFS pointer.
+        """
+        path = self.path / name
+        if name not in self.names:
+            msg = f"{path} is missing; expected it in a model like this. {AGAIN}"
+            raise ArtifactNotFoundError(msg)
+        try:
+            with path.open("rb") as file:
+                start = file.read(len(_LFS_POINTER))
+        except OSError as error:
+            raise unreadable(path, error) from error
+        check_start(path, start)
+        return path
+
+
+AGAIN = "Copy or download the model again."
+
+
+def check_start(path: Path, start: bytes) -> None:
+    """Refuse a file that is empty, or that stands for one that was never fetched.
+
+    Raises:
+        ArtifactError: which of both.
+    """
+    if start.startswith(_LFS_POINTER):
+        msg = f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository."
+        raise ArtifactError(msg)
+    if not start:
+        msg = f"{path} is empty; the write that made it was cut short. {AGAIN}"
+        raise ArtifactError(msg)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder.
+
+    Raises:
+        ArtifactAccessError: it cannot be read.
+        ArtifactError: it is malformed.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    check_start(path, raw)
+    return parse_object(raw, str(path))
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in the content of a file that was read from `where`.
+
+    Raises:
+        ArtifactError: it is malformed.
+    """
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        msg = f"{where} is not valid JSON: {error}. Copy or download it again."
+        raise ArtifactError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"{where} holds a JSON {type(value).__name__}; expected an object. Copy or download it again."
+        raise ArtifactError(msg)
+    return value
+
+
+def is_plain_name(name: object) -> bool:
+    """True for the name of a file in the same folder: a name with a folder in it could point anywhere."""
+    return (
+        isinstance(name, str)
+        and name not in {"", ".", ".."}
+        and not any(char in name for char in "/\\\0")
+    )
+
+
+def some(names: Iterable[str], limit: int = 8) -> str:
+    """The first names and the count of the others, for a message."""
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return (", ".join(listed[:limit]) or "nothing") + more
+
+
+def unreadable(path: Path, error: OSError) -> ArtifactError:
+    """The error for a file or folder that the system does not let us read."""
+    if isinstance(error, FileNotFoundError):
+        return ArtifactNotFoundError(f"{path} went away while it was read. {AGAIN}")
+    return ArtifactAccessError(
+        f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
+    )
+
+
+def _check_link(link: Path, root: Path) -> None:
+    try:
+        target = link.resolve(strict=True)
+    except FileNotFoundError as error:
+        msg = f"{link} is a link to a file that is gone, {link.readlink()}. {AGAIN}"
+        raise ArtifactNotFoundError(msg) from error
+    except (OSError, RuntimeError) as error:
+        msg = f"{link} is a link that cannot be followed: {error}. {AGAIN}"
+        raise ArtifactAccessError(msg) from error
+    # Source: huggingface_hub, the guide "Understand caching": models--<organisation>--<name>/blobs/<digest>.
+    cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if not cached and not target.is_relative_to(root):
+        msg = (
+            f"{link} is a link out of the model's folder, to {target}; expected a file of the model or of a "
+            "Hugging Face cache. If you trust it, put a copy in its place (cp -L)."
+        )
+        raise ArtifactAccessError(msg)
+
+
+class Selection(NamedTuple):
+    """A choice among the names of a remote folder. Its name is part of the place in the cache."""
+
+    name: str
+    choose: Callable[[Collection[str]], Collection[str]]
+    """Names relative to the folder, with `/`, to those that are wanted."""
+
+
+# Other libraries' copies of the weights, and what training leaves behind. A list of what is not wanted, because
+# compiled formats name their files as they like (`p0.transformer.wte`, `<hash>.neff`, `VERSION`).
+_FOREIGN_FOLDERS = frozenset({"onnx", "openvino", "coreml", "original", "metal", "runs"})
+_FOREIGN_FILES = re.compile(
+    r".*\.(h5|msgpack|onnx|onnx_data|ot|tflite|gguf|ggml|mlmodel|pth|nemo|md|png|jpe?g|gif|svg|webp|mp4|pdf|ipynb)"
+    r"|consolidated.*|training_args\.bin|(optimizer|scheduler)\.(pt|bin)",
+    re.IGNORECASE,
+)
+_SAFETENSORS = re.compile(
+    r"(?P<kind>model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
+_PICKLE = re.compile(r"(?P<kind>pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin(\.index\.json)?")
+_SAME = {"pytorch_model": "model", "adapter_model": "adapter_model"}
+
+
+def _for_serving(names: Collection[str]) -> list[str]:
+    kept = [name for name in names if not _is_foreign(name)]
+    safe = set(_kinds(kept, _SAFETENSORS))
+    pickled = {
+        name
+        for name in kept
+        if (match := _PICKLE.fullmatch(posixpath.basename(name)))
+        and (posixpath.dirname(name), _SAME[match["kind"]]) in safe
+    }
+    return sorted(name for name in kept if name not in pickled)
+
+
+def _is_foreign(name: str) -> bool:
+    *folders, file = name.split("/")
+    return (
+        any(part.startswith(".") for part in (*folders, file))
+        or not _FOREIGN_FOLDERS.isdisjoint(folders)
+        or _FOREIGN_FILES.fullmatch(file) is not None
+    )
+
+
+def _kinds(names: Iterable[str], pattern: re.Pattern[str]) -> Iterable[tuple[str, str]]:
+    for name in names:
+        if match := pattern.fullmatch(posixpath.basename(name)):
+            yield posixpath.dirname(name), match["kind"]
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
+"""Of weights beside config.json; a folder `pytorch_model.bin` holds them too."""
+
+SERVING = Selection("serving", _for_serving)
+"""What any of our formats reads. Pickled weights only where no safetensors ones lie beside them."""
+
+EVERYTHING = Selection("everything", sorted)
+"""All of it: compile caches, folders of our own making."""

@@ -1,1 +1,0 @@
-"""What can lie in a model folder, one module per noun."""

@@ -1,0 +1,480 @@
+"""`manifest.json`: what a folder of compiled files was made from, and what makes it whole.
+
+It is written last, so a folder that has it was finished; its sizes and hashes say whether it still is what it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    computed_field,
+    model_validator,
+)
+
+from djl_python_neuronx.artifacts.atomic import storing, whole_file
+from djl_python_neuronx.artifacts.folder import is_plain_name, read_json, some, unreadable
+from djl_python_neuronx.artifacts.tensor_files import read_header
+from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
+
+_BLOCK_BYTES = 2**20
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_FILE = 64
+_MAX_THREADS = 8
+
+# The first kind that is there is the model's, as for the libraries; a download that took both changes nothing.
+_WEIGHT_KINDS = (("*.safetensors",), ("pytorch_model*.bin", "pytorch_model.bin/p*"))
+_SMALL_FILES = ("config.json", "*.py")
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content; other threads run meanwhile."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        # Not hashlib.file_digest, which Python 3.10 lacks.
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sha256_of_each(paths: Iterable[Path]) -> list[str]:
+    """As `sha256_of` for each path, on several cores."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
+def artifact_digest(folder: Path) -> str:
+    """What names the model in a folder: `sampled:<hex>`.
+
+    It reads a few MiB of any model: config.json and the model's own code whole; of each weight file its name
+    and size, a safetensors file's tensors (name, dtype, shape, place) and 4 KiB from the middle of each, of any other
+    file 64 such samples. Names and times of other files do not count, nor does where the folder lies.
+
+    Equal digests prove: the same configuration, and tensors of the same names, types and shapes; so a graph
+    without weights fits. They make it all but certain that no tensor was trained further, which changes values
+    everywhere in it. They do not prove that single rows (an added token's embedding) are the same.
+
+    Raises:
+        ArtifactAccessError: a file cannot be read.
+        ArtifactError: a safetensors file is damaged.
+    """
+    digest = hashlib.sha256()
+    for path in _sorted(folder, _SMALL_FILES):
+        _feed(digest, _name(folder, path), sha256_of_readable(path))
+    for path in _weights(folder):
+        _feed(digest, _name(folder, path), _sample(path))
+    return f"sampled:{digest.hexdigest()}"
+
+
+def sha256_of_readable(path: Path) -> str:
+    """As `sha256_of`, for files of a model folder.
+
+    Raises:
+        ArtifactAccessError: it cannot be read.
+    """
+    try:
+        return sha256_of(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _feed(digest: hashlib._Hash, *parts: str) -> None:
+    # A NUL ends each part: no file name holds one, so no two lists of parts give the same bytes.
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
+
+
+def _weights(folder: Path) -> list[Path]:
+    return next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
+
+
+def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _sample(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            digest.update(f"{size}\0".encode())
+            for middle in _middles(path, size, digest):
+                digest.update(_around(file, middle, size))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def _middles(path: Path, size: int, digest: hashlib._Hash) -> Iterator[int]:
+    """Where to take samples, in bytes from the start of the file."""
+    if path.suffix != ".safetensors":
+        yield from ((2 * i + 1) * size // (2 * _SAMPLES_PER_FILE) for i in range(_SAMPLES_PER_FILE))
+        return
+    header = read_header(path)
+    start = size - max((entry.end for entry in header.values()), default=0)
+    for name, entry in sorted(header.items()):
+        _feed(digest, name, entry.dtype, str(entry.shape), str(entry.begin), str(entry.end))
+        yield start + (entry.begin + entry.end) // 2
+
+
+def _around(file: BinaryIO, middle: int, size: int) -> bytes:
+    file.seek(max(0, min(middle - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES)))
+    return file.read(_SAMPLE_BYTES)
+
+
+def _plain_json(value: object) -> object:
+    """What reading it back will give: lists for tuples, text keys."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(error) from error
+
+
+Options = Annotated[dict[str, Any], BeforeValidator(_plain_json)]
+"""Values of JSON by name."""
+
+_FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
+
+
+class CompileFacts(BaseModel):
+    """All that compiled files depend on: with equal facts one compile does for the other.
+
+    Raises:
+        ValueError: an option's value is not JSON's, or its name is that of another fact.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    graph_options: Options
+    artifact_digest: str
+    """See `digest.artifact_digest`."""
+    compiler: str
+    """Its package, such as `neuronx-cc`."""
+    compiler_version: str
+    target: str
+    """The kind of device, such as `inf2`."""
+
+    @model_validator(mode="after")
+    def _no_double_names(self) -> CompileFacts:
+        if taken := set(self.graph_options) & set(_FACTS):
+            msg = f"graph options cannot be named {some(sorted(taken))}: facts have these names"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def key(self) -> str:
+        """32 hexadecimal digits that name these facts."""
+        text = json.dumps(self.model_dump(), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def flat(self) -> dict[str, object]:
+        """Every fact by its name; options by theirs, a table's as `table.name`."""
+        return {**{name: getattr(self, name) for name in _FACTS}, **_flatten(self.graph_options)}
+
+
+class Difference(NamedTuple):
+    """One fact that is not as wanted."""
+
+    key: str
+    compiled: object
+    wanted: object
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+"""Stands in a `Difference` for the value of an option that one side does not have at all."""
+
+
+def differences(wanted: CompileFacts, compiled: CompileFacts) -> list[Difference]:
+    """The facts in which both differ, by name; empty if and only if their keys are equal."""
+    ours, theirs = wanted.flat(), compiled.flat()
+    values = ((key, theirs.get(key, ABSENT), ours.get(key, ABSENT)) for key in {*ours, *theirs})
+    return sorted(Difference(*row) for row in values if _json(row[1]) != _json(row[2]))
+
+
+def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> None:
+    """Refuse what was compiled for something else.
+
+    Raises:
+        ArtifactMismatchError: each differing fact with its compiled and its wanted value.
+    """
+    found = differences(wanted, compiled)
+    if found:
+        raise ArtifactMismatchError(
+            {one.key: (one.compiled, one.wanted) for one in found}, where=where
+        )
+
+
+def _json(value: object) -> str:
+    """Tells 1 from 1.0 and from true, as the key of the facts does."""
+    return "absent" if value is ABSENT else json.dumps(value, sort_keys=True)
+
+
+def _flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in options.items():
+        # Quoted where it could be taken for a name in a table.
+        key = prefix + (json.dumps(name) if "." in name or '"' in name else name)
+        flat.update(
+            _flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+        )
+    return flat
+
+
+FILE_NAME = "manifest.json"
+FORMAT = "djl_python_neuronx"
+VERSION = 1
+
+Role: TypeAlias = Literal["model", "draft"]
+"""What a model was compiled as: to be served, or to draft for another one."""
+
+
+def unfinished(files: Iterable[str]) -> dict[str, Any]:
+    """What stands in the manifest's place while an output is written.
+
+    `files`: all that may be found there, of this output and of the one that it replaces: whoever writes the next one
+    knows from it what to clear away.
+    """
+    marker = {"format": FORMAT, "version": VERSION, "unfinished": True}
+    return {**marker, "files": {name: {} for name in sorted(files)}}
+
+
+def is_unfinished(manifest: object) -> bool:
+    """True for what `unfinished` gives."""
+    return (
+        isinstance(manifest, dict)
+        and manifest.get("format") == FORMAT
+        and manifest.get("unfinished") is True
+    )
+
+
+def listed_files(raw: bytes) -> set[str]:
+    """The paths that a manifest of ours lists, unfinished or not; none if it is another's or damaged."""
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError):
+        return set()
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return set()
+    files = manifest.get("files")
+    return set(files) if isinstance(files, dict) else set()
+
+
+def _inside(name: str) -> str:
+    if name == FILE_NAME or not all(map(is_plain_name, name.split("/"))):
+        msg = f"{name!r} is no path of a file inside the folder"
+        raise ValueError(msg)
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_inside)]
+
+
+class FileEntry(BaseModel):
+    """One file of the folder."""
+
+    model_config = ConfigDict(frozen=True)
+
+    bytes: int = Field(ge=0, strict=True)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Manifest(BaseModel):
+    """The content of a `manifest.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: str = FORMAT
+    version: int = VERSION
+    """Of the file's own form."""
+    layout: str | None = None
+    """Of the folder: the name of a format of `formats`; None: for a backend alone, not to be served from."""
+    role: Role = "model"
+    """What the first who asked for it needed it as. Older manifests do not tell; most are of models that are served."""
+    facts: CompileFacts
+    effective_options: Options
+    """All options in force when it was made, those too that no graph depends on."""
+    packages: dict[str, str]
+    """Versions of the libraries that made it."""
+    files: dict[_Name, FileEntry]
+    """By path in the folder, with `/`; all but the manifest itself."""
+    created: str
+    """UTC, ISO 8601."""
+    package_version: str = ""
+    """Of this package, which made it."""
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's way
+    @property
+    def compiled_for(self) -> dict[str, Any]:
+        """What `Artifact.compiled_for` says of the folder."""
+        return {**self.facts.graph_options, "compiler_version": self.facts.compiler_version}
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        facts: CompileFacts,
+        *,
+        effective_options: Mapping[str, object],
+        packages: Mapping[str, str],
+        layout: str | None = None,
+        role: Role = "model",
+    ) -> Manifest:
+        """The manifest for all files that are in a folder now; reads each to its end.
+
+        Raises:
+            OSError: a file cannot be read.
+            ArtifactError: something in it is neither a file nor a folder, such as a link.
+        """
+        names = list(_names(folder))
+        hashes = sha256_of_each(folder / name for name in names)
+        return cls(
+            layout=layout,
+            role=role,
+            facts=facts,
+            effective_options=dict(effective_options),
+            packages=dict(packages),
+            files={
+                name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)
+                for name, sha256 in zip(names, hashes, strict=True)
+            },
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            package_version=_package_version(),
+        )
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Put the manifest into its folder in one step, after all other files.
+
+    Raises:
+        ArtifactAccessError: it cannot be written.
+    """
+    with storing("the manifest", folder), whole_file(folder / FILE_NAME) as temporary:
+        temporary.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder; its files are not looked at.
+
+    Raises:
+        ArtifactNotFoundError: there is none: the folder is not finished, or not of this package.
+        ArtifactAccessError: it cannot be read.
+        ArtifactError: it is damaged, or of a newer version of this package.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        msg = (
+            f"{path} is missing; expected it in a finished compile, where it is written last. Copy the folder again "
+            "with all its files, or compile again."
+        )
+        raise ArtifactNotFoundError(msg)
+    return parse(read_json(path), str(path))
+
+
+def parse(value: Mapping[str, Any], where: str) -> Manifest:
+    """The manifest in a JSON object that was read from `where`.
+
+    Raises:
+        ArtifactError: as `read`.
+    """
+    if is_unfinished(value):
+        msg = f"{where} says that the folder is not finished: it is being written, or was cut off. Compile again."
+        raise ArtifactError(msg)
+    number = value.get("version")
+    if value.get("format") == FORMAT and type(number) is int and number > VERSION:
+        msg = (
+            f"{where} is a manifest of version {number}, of {value.get('package_version')} of this package; "
+            f"{_package_version()} reads up to version {VERSION}. Install that one, or compile again."
+        )
+        raise ArtifactError(msg)
+    if (value.get("format"), number) != (FORMAT, VERSION):
+        msg = (
+            f"{where} has format {value.get('format')!r}, version {number!r}; expected {FORMAT!r}, "
+            f"{VERSION}. It is not of this package, or damaged: copy the folder again, or compile again."
+        )
+        raise ArtifactError(msg)
+    try:
+        return Manifest.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        msg = f"{where} is no manifest of this package: {reason}. Copy the folder again, or compile again."
+        raise ArtifactError(msg) from error
+
+
+def verify(
+    folder: Path, manifest: Manifest, *, hashes: bool = True, allow_extra: bool = False
+) -> None:
+    """Refuse a folder whose files are not the manifest's. Without `hashes` only names and sizes are compared.
+
+    Raises:
+        ArtifactAccessError: a file cannot be read.
+        ArtifactError: the files that are missing, were changed, or are too many.
+    """
+    expected = manifest.files
+    try:
+        found = {name: (folder / name).stat().st_size for name in _names(folder)}
+        known = found.keys() & expected.keys()
+        changed = {name for name in known if found[name] != expected[name].bytes}
+        if hashes:
+            names = sorted(known - changed)
+            actual = sha256_of_each(folder / name for name in names)
+            pairs = zip(names, actual, strict=True)
+            changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    missing = expected.keys() - found.keys()
+    extra = set() if allow_extra else found.keys() - expected.keys()
+    faults = [
+        f"{what} {some(sorted(names))}"
+        for what, names in (("missing", missing), ("changed", changed), ("not of it", extra))
+        if names
+    ]
+    if faults:
+        msg = (
+            f"the files in {folder} are not those of its {FILE_NAME}: {'; '.join(faults)}. "
+            "Copy the folder again, or compile again."
+        )
+        raise ArtifactError(msg)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Paths of all files in a folder but its manifest, in order."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            msg = f"{path} is a link or a special file; expected only files and folders in it. Put a copy in its place."
+            raise ArtifactError(msg)
+        if path.is_file() and name != FILE_NAME:
+            yield name
+
+
+def _package_version() -> str:
+    try:
+        return metadata.version("djl-python-neuronx")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -1,1 +1,0 @@
-"""Model folders that lie elsewhere: fetched once, whole or not at all."""

@@ -1,0 +1,451 @@
+"""Folders of S3: fetched into the cache, read in part, written.
+
+Needs boto3 (the extra `s3`); import it only when a URI asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore import exceptions as boto
+from botocore.config import Config
+from botocore.session import Session
+from s3transfer.subscribers import BaseSubscriber
+from urllib3.exceptions import HTTPError
+
+from djl_python_neuronx.artifacts import cache, s3
+from djl_python_neuronx.artifacts.cache import (
+    PartialFolder,
+    Piece,
+    Progress,
+    ProgressMeter,
+    RemoteFile,
+)
+from djl_python_neuronx.artifacts.folder import SERVING, Selection, some
+from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
+from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+
+_REFUSED = (
+    "S3 refuses access ({code}). Allow this role or user s3:ListBucket on the bucket and {action} in the "
+    "folder (and kms:Decrypt for the key of encrypted objects)"
+)
+_CREDENTIALS = (
+    "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
+    "machine's role"
+)
+_REGION = (
+    "the bucket lies in another region{region} ({code}). Set AWS_REGION to the bucket's region"
+)
+_BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; what is loaded is kept"
+_NOT_FOUND = "there is no such object ({code}). Correct the URI"
+
+# Source: Amazon S3 API reference, "Error responses"; the numbers are what HEAD, which has no body, leaves of them.
+_CODES = {
+    "NoSuchBucket": "there is no such bucket ({code}). Correct the bucket's name, or AWS_ENDPOINT_URL",
+    "NoSuchKey": _NOT_FOUND,
+    "404": _NOT_FOUND,
+    "AccessDenied": _REFUSED,
+    "AllAccessDisabled": _REFUSED,
+    "403": _REFUSED,
+    "InvalidAccessKeyId": _CREDENTIALS,
+    "SignatureDoesNotMatch": _CREDENTIALS,
+    "ExpiredToken": _CREDENTIALS,
+    "InvalidToken": _CREDENTIALS,
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "301": _REGION,
+    "400": _REGION,
+    "RequestTimeTooSkewed": "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP",
+    "InvalidObjectState": "an object lies in an archive class ({code}). Restore it to a class that can be read at once",
+    "SlowDown": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "InternalError": _BUSY,
+    "RequestTimeout": _BUSY,
+    "500": _BUSY,
+    "503": _BUSY,
+}
+_MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
+
+
+@contextmanager
+def translated(uri: str, *, action: str = "s3:GetObject") -> Iterator[None]:
+    """Errors of AWS's libraries inside become ours, with the URI and what to do.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket or object.
+        ArtifactAccessError: everything else.
+    """
+    try:
+        yield
+    except boto.ClientError as error:
+        raise _answer(uri, error.response, action) from error
+    except boto.BotoCoreError as error:
+        msg = f"{uri}: {_trouble(error)}."
+        raise ArtifactAccessError(msg) from None
+    except ValueError as error:
+        # Source: botocore 1.34 to 1.44, endpoint.py and utils.py: malformed endpoints are plain ValueErrors.
+        msg = f"{uri}: {_named(error)}. Expected a URL such as https://host:port; correct AWS_ENDPOINT_URL."
+        raise ArtifactAccessError(msg) from None
+
+
+def _answer(uri: str, response: dict[str, Any], action: str) -> ArtifactError:
+    code = str(response.get("Error", {}).get("Code", "no code"))
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    home = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
+    text = _CODES.get(
+        code, "S3 answers {code}: {said}. See the bucket's settings and this message's cause"
+    )
+    said = str(response.get("Error", {}).get("Message", "")).strip().rstrip(".")[:300]
+    text = text.format(code=code, action=action, said=said, region=f", {home}" if home else "")
+    kind = ArtifactNotFoundError if code in _MISSING else ArtifactAccessError
+    return kind(f"{uri}: {text}.")
+
+
+def _trouble(error: boto.BotoCoreError) -> str:
+    said = _named(error)
+    match error:
+        case boto.NoCredentialsError() | boto.PartialCredentialsError():
+            return (
+                f"no AWS credentials ({said}). Give this machine a role, or set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            )
+        case boto.ProfileNotFound():
+            return f"{said}. Correct AWS_PROFILE, or add the profile to ~/.aws/config"
+        case boto.CredentialRetrievalError() | boto.TokenRetrievalError() | boto.SSOError():
+            return f"the AWS credentials cannot be had: {said}. Sign in again, or give this machine a role"
+        case boto.ParamValidationError():
+            return f"{said}. Expected s3://bucket/folder; correct the URI"
+        case boto.SSLError():
+            return (
+                f"no trusted connection: {said}. Set AWS_CA_BUNDLE to your authority's certificate"
+            )
+        case boto.ConnectionError() | boto.HTTPClientError():
+            return f"S3 cannot be reached: {said}. Check network, region and AWS_ENDPOINT_URL; what is loaded is kept"
+        case _:
+            return f"{said}. Check the AWS settings (region, profile, endpoint)"
+
+
+def _named(error: Exception) -> str:
+    """The class alone: the text of AWS's libraries may quote settings and headers, and those hold keys."""
+    return type(error).__name__
+
+
+_MAX_READ_BYTES = 64 * 2**20
+_READ_ATTEMPTS = 4
+_CONNECT_TIMEOUT_S = 10
+_ATTEMPTS = 8
+"""botocore's three are few for ten threads at once when S3 says SlowDown."""
+
+# Source: Amazon S3 user guide, "Access points": the ARN stands where a bucket's name does.
+_URI = re.compile(
+    r"s3://(?P<bucket>arn:[^/]*:accesspoint[:/][^/]+|[^/]+)(/(?P<key>.*))?", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to reach S3, beyond what AWS's own variables and files say."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """`AWS_*` variables that win over those of the process; the rest (`~/.aws`, the machine's role) botocore finds."""
+    read_timeout_s: float = 30.0
+    """Silence after which a request is made again."""
+
+
+DEFAULTS = Settings()
+
+
+class S3Folder:
+    """One `s3://bucket/prefix`; a `Remote` for the cache."""
+
+    def __init__(
+        self, uri: str, selection: Selection = SERVING, settings: Settings = DEFAULTS
+    ) -> None:
+        self.bucket, self.prefix = parse(uri)
+        self.uri = f"s3://{self.bucket}/{self.prefix}"
+        self._selection = selection
+        with translated(self.uri):
+            self.client = _connect(settings)
+        endpoint: str = self.client.meta.endpoint_url
+        self.identity: Sequence[str] = (
+            "s3",
+            endpoint,
+            selection.name,
+            f"{self.bucket}/{self.prefix}".rstrip("/"),
+        )
+
+    def list(self) -> Sequence[RemoteFile]:
+        """The selected files, by name.
+
+        Raises:
+            ArtifactNotFoundError: no such bucket, or nothing under the prefix that is wanted.
+            ArtifactAccessError: S3 cannot be reached or refuses.
+            ArtifactError: a key cannot be a file below one folder.
+        """
+        with translated(self.uri, action="s3:GetObject"):
+            pages = self.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self.prefix
+            )
+            listed = [item for page in pages for item in page.get("Contents", ())]
+        files = {
+            name: RemoteFile(name, item["Size"], item["ETag"])
+            for item in listed
+            if not _is_marker(item["Key"], item["Size"])
+            for name in [item["Key"][len(self.prefix) :]]
+        }
+        check_names(files, self.uri)
+        chosen = sorted(self._selection.choose(files.keys()))
+        if not chosen:
+            what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
+            msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
+            raise ArtifactNotFoundError(msg)
+        return [files[name] for name in chosen]
+
+    def download(
+        self, pieces: Sequence[Piece], into: PartialFolder, on_bytes: Callable[[int], None]
+    ) -> None:
+        """See `Remote`."""
+        with translated(self.uri):
+            Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
+
+
+def fetch(
+    uri: str,
+    root: Path,
+    *,
+    selection: Selection = SERVING,
+    settings: Settings = DEFAULTS,
+    progress: Progress | None = None,
+) -> Path:
+    """The local folder, below the cache folder `root`, of an `s3://bucket/prefix` as it is now; see `cache.fetch`."""
+    return cache.fetch(S3Folder(uri, selection, settings), root, progress=progress)
+
+
+def read_object(uri: str, name: str, *, settings: Settings = DEFAULTS) -> bytes:
+    """The content of the small object `name` in the folder `uri`.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket or object.
+        ArtifactAccessError: S3 cannot be reached or refuses.
+        ArtifactError: more than 64 MiB, so something else than was expected.
+    """
+    folder = S3Folder(uri, settings=settings)
+    where = folder.uri + name
+    with translated(where):
+        content = _content(folder, name)
+    if content is not None:
+        return content
+    msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
+    raise ArtifactError(msg)
+
+
+def _content(folder: S3Folder, name: str) -> bytes | None:
+    """A small object, read again where its body breaks off, which botocore does not retry; None: it is not small."""
+    for attempt in itertools.count(1):
+        try:
+            response = folder.client.get_object(Bucket=folder.bucket, Key=folder.prefix + name)
+            with contextlib.closing(response["Body"]) as body:
+                small = response["ContentLength"] <= _MAX_READ_BYTES
+                return bytes(body.read()) if small else None
+        except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
+            if attempt == _READ_ATTEMPTS:
+                raise boto.ResponseStreamingError(error=error) from None
+    return None
+
+
+def upload(
+    folder: Path, uri: str, *, settings: Settings = DEFAULTS, progress: Progress | None = None
+) -> None:
+    """Copy a local folder of our making, which has a manifest.json, to `uri`; the manifest goes last.
+
+    Until then one that says `unfinished` stands there, so that at no time one vouches for files of another upload.
+    What an earlier upload listed and this one does not have is removed; other objects below `uri` stay.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket, or no manifest in the folder.
+        ArtifactAccessError: S3 cannot be reached or refuses, or a file cannot be read.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+    manifest = files.pop(FILE_NAME, None)
+    if manifest is None:
+        msg = (
+            f"{folder} has no {FILE_NAME}; expected a finished folder. Make it again, then upload."
+        )
+        raise ArtifactNotFoundError(msg)
+    remote = S3Folder(uri, settings=settings)
+    check_names(files, str(folder))
+    total = sum(path.stat().st_size for path in (*files.values(), manifest))
+    with (
+        translated(remote.uri, action="s3:PutObject and s3:DeleteObject"),
+        ProgressMeter(remote.uri, total, 0, progress) as meter,
+    ):
+        earlier = listed(remote)
+        marker = json.dumps(unfinished(earlier | files.keys()))
+        remote.client.put_object(
+            Bucket=remote.bucket,
+            Key=remote.prefix + FILE_NAME,
+            Body=marker.encode(),
+        )
+        for name in sorted(earlier - files.keys()):
+            remote.client.delete_object(Bucket=remote.bucket, Key=remote.prefix + name)
+        _send(remote, files, meter)
+        _send(remote, {FILE_NAME: manifest}, meter)
+
+
+def listed(remote: S3Folder) -> set[str]:
+    """The files of the upload that is there, finished or not; none if what is there is not of our making."""
+    try:
+        content = _content(remote, FILE_NAME)
+    except remote.client.exceptions.NoSuchKey:
+        return set()
+    return set() if content is None else listed_files(content) - {FILE_NAME}
+
+
+def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
+    class Counter(BaseSubscriber):  # type: ignore[misc]  # no types
+        def on_progress(self, bytes_transferred: int, **_: object) -> None:
+            meter.add(bytes_transferred)
+
+    config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)
+    with create_transfer_manager(remote.client, config) as manager:
+        futures = [
+            manager.upload(str(path), remote.bucket, remote.prefix + name, subscribers=[Counter()])
+            for name, path in files.items()
+        ]
+        for future in futures:
+            future.result()
+
+
+def parse(uri: str) -> tuple[str, str]:
+    """Bucket and key prefix, which ends in `/` unless it is empty.
+
+    Raises:
+        ArtifactNotFoundError: it names no bucket.
+    """
+    found = _URI.fullmatch(uri)
+    if found is None:
+        msg = f"{uri!r} names no bucket; expected s3://bucket/folder. Correct the URI."
+        raise ArtifactNotFoundError(msg)
+    key = (found["key"] or "").rstrip("/")
+    return found["bucket"], f"{key}/" if key else ""
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """See to it that all names can be files below one folder, on any file system.
+
+    Raises:
+        ArtifactError: one would leave the folder or hide another; all such are listed.
+    """
+    names = list(names)
+    known = set(names)
+    folded: dict[str, str] = {}
+    problems = []
+    for name in names:
+        parts = name.split("/")
+        parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
+            problems.append(f"{name!r} is no plain path")
+        elif any(len(part.encode()) > 255 for part in parts):
+            problems.append(f"{name!r} is too long for a file's name")
+        elif both := known.intersection(parents):
+            problems.append(f"{sorted(both)[0]!r} is a file and a folder")
+        problems.extend(
+            f"{path!r} and {folded[path.casefold()]!r} differ in case only"
+            for path in (*parents, name)
+            if folded.setdefault(path.casefold(), path) != path
+        )
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        msg = (
+            f"{where} has keys that cannot be files of one folder: {'; '.join(problems[:5])}{more}. "
+            "Nothing was loaded; correct or remove them there."
+        )
+        raise ArtifactError(msg)
+
+
+def _is_marker(key: str, size: int) -> bool:
+    """True for the empty objects by which consoles and Hadoop show folders."""
+    return size == 0 and key.endswith(("/", "_$folder$"))
+
+
+def _connect(settings: Settings) -> Any:  # noqa: ANN401  (botocore has no types)
+    """A client of S3. Clients may be used by any thread."""
+    env = {name: value for name, value in settings.environ.items() if value}
+    session = Session(profile=env.get("AWS_PROFILE"))
+    if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
+        session.set_credentials(
+            env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
+        )
+    mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
+    attempts = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
+    config = Config(
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        read_timeout=settings.read_timeout_s,
+        max_pool_connections=NUM_THREADS,
+        # botocore's default is "legacy", which knows fewer errors.
+        retries={
+            "mode": mode if mode == "adaptive" else "standard",
+            "total_max_attempts": int(attempts or _ATTEMPTS),
+        },
+    )
+    return session.create_client(
+        "s3",
+        region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        endpoint_url=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
+        config=config,
+    )
+
+
+_NUM_LISTED = 20
+
+
+def check_apart(uri: str, source: str) -> None:
+    """Refuse an output `uri` and a `source` of which one lies in the other.
+
+    Raises:
+        ArtifactError: they do.
+    """
+    (bucket, key), (source_bucket, source_key) = s3.parse(uri), s3.parse(source)
+    if bucket == source_bucket and (key.startswith(source_key) or source_key.startswith(key)):
+        msg = (
+            f"the output {uri} and the model {source} lie in each other; expected two separate folders. "
+            "Name another output."
+        )
+        raise ArtifactError(msg)
+
+
+def check_free(uri: str, settings: s3.Settings) -> None:
+    """Refuse a folder that holds something else than an output of ours, finished or not.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket.
+        ArtifactAccessError: S3 cannot be reached or refuses.
+        ArtifactError: it does.
+    """
+    folder = s3.S3Folder(uri, settings=settings)
+    with translated(folder.uri):
+        page = folder.client.list_objects_v2(
+            Bucket=folder.bucket, Prefix=folder.prefix, MaxKeys=_NUM_LISTED
+        )
+    found = [item["Key"][len(folder.prefix) :] for item in page.get("Contents", ())]
+    names = [name for name in found if name]
+    if not names or s3.listed(folder):
+        return
+    msg = (
+        f"the output {folder.uri} holds what is not an output of this package ({some(names)}); expected an empty "
+        "folder. Name another, or allow to overwrite it."
+    )
+    raise ArtifactError(msg)

@@ -1,1 +1,0 @@
-"""What was compiled: found, proved to fit, and reused."""

@@ -1,0 +1,136 @@
+"""Any Hugging Face causal LM on the CPU, in the shapes and limits of a compiled device.
+
+Slots and buckets are those of the plan; what a device would refuse is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from djl_python_neuronx.backends.base import (
+    Float32Array,
+    HostLogits,
+    ModelSpec,
+    PartKind,
+    Rows,
+    Step,
+    Want,
+)
+from djl_python_neuronx.backends.cpu.checkpoint import check_version, load_checkpoint
+from djl_python_neuronx.backends.cpu.model import SlotModel, translate
+from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.shapes import check_budget, choose_bucket, refuse
+from djl_python_neuronx.backends.slots import SlotBackend
+
+logger = logging.getLogger(__name__)
+
+
+def load(plan: LoadPlan) -> CpuBackend:
+    """A loaded model, tried once; sets torch's threads for the whole process.
+
+    Raises:
+        ArtifactError: files or tensors are missing, damaged, of the wrong shape or not finite.
+        BackendError: the architecture cannot be driven like this, or memory is short.
+        IncompatibleOptionsError: a slot is longer than the model's positions reach.
+    """
+    check_version()
+    # One core is left to the host's own threads: where they share all of them, every parallel operator waits for
+    # a thread that is not running (tiny-llama, 16 rows, a busy client, 2 vCPU: 55 ms a step against 6).
+    torch.set_num_threads(plan.num_threads or max(1, count_cores() - 1))
+    began = time.monotonic()
+    model = load_checkpoint(plan)
+    backend = CpuBackend(model, plan)
+    logger.info(
+        "loaded backend=cpu model=%s dtype=%s threads=%d cache_bytes=%d seconds=%.1f",
+        type(model).__name__,
+        plan.dtype,
+        torch.get_num_threads(),
+        backend.cache_bytes,
+        time.monotonic() - began,
+    )
+    return backend
+
+
+class CpuBackend(SlotBackend):
+    """A `Backend` that runs `model` on a cache with one row per slot."""
+
+    name = "cpu"
+
+    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Take a model on the CPU over and try it out."""
+        super().__init__(plan.num_slots)
+        self._model: SlotModel | None
+        self._model = SlotModel(model, plan.num_slots, plan.max_model_len)
+        self.spec = ModelSpec(
+            num_slots=plan.num_slots,
+            max_model_len=plan.max_model_len,
+            prefill_buckets=plan.prefill_buckets,
+            token_buckets=plan.token_buckets or (plan.max_model_len,),
+            vocab_size=self._model.vocab_size,
+            eos_ids=plan.eos_ids,
+            max_prefill_batch=plan.num_slots,
+            outputs=Want.LOGITS | Want.ALL_LOGITS,
+            max_drafts=plan.num_drafts,
+            mixed_steps=plan.mixed_steps,
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the KV cache."""
+        return 0 if self._model is None else self._model.cache_bytes
+
+    def close(self) -> None:
+        """Free weights and cache."""
+        if self._model is not None:
+            self._model.clear()
+        self._model = None
+
+    def run(self, step: Step) -> HostLogits:
+        """Run a step; padding columns of ALL_LOGITS mean nothing.
+
+        Raises:
+            StepError: the step breaks a limit of the spec, or torch failed.
+            DeviceMemoryError: memory is short.
+        """
+        if self._model is None:
+            raise self._closed()
+        self._check_step(step)
+        values = [self._run(self._model, kind, rows) for kind, rows in step.parts]
+        if not values[0].shape[1] and len(values) > 1:
+            values[0] = np.zeros((len(values[0]), *values[1].shape[1:]), np.float32)
+        return HostLogits(values[0] if len(values) == 1 else np.concatenate(values))
+
+    def _check_step(self, step: Step) -> None:
+        """Refuse a step before any part of it has run."""
+        if self.spec.mixed_steps:
+            check_budget([rows for _, rows in step.parts], self.spec)
+        elif step.kind == "mixed":
+            refuse("a mixed step", "a prefill or a decode")
+        for kind, rows in step.parts:
+            self._check(kind, rows)
+
+    def _run(self, model: SlotModel, kind: PartKind, rows: Rows) -> Float32Array:
+        width, reach = self._shapes(kind, rows)
+        # Until the step has succeeded, what lies beyond its start is not to be trusted.
+        self._filled[rows.slots] = rows.starts
+        try:
+            values = model.forward(rows, reach=reach, width=width)
+        except Exception as error:
+            raise translate(error, f"a {kind} step of {len(rows.slots)} rows") from error
+        self._filled[rows.slots] += rows.lens
+        return values
+
+    def _shapes(self, kind: PartKind, rows: Rows) -> tuple[int, int]:
+        """Columns of the step's rows, and columns of the cache that attention reads."""
+        spec = self.spec
+        longest, end = int(rows.lens.max()), int((rows.starts + rows.lens).max())
+        if kind == "decode":
+            return longest, choose_bucket(end, spec.token_buckets)
+        width = choose_bucket(longest, spec.prefill_buckets)
+        return width, width if end <= width else choose_bucket(end, spec.token_buckets)

@@ -1,0 +1,117 @@
+"""Continuous batching on transformers-neuronx: llama, mistral, mixtral."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from djl_python_neuronx.backends.base import Rows, Want
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.tnx.base import TnxBackend
+from djl_python_neuronx.backends.tnx.nan import clear
+
+
+class ContinuousBackend(TnxBackend):
+    """Each slot has a position of its own; prompts run one at a time.
+
+    The library writes a token into position 0 of every slot that a decode leaves out. So none is left out: the arrays
+    hold each slot's last token and position, and what is written again is what was there. Positions of free slots are
+    0, where a new prompt writes first.
+    """
+
+    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Take a model on the device over."""
+        super().__init__(model, plan)
+        self.spec = replace(self.spec, max_prefill_batch=1, max_drafts=plan.num_drafts)
+        if plan.num_drafts:
+            self.spec = replace(self.spec, outputs=self.spec.outputs | Want.ALL_LOGITS)
+        # The arrays share their memory with the tensors that the model is given at every decode.
+        self._ids = np.zeros((plan.num_slots, 1), np.int32)
+        self._positions = np.zeros((plan.num_slots, 1), np.int32)
+        self._tensors = (
+            torch.from_numpy(self._ids),
+            torch.from_numpy(self._positions),
+            # int64: the library compares it with an arange to leave the answer as it is.
+            torch.arange(plan.num_slots),
+        )
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        """0: no prefix is ever reused."""
+        self._ids[slot] = self._positions[slot] = 0
+        return super().acquire(slot, prompt_ids, adapter)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty these slots."""
+        super().release(slots)
+        self._ids[list(slots)] = self._positions[list(slots)] = 0
+
+    def _prefill(self, rows: Rows) -> torch.Tensor:
+        """Each row by itself: the library runs them one after another, and all in the bucket of the longest."""
+        answers = []
+        for row, slot in enumerate(rows.slots.tolist()):
+            ids = rows.input_ids[row, : rows.lens[row]]
+            start = int(rows.starts[row])
+            answers.append(self._continue(ids, slot, start) if start else self._begin(ids, slot))
+            self._ids[slot], self._positions[slot] = ids[-1], start + len(ids) - 1
+        return answers[0] if len(answers) == 1 else torch.cat(answers)
+
+    def _begin(self, ids: np.ndarray[Any, np.dtype[np.int32]], slot: int) -> torch.Tensor:
+        """A fresh prompt."""
+        if len(ids) == 1:
+            # One column would be taken for a decode: a second one on position 0 tells that it is a prompt of one.
+            ids, positions = np.repeat(ids, 2), np.zeros(2, np.int32)
+        else:
+            positions = np.arange(len(ids), dtype=np.int32)
+        answer: torch.Tensor = self._model(
+            torch.tensor(ids)[None], torch.from_numpy(positions)[None], torch.tensor([slot])
+        )
+        # With a BSH cache there is a row for every slot.
+        return answer[slot : slot + 1] if len(answer) > 1 else answer
+
+    def _continue(
+        self, ids: np.ndarray[Any, np.dtype[np.int32]], slot: int, start: int
+    ) -> torch.Tensor:
+        """Tokens behind those in the cache, one decode each: the library has no prefill from a position > 0."""
+        for position, token_id in enumerate(ids.tolist(), start):
+            self._ids[slot], self._positions[slot] = token_id, position
+            answer: torch.Tensor = self._model(*self._tensors)
+        return answer[slot : slot + 1]
+
+    def _verify(self, rows: Rows) -> torch.Tensor:
+        """float32[B, K, V] after every column, each slot at its own position.
+
+        Free slots get what the next prompt writes over. Columns without a draft are written over by the next step;
+        those behind the slot's end share its last position, where no decode writes: a token there fits no text.
+        """
+        shape, last = (self.spec.num_slots, rows.input_ids.shape[1]), self.spec.max_model_len - 1
+        ids, starts = np.zeros(shape, np.int32), np.ones((shape[0], 1), np.int32)
+        ids[rows.slots], starts[rows.slots, 0] = rows.input_ids, rows.starts
+        positions = np.minimum(starts + np.arange(shape[1], dtype=np.int32), last)
+        answer: torch.Tensor = self._model.speculative_forward(
+            torch.from_numpy(ids), torch.from_numpy(positions), self._tensors[2], shape[1]
+        )
+        # What later calls leave these slots out of finds them as they are.
+        self._ids[rows.slots, 0], self._positions[rows.slots, 0] = rows.input_ids[:, 0], rows.starts
+        return answer.permute(2, 0, 1)[torch.from_numpy(rows.slots).long()]
+
+    def _decode(self, rows: Rows) -> torch.Tensor:
+        if rows.input_ids.shape[1] > 1:
+            return self._verify(rows)
+        slots = rows.slots
+        self._ids[slots, 0] = rows.input_ids[:, 0]
+        self._positions[slots, 0] = rows.starts
+        answer: torch.Tensor = self._model(*self._tensors)
+        return answer if len(slots) == len(answer) else answer[torch.from_numpy(slots).long()]
+
+    def _decode_empty(self, position: int) -> torch.Tensor:
+        shape = (self.spec.num_slots, 1)
+        ids, positions = (torch.full(shape, value, dtype=torch.int32) for value in (0, position))
+        answer: torch.Tensor = self._model(ids, positions, torch.arange(len(ids)))
+        return answer
+
+    def _scrub(self, slot: int) -> None:
+        clear(self._model, slot)

@@ -1,0 +1,153 @@
+"""Prompts in chunks beside decodes on transformers-neuronx: llama, with a KV cache in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from djl_python_neuronx.backends.base import Rows, Step, Want
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
+from djl_python_neuronx.backends.tnx.base import TnxBackend
+from djl_python_neuronx.backends.tnx.model import block_size_of
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Where the sequences of a call lie: what the library reads of its `input_metadata`."""
+
+    block_tables: torch.Tensor
+    """int32[B, blocks of a slot]"""
+    context_lens: torch.Tensor
+    """int32[B]: tokens in the cache."""
+    seq_lens_tensor: torch.Tensor
+    """int32[B]: those and the new ones."""
+
+
+class PagedBackend(TnxBackend):
+    """All new tokens of a step in one row, whoever's they are; what they attend to is gathered from blocks.
+
+    A slot keeps its blocks: there are enough for every slot at full length, so nobody waits for one, and block 0 is
+    for padding. A call reads the blocks of its own sequences only as far as these have written them, so that slots left
+    out lose nothing and a slot needs no cleaning before its next sequence.
+
+    Source: transformers-neuronx 0.13, llama/hlo.py and layers/attention_utils.py (`contexted_kv`).
+    """
+
+    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Take a model on the device over."""
+        self._block_size = block_size_of(plan) or plan.max_model_len
+        blocks = -(-plan.max_model_len // self._block_size)
+        tables = np.arange(1, 1 + plan.num_slots * blocks, dtype=np.int32)
+        self._block_tables = tables.reshape(plan.num_slots, blocks)
+        super().__init__(model, plan)
+        # Graphs are told apart by all blocks in use, and by no row's own length. Source: llama/model.py.
+        self.spec = replace(
+            self.spec,
+            mixed_steps=True,
+            max_prefill_batch=plan.num_slots,
+            token_buckets=(plan.max_model_len,),
+            cache_buckets=tuple(length * plan.num_slots for length in model.token_buckets),
+            cache_block=self._block_size,
+        )
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        """0: no prefix is ever reused."""
+        self._spoiled[slot] = False
+        return super().acquire(slot, prompt_ids, adapter)
+
+    def _rows_of(self, step: Step) -> Rows:
+        for kind, rows in step.parts:
+            self._check(kind, rows)
+        joined = _joined([rows for _, rows in step.parts])
+        check_budget([joined], self.spec)
+        return joined
+
+    def _prefill(self, rows: Rows) -> torch.Tensor:
+        answer = self._call(rows)
+        if len(rows.slots) > 1 and self._of_numbers(answer) is False:
+            # All attend to all, and a weight of 0 does not hide what is not a number. By itself a sequence writes
+            # again what it had written from that.
+            answer = torch.cat([self._call(_row(rows, i)) for i in range(len(rows.slots))])
+        return answer
+
+    def _decode(self, rows: Rows) -> torch.Tensor:
+        return self._prefill(rows)
+
+    def _call(self, rows: Rows) -> torch.Tensor:
+        owners = np.repeat(np.arange(len(rows.slots)), rows.lens)
+        columns = np.arange(len(owners)) - np.repeat(np.cumsum(rows.lens) - rows.lens, rows.lens)
+        positions = (rows.starts[owners] + columns).astype(np.int32)
+        tables = self._block_tables[rows.slots]
+        blocks = tables[owners, positions // self._block_size]
+        places = blocks * self._block_size + positions % self._block_size
+        answer: torch.Tensor = self._model(
+            torch.from_numpy(rows.input_ids[owners, columns])[None],
+            torch.from_numpy(positions)[None],
+            torch.from_numpy(places),
+            input_metadata=_Sequences(
+                torch.from_numpy(tables),
+                # Not the engine's own arrays, which it writes again.
+                torch.from_numpy(rows.starts.copy()),
+                torch.from_numpy(rows.starts + rows.lens),
+            ),
+        )
+        return answer[: len(rows.slots)]  # one row for every slot, theirs first
+
+    def _of_numbers(self, answer: torch.Tensor) -> bool | None:
+        """Whether all rows are made of numbers; None: it is not to be seen."""
+        if self._sampling:
+            return None if self._of_nan is None else bool((answer != self._of_nan).all())
+        return bool(answer[:, 0].isfinite().all())
+
+    def _decode_empty(self, position: int) -> torch.Tensor:
+        slots = np.arange(len(self._block_tables), dtype=np.int32)
+        nothing = np.zeros_like(slots)
+        return self._call(
+            Rows(
+                input_ids=nothing[:, None],
+                lens=nothing + 1,
+                starts=nothing + np.int32(position),
+                slots=slots,
+                adapters=nothing,
+                wants=Want.TOKENS,
+                sampling=np.ones((len(slots), 3), np.float32),
+            )
+        )
+
+    def _scrub(self, slot: int) -> None:
+        """Nothing to do, see the class."""
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    """The rows of all parts, in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.input_ids.shape[1] for part in parts)
+    return Rows(
+        input_ids=np.concatenate([pad_to_bucket(part.input_ids, width) for part in parts]),
+        lens=np.concatenate([part.lens for part in parts]),
+        starts=np.concatenate([part.starts for part in parts]),
+        slots=np.concatenate([part.slots for part in parts]),
+        adapters=np.concatenate([part.adapters for part in parts]),
+        wants=parts[0].wants | parts[-1].wants,
+        sampling=np.concatenate([part.sampling for part in parts]),
+    )
+
+
+def _row(rows: Rows, index: int) -> Rows:
+    """One of the rows."""
+    one = slice(index, index + 1)
+    return replace(
+        rows,
+        input_ids=rows.input_ids[one],
+        lens=rows.lens[one],
+        starts=rows.starts[one],
+        slots=rows.slots[one],
+        adapters=rows.adapters[one],
+        sampling=rows.sampling[one],
+    )
