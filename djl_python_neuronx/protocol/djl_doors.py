@@ -58,7 +58,7 @@ class RollingBatchDoor:
         return len(self._replies.rows)
 
     def answer(self, inputs: Input) -> Output:
-        """Answer one turn of Java's loop. An inconsistent call fails as a whole; Java then drops its list and resets."""
+        """Answer one turn of Java's loop. A call that does not fit fails whole: Java then drops its list and resets."""
         with self._lock:
             self._called_s = time.monotonic()
             if inputs.get_properties().get("reset_rollingbatch") == "true":
@@ -192,7 +192,7 @@ class AsyncDoor:
         self._service = service
 
     async def answer(self, inputs: Input) -> AsyncGenerator[Output, None]:
-        """The records of one request. Never raises: DJL would swallow the exception and the client would wait forever."""
+        """The records of one request. Never raises: DJL would drop the exception and the client would wait forever."""
         generation: Generation | None = None
         try:
             body, headers = read(inputs)
