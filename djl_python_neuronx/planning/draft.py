@@ -31,14 +31,14 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         msg = "n_positions must be filled in before the draft model's options are known"
         raise ConfigError(msg)
     slots = options.max_rolling_batch_size
-    lengths, prompts = options.token_buckets or make_buckets(limit), options.context_length_estimate
+    prompts, lengths = draft_lengths(options)
     wanted = {
         "model_id": model,
         "model_loader": loader,
         "tensor_parallel_degree": options.draft_model_tp_size or degree,
         "n_positions": _listed(lengths),
         "max_rolling_batch_size": slots,
-        "context_length_estimate": _listed(prompts or (limit,)),
+        "context_length_estimate": _listed(prompts),
         "dtype": options.dtype,
         "cpu_threads": options.cpu_threads,
         "on_mismatch": options.on_mismatch,
@@ -51,6 +51,12 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         ),
     }
     return {name: str(value) for name, value in wanted.items() if value is not None}
+
+
+def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
+    limit = options.max_model_len or 0
+    return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
 
 
 def alone(options: ServingOptions) -> ServingOptions:

@@ -1,13 +1,6 @@
-"""From options to the arguments of the library that loads the model.
-
-Pure: nothing is imported, built or set. A backend makes the library's objects of the plain values given here and
-applies the environment.
-"""
+"""The arguments of the library that loads the model, written from options. Nothing is imported, built or set."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.arguments import LibraryArguments
@@ -16,11 +9,6 @@ from djl_python_neuronx.planning.intent import continuous_batching, honoured
 from djl_python_neuronx.planning.nxdi.arguments import nxdi_arguments
 from djl_python_neuronx.planning.tnx.arguments import tnx_arguments
 
-_WRITERS: Mapping[str, Callable[[ServingOptions, bool], LibraryArguments]] = MappingProxyType(
-    {"tnx": tnx_arguments, "nxdi": nxdi_arguments}
-)
-"""Loader to what writes the arguments of its library."""
-
 
 def library_arguments(
     options: ServingOptions,
@@ -28,17 +16,26 @@ def library_arguments(
     *,
     continuous: bool | None = None,
     capability: Capability | None = None,
+    foreign_graphs: bool = False,
+    presharded: bool = False,
 ) -> LibraryArguments:
-    """The arguments that `options` (filled in) mean for a library; none for the cpu loader.
+    """Return the arguments of a backend's library for `options`, which are filled in; none for the cpu backend.
 
-    `capability` is what the library can do with the architecture: what it cannot use is not among the arguments.
-    `continuous` tells whether the model is batched continuously; None: as `continuous_batching` decides.
+    Options that the library cannot use for the architecture (`capability`) are left out. `continuous`: the model is
+    batched continuously; None: as `continuous_batching` decides. `foreign_graphs` and `presharded`: see
+    `tnx_arguments`.
     """
     if continuous is None:
         continuous = continuous_batching(options, capability)
-    writer = _WRITERS.get(loader)
-    if writer is None:
-        return LibraryArguments()
-    arguments = writer(honoured(options, capability), continuous)
-    arguments.neuron_config.update(options.override_neuron_config or {})
-    return arguments
+    options = honoured(options, capability)
+    if loader == "tnx":
+        return tnx_arguments(
+            options,
+            capability or Capability(),
+            continuous=continuous,
+            foreign_graphs=foreign_graphs,
+            presharded=presharded,
+        )
+    if loader == "nxdi":
+        return nxdi_arguments(options, continuous)
+    return LibraryArguments()

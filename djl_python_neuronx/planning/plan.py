@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from djl_python_neuronx.planning import instances, memory
+from djl_python_neuronx.planning.arguments import Graph
 from djl_python_neuronx.planning.capabilities import capability_of
-from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import (
-    continuous_batching,
-    drafting,
-    honoured,
-    speculating,
-)
+from djl_python_neuronx.planning.draft import draft_lengths
+from djl_python_neuronx.planning.intent import continuous_batching, drafting, honoured
 from djl_python_neuronx.planning.mapping import library_arguments
 from djl_python_neuronx.planning.memory import Load
-from djl_python_neuronx.planning.tnx.arguments import context_lengths
+from djl_python_neuronx.planning.nxdi.arguments import graphs as nxdi_graphs
+from djl_python_neuronx.planning.tnx.arguments import graphs as tnx_graphs
 
 if TYPE_CHECKING:
     from djl_python_neuronx.config.options import ServingOptions
@@ -27,10 +24,6 @@ if TYPE_CHECKING:
     from djl_python_neuronx.planning.memory import CoreMemory
     from djl_python_neuronx.planning.model import ModelFacts
 
-Kind: TypeAlias = Literal[
-    "prefill", "decode", "mixed", "speculation", "draft prefill", "draft decode"
-]
-
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
 COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; assumed, it may be half or twice of it"
@@ -39,17 +32,6 @@ COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; ass
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
 compiler's real time depends on its version, on the host's CPUs and on how many graphs it compiles at once.
 """
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One program to compile: a shape that the device can run."""
-
-    kind: Kind
-    bucket: int
-    """Tokens: the prompt's for a prefill, the step's for a mixed one, the sequence's for the others."""
-    batch: int
-    """Rows of one call; of a mixed step the blocks of the KV cache that it reads."""
 
 
 @dataclass(frozen=True)
@@ -112,56 +94,20 @@ def compile_minutes(
 
 
 def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Graph]:
-    """The programs that a load compiles; none on a CPU, and none before n_positions is known.
-
-    Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
-    decode graph per token bucket; with continuous batching a prefill runs one row, without it sequences of any length
-    are encoded anew when one joins (`context_lengths`). Where transformers-neuronx takes no
-    list of token buckets it doubles from 128 by itself. For prompts in chunks it makes no decode graph, and a mixed one
-    for each number of tokens and of blocks that all slots at one of the lengths take. NxD Inference
-    (modules/autobucketing.py) makes a prefill for each length of a cached prefix, none included, and a decode graph for
-    each number of sequences.
-    """
+    """Return the graphs that a load compiles, a draft model's included; none on a CPU or before n_positions is set."""
     if loader == "cpu" or options.max_model_len is None:
         return
     capability = capability_of(loader, facts.model_type)
-    slots = options.max_rolling_batch_size or 1
-    continuous = continuous_batching(options, capability)
-    rows = 1 if continuous else slots
-    options = honoured(options, capability)
-    length = options.max_model_len or 0
-    lengths = options.token_buckets or make_buckets(length)
-    prompts = options.context_length_estimate or ()
-    if loader == "tnx" and options.enable_chunked_prefill and options.pa_block_size:
-        yield from _mixed(prompts, lengths, slots, options.pa_block_size)
-        return
-    batches = [slots]
-    if loader == "tnx":
-        prompts = context_lengths(prompts, length, slots, continuous=continuous)
     if loader == "nxdi":
-        batches = sorted({*(options.token_generation_batches or ()), slots})
-        if options.enable_prefix_caching:
-            prompts = tuple(
-                prompt for prompt in prompts for _ in (0, *(options.prefix_buckets or ()))
-            )
-    speculative = speculating(options)
-    # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
-    separate = speculative and loader == "tnx"
-    decode: Kind = "speculation" if speculative and not separate else "decode"
-    yield from (Graph("prefill", bucket, rows) for bucket in prompts)
-    yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
-    if separate:
-        yield from (Graph("speculation", bucket, slots) for bucket in lengths)
-    if separate and drafting(options):
-        yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
-        yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
-
-
-def _mixed(
-    steps: tuple[int, ...], lengths: tuple[int, ...], slots: int, block_size: int
-) -> Iterator[Graph]:
-    for blocks in sorted({memory.blocks_of(length, slots, block_size) for length in lengths}):
-        yield from (Graph("mixed", tokens, blocks) for tokens in steps)
+        continuous = continuous_batching(options, capability)
+        yield from nxdi_graphs(honoured(options, capability), continuous=continuous)
+        return
+    yield from tnx_graphs(library_arguments(options, loader, capability=capability))
+    if drafting(options):
+        # A draft model has options of its own, and only architectures with continuous batching can be one.
+        slots, (prompts, lengths) = options.max_rolling_batch_size or 1, draft_lengths(options)
+        yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
+        yield from (Graph("draft decode", length, slots) for length in lengths)
 
 
 def _memory(

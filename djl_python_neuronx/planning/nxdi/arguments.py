@@ -5,10 +5,13 @@ Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrap
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.arguments import (
+    Graph,
+    Kind,
     LibraryArguments,
     degree_of,
     environment_of,
@@ -16,7 +19,8 @@ from djl_python_neuronx.planning.arguments import (
     plain,
     put,
 )
-from djl_python_neuronx.planning.intent import drafting
+from djl_python_neuronx.planning.defaults import make_buckets
+from djl_python_neuronx.planning.intent import drafting, speculating
 
 _8_BITS = MappingProxyType({"int8": "int8", "fp8": "f8e4m3"})
 _LARGEST_TOP_K = 256
@@ -50,7 +54,26 @@ def nxdi_arguments(options: ServingOptions, continuous: bool) -> LibraryArgument
         arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
+    config.update(options.override_neuron_config or {})
     return arguments
+
+
+def graphs(options: ServingOptions, *, continuous: bool) -> Iterator[Graph]:
+    """Return the graphs that the library compiles for options that it can use (`intent.honoured`).
+
+    Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length and
+    each length of a cached prefix, none included; a decode graph for each token length and number of sequences. A draft
+    model is fused with the model into one graph, which takes the place of the decode graph.
+    """
+    slots, limit = options.max_rolling_batch_size or 1, options.max_model_len or 0
+    rows = 1 if continuous else slots
+    prefixes = (0, *(options.prefix_buckets or ())) if options.enable_prefix_caching else (0,)
+    decode: Kind = "speculation" if speculating(options) else "decode"
+    for prompt in options.context_length_estimate or ():
+        yield from (Graph("prefill", prompt, rows) for _ in prefixes)
+    for size in sorted({*(options.token_generation_batches or ()), slots}):
+        lengths = options.token_buckets or make_buckets(limit)
+        yield from (Graph(decode, length, size) for length in lengths)
 
 
 def _lengths(options: ServingOptions) -> dict[str, object]:

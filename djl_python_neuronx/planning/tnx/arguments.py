@@ -84,7 +84,10 @@ def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
     if positions is None:
         return
     lengths = positions if isinstance(positions, list) else make_buckets(positions)
-    prompts, slots = constructor.get("context_length_estimate", ()), constructor.get("batch_size", 1)
+    prompts, slots = (
+        constructor.get("context_length_estimate", ()),
+        constructor.get("batch_size", 1),
+    )
     if engine := arguments.calls.get("init_cache_engine"):
         for blocks in sorted({length * slots // engine["block_size"] for length in lengths}):
             yield from (Graph("mixed", tokens, blocks) for tokens in prompts)
