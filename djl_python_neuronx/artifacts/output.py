@@ -26,8 +26,8 @@ from djl_python_neuronx.artifacts.atomic import (
 )
 from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, read_json, some
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
-from djl_python_neuronx.config.files import from_file
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
+from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 COMPILED = "compiled"
@@ -109,7 +109,7 @@ def properties_file(
     entry_point: str,
     arguments: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """A `serving.properties` with these options, as `config.files.from_file` and Java read it.
+    """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
 
     `arguments` are keys without `option.`, which DJL Serving reads itself.
     """

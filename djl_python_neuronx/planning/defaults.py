@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from djl_python_neuronx.config.graph_options import OnDeviceGeneration
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.planning import division, memory
 from djl_python_neuronx.planning.capabilities import capability_of
 from djl_python_neuronx.planning.case import Case

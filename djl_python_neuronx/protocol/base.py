@@ -1,7 +1,8 @@
-"""What every wire protocol provides: a parser and a formatter."""
+"""Interface of wire protocols (a parser and a formatter) and of the service that runs their requests."""
 
 from __future__ import annotations
 
+import asyncio
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,14 @@ from typing import Any, Protocol
 
 import orjson
 
+from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.outlets import Generation
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
+
+INLINE_BODY_BYTES = 8 * 1024
+"""Bodies up to this size are tokenised in the event loop: a thread hop would take longer than the work."""
 
 
 class Formatter(Protocol):
@@ -89,6 +95,36 @@ class WireProtocol(Protocol):
         Raises:
             RequestError: what is wrong with the payload, by name.
         """
+
+
+class Serving(Protocol):
+    """The part of a `Service` that request handlers use."""
+
+    @property
+    def loop(self) -> EngineLoop:
+        """The loop that requests are submitted to."""
+
+    def parse(
+        self, body: bytes, *, request_id: str | None, headers: Mapping[str, str]
+    ) -> ParsedRequest:
+        """Parse and validate a body."""
+
+
+async def generate(
+    service: Serving, body: bytes, *, request_id: str | None, headers: Mapping[str, str]
+) -> tuple[ParsedRequest, Generation]:
+    """Parse a body and submit its request, in a running event loop. A long body is parsed on a thread.
+
+    Raises:
+        ServingError: the request was rejected.
+    """
+    if len(body) <= INLINE_BODY_BYTES:
+        parsed = service.parse(body, request_id=request_id, headers=headers)
+    else:
+        parsed = await asyncio.to_thread(
+            service.parse, body, request_id=request_id, headers=headers
+        )
+    return parsed, service.loop.generate(parsed.request)
 
 
 def error_body(error: ServingError) -> bytes:

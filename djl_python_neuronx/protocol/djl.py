@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from djl_python_neuronx.engine.outlets import Inbox, Outlet
 from djl_python_neuronx.engine.text import Delta
 from djl_python_neuronx.errors import QueueFullError, ServingError
-from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, error_body
-from djl_python_neuronx.protocol.serving import Serving, submit
+from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
@@ -201,5 +200,5 @@ def _submit(service: Serving, row: Input, outlet: Outlet) -> ParsedRequest:
         logger.exception("request_failed")
         msg = f"the request cannot be read ({type(error).__name__})"
         raise ServingError(msg) from error
-    submit(service, parsed, outlet)
+    service.loop.submit(parsed.request, outlet)
     return parsed

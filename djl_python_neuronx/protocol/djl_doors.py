@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from djl_python_neuronx.engine.outlets import Generation
 from djl_python_neuronx.errors import RequestError, RequestTimeoutError, ServingError
+from djl_python_neuronx.protocol.base import Serving, generate
 from djl_python_neuronx.protocol.djl import (
     Record,
     Refused,
@@ -26,7 +27,6 @@ from djl_python_neuronx.protocol.djl import (
     record_output,
     with_headers,
 )
-from djl_python_neuronx.protocol.serving import Serving, generate, parse_beside
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
@@ -196,9 +196,9 @@ class AsyncDoor:
         generation: Generation | None = None
         try:
             body, headers = read(inputs)
-            request_id = headers.get("requestid")
-            parsed = await parse_beside(self._service, body, request_id=request_id, headers=headers)
-            generation = generate(self._service, parsed)
+            parsed, generation = await generate(
+                self._service, body, request_id=headers.get("requestid"), headers=headers
+            )
             reply = Reply(parsed)
             async for delta in generation:
                 reply.feed(delta)
