@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from djl_python_neuronx.planning import instances, memory
-from djl_python_neuronx.planning.arguments import Graph
-from djl_python_neuronx.planning.capabilities import capability_of
+from djl_python_neuronx.planning import memory
+from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import draft_lengths
-from djl_python_neuronx.planning.intent import continuous_batching, drafting, honoured
-from djl_python_neuronx.planning.mapping import library_arguments
-from djl_python_neuronx.planning.memory import Load
-from djl_python_neuronx.planning.nxdi.arguments import graphs as nxdi_graphs
-from djl_python_neuronx.planning.tnx.arguments import graphs as tnx_graphs
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.config.options import ServingOptions
-    from djl_python_neuronx.config.resolve import Resolved
-    from djl_python_neuronx.planning.arguments import LibraryArguments
-    from djl_python_neuronx.planning.device import DeviceInfo
-    from djl_python_neuronx.planning.memory import CoreMemory
-    from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.memory import CoreMemory, Load
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi import arguments as nxdi
+from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
@@ -52,29 +43,17 @@ class ServingPlan:
     """What the library is given; None: the loader is no library's."""
 
 
-def make_plan(
-    resolved: Resolved,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    *,
-    artifact_format: str = "huggingface",
-    draft: ModelFacts | None = None,
-) -> ServingPlan:
-    """The plan for options that `assess` has filled in. `draft`: the facts of the draft model, if they are known."""
-    options = resolved.options
-    device = instances.on_single_cores(device, options.logical_nc_config)
-    planned = tuple(graphs(options, facts, loader))
-    capability = capability_of(loader, facts.model_type)
-    arguments = library_arguments(options, loader, capability=capability)
+def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
+    """The plan for a case whose options `assess` has filled in."""
+    planned = tuple(graphs(case))
     return ServingPlan(
-        loader=loader,
+        loader=case.backend,
         format=artifact_format,
         graphs=planned,
-        estimated_compile_s=60.0 * compile_minutes(planned, facts, draft),
-        memory=_memory(options, facts, device, loader, draft),
-        device=device,
-        arguments=None if loader == "cpu" else arguments,
+        estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
+        memory=_memory(case),
+        device=case.device,
+        arguments=None if case.on_cpu else library_arguments(case),
     )
 
 
@@ -93,43 +72,43 @@ def compile_minutes(
     return layers * _SECONDS_PER_LAYER / 60.0
 
 
-def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Graph]:
+def library_arguments(case: Case) -> LibraryArguments:
+    """Return all arguments of the backend's library, for options that are filled in; none for the cpu backend.
+
+    Options that the library cannot use for the architecture are left out.
+    """
+    if case.backend == "tnx":
+        return tnx.write_arguments(case)
+    return nxdi.write_arguments(case) if case.backend == "nxdi" else LibraryArguments()
+
+
+def graphs(case: Case) -> Iterator[Graph]:
     """Return the graphs that a load compiles, a draft model's included; none on a CPU or before n_positions is set."""
-    if loader == "cpu" or options.max_model_len is None:
+    if case.on_cpu or case.options.max_model_len is None:
         return
-    capability = capability_of(loader, facts.model_type)
-    if loader == "nxdi":
-        continuous = continuous_batching(options, capability)
-        yield from nxdi_graphs(honoured(options, capability), continuous=continuous)
+    if case.backend == "nxdi":
+        yield from nxdi.graphs(case)
         return
-    yield from tnx_graphs(library_arguments(options, loader, capability=capability))
-    if drafting(options):
+    yield from tnx.graphs(library_arguments(case))
+    if case.drafting:
         # A draft model has options of its own, and only architectures with continuous batching can be one.
-        slots, (prompts, lengths) = options.max_rolling_batch_size or 1, draft_lengths(options)
+        prompts, lengths = draft_lengths(case.options)
         yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
-        yield from (Graph("draft decode", length, slots) for length in lengths)
+        yield from (Graph("draft decode", length, case.slots) for length in lengths)
 
 
-def _memory(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None,
-) -> CoreMemory | None:
-    on_cpu = loader == "cpu"
-    told = options.tensor_parallel_degree
-    degree = told if isinstance(told, int) and not on_cpu else 1
-    if facts.num_parameters is None:
+def _memory(case: Case) -> CoreMemory | None:
+    if case.model.num_parameters is None:
         return None
-    options = honoured(options, capability_of(loader, facts.model_type))
     return memory.needed(
-        facts,
-        Load.of(options, loader, draft),
-        degree=degree,
-        core_memory_bytes=_host_memory(device) if on_cpu else device.core_memory_bytes,
-        loader=loader,
-        cores=0 if on_cpu else device.cores_for(degree),
+        case.model,
+        Load.of(case.effective, case.backend, case.draft),
+        degree=case.degree,
+        core_memory_bytes=_host_memory(case.device)
+        if case.on_cpu
+        else case.device.core_memory_bytes,
+        loader=case.backend,
+        cores=0 if case.on_cpu else case.device.cores_for(case.degree),
     )
 
 

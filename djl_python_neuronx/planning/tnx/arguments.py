@@ -19,6 +19,7 @@ from djl_python_neuronx.planning.arguments import (
     put,
 )
 from djl_python_neuronx.planning.capabilities import Capability
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.intent import speculating
 
@@ -30,25 +31,14 @@ _ROW_SAMPLING = {"top_k": 50, "top_p": 1.0, "temperature": 1.0, "top_p_min_token
 """Keywords of `GenerationConfig` that hold a value for each row with `per_batch_line`, with the library's defaults."""
 
 
-def tnx_arguments(
-    options: ServingOptions,
-    capability: Capability,
-    *,
-    continuous: bool,
-    foreign_graphs: bool = False,
-    presharded: bool = False,
-) -> LibraryArguments:
-    """Return the arguments of transformers-neuronx.
-
-    `options` are those that the architecture's code can use (`intent.honoured`). `continuous`: the model is batched
-    continuously. `foreign_graphs`: the graphs exist and another program has compiled them. `presharded`: the weights
-    are stored as each core takes its part.
-    """
+def write_arguments(case: Case) -> LibraryArguments:
+    """Return the arguments of transformers-neuronx for options that are filled in."""
+    options, capability = case.effective, case.capability or Capability()
     slots, limit = options.max_rolling_batch_size, options.max_model_len
-    config = _neuron_config(options, continuous=continuous, presharded=presharded)
+    config = _neuron_config(case)
     prompts = options.context_length_estimate or ()
-    if not foreign_graphs:
-        prompts = context_lengths(prompts, limit, slots, continuous=continuous)
+    if not case.foreign_graphs:
+        prompts = context_lengths(prompts, limit, slots, continuous=case.continuous_batching)
     positions: object = limit
     if limit is not None and capability.token_buckets:
         positions = list(_token_lengths(options, limit, config))
@@ -137,9 +127,8 @@ def _token_lengths(
     return lengths
 
 
-def _neuron_config(
-    options: ServingOptions, *, continuous: bool, presharded: bool
-) -> dict[str, Any]:
+def _neuron_config(case: Case) -> dict[str, Any]:
+    options = case.effective
     slots, amp = options.max_rolling_batch_size, _AMP.get(options.dtype)
     config = handed_through(options, "tnx")
     for keyword, bits in (
@@ -148,7 +137,7 @@ def _neuron_config(
     ):
         if bits is not None:
             config[keyword] = put({}, quant_dtype=_8_BITS[bits], dequant_dtype=amp)
-    if continuous and slots is not None:
+    if case.continuous_batching and slots is not None:
         config["continuous_batching"] = _shared_cache(options, slots)
     if options.on_device_generation is not None:
         config["on_device_generation"] = _generation(options, slots)
@@ -158,7 +147,7 @@ def _neuron_config(
         config.setdefault("fuse_mlp", True)
         config.setdefault("mlp_out_weight_transpose", True)
     config.update(options.override_neuron_config or {})
-    if presharded:
+    if case.presharded:
         config["on_device_embedding"] = True  # the host has no embedding in weights that are cut
     return config
 
