@@ -21,7 +21,7 @@ from djl_python_neuronx.errors import (
     InvalidOptionError,
     ServingError,
 )
-from djl_python_neuronx.loading.fitting import graph_target
+from djl_python_neuronx.loading.fitting import graph_target, with_stored
 from djl_python_neuronx.loading.outline import (
     Model,
     Place,
@@ -40,7 +40,7 @@ from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
 from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries, preferred
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan, make_plan
+from djl_python_neuronx.planning.plan import ServingPlan, make_plan, stored_findings
 
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines to plan for where there is none: the first whose runtime takes the tensor parallel degrees."""
@@ -132,7 +132,11 @@ def check(
     )
     _add_errors(problems, resolved, unsuitable)
     _add_findings(problems, resolved)
-    judge_graphs(model, resolved.options, place, problems)
+    fits = judge_graphs(model, resolved.options, place, problems)
+    if model.artifact is not None:
+        case = with_stored(case, model.artifact, fits=fits)
+        for finding in stored_findings(case):
+            problems.add(finding.level, resolved.describe(finding), finding.names)
     draft_plan = None
     if draft_model is not None and drafting(resolved.options) and not unsuitable:
         draft_plan = _draft_plan(resolved, draft_model, place, problems)
@@ -227,8 +231,10 @@ def _draft_plan(
         problems.add("error", f"{whose}{problem}", ("speculative_draft_model",))
     if invalid or unsuitable:
         return None
-    judge_graphs(draft, finished.options, place, problems, whose)
-    return make_plan(case)
+    fits = judge_graphs(draft, finished.options, place, problems, whose)
+    return make_plan(
+        case if draft.artifact is None else with_stored(case, draft.artifact, fits=fits)
+    )
 
 
 def _loader(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +24,13 @@ from djl_python_neuronx.artifacts.store import (
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.errors import ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
-from djl_python_neuronx.loading.fitting import flags_fit, graph_target
+from djl_python_neuronx.loading.fitting import compiled_here, flags_fit, graph_target
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.planning.loader import libraries
+from djl_python_neuronx.planning.plan import library_arguments, stored_findings
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +89,15 @@ def obtain(
         named = _named(prepared, environ)
         if isinstance(named, Path):
             folder = folder or _checked(named, facts)
-        elif folder is None:
+        prepared = _with_graphs(prepared, folder)
+        if folder is None and not isinstance(named, Path):
             place = locate(named, _origin(prepared), environ, NEURON_CACHE)
             folder = _from_store(
                 prepared, place, facts, options, packages,
                 environ=environ, count=count, listener=listener,
             )  # fmt: skip
         logger.info("compiled folder=%s", folder)
-    plan = replace(prepared.plan, foreign_graphs=folder is not None and not _is_ours(folder))
-    return Compiled(folder, plan, facts, options, packages)
+    return Compiled(folder, prepared.plan, facts, options, packages)
 
 
 def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
@@ -168,16 +168,16 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
     return folder
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether this package compiled what is in a folder.
-
-    The manifest that tells is the store's, which an output's folder of graphs has kept. The output's own tells nothing:
-    one can be made with the graphs of another program.
-    """
-    with suppress(ArtifactError):
-        manifests.read(folder)
-        return True
-    return False
+def _with_graphs(prepared: Prepared, folder: Path | None) -> Prepared:
+    """Return a prepared model whose arguments are for the graphs in `folder`; None: for graphs compiled here."""
+    foreign = folder is not None and not compiled_here(folder)
+    if foreign == prepared.case.foreign_graphs:
+        return prepared
+    case = replace(prepared.case, foreign_graphs=foreign)
+    for finding in stored_findings(case):
+        logger.warning("%s", prepared.resolved.describe(finding))
+    plan = replace(prepared.plan, arguments=library_arguments(case))
+    return replace(prepared, case=case, plan=plan)
 
 
 def _from_store(

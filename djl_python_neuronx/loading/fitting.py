@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import ValidationError
@@ -19,6 +21,7 @@ from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options
 from djl_python_neuronx.planning.loader import NEURON_LOADERS
@@ -145,6 +148,27 @@ def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
     # What was cut, was cut for the graphs that it came with.
     recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
     return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
+
+
+def with_stored(case: Case, artifact: Artifact, *, fits: bool) -> Case:
+    """Return the case with the facts of what is stored with the model. `fits`: see `check_fit`."""
+    presharded = False
+    with suppress(ArtifactError):  # a start reports later that there are no weights
+        presharded = weights_to_load(artifact, case.backend, fits=fits).kind == "presharded"
+    foreign = fits and artifact.compiled is not None and not compiled_here(artifact.compiled)
+    return replace(case, presharded=presharded, foreign_graphs=foreign)
+
+
+def compiled_here(folder: Path) -> bool:
+    """Return whether this package compiled the graphs in a folder.
+
+    The store's manifest shows it, which an output's folder of graphs has kept. The output's own manifest does not: an
+    output can be made with the graphs of another program.
+    """
+    with suppress(ArtifactError):
+        read_manifest(folder)
+        return True
+    return False
 
 
 def flags_fit(artifact: Artifact, options: ServingOptions, environ: Mapping[str, str]) -> bool:

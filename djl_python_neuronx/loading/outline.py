@@ -178,14 +178,15 @@ def _draft_of(
 
 def judge_graphs(
     model: Model, options: ServingOptions, place: Place, problems: Problems, whose: str = ""
-) -> None:
+) -> bool:
     """Tell where what is compiled in the model's folder is not for these options, and its weights cannot be read.
 
-    See `fitting.check_fit`. `whose`: words for a draft model, whose graphs are compiled again for other flags.
+    Returns whether it is. See `fitting.check_fit`. `whose`: words for a draft model, whose graphs are compiled again
+    for other flags.
     """
     artifact = model.artifact
     if artifact is None:
-        return
+        return False
     strict = options.model_copy(update={"on_mismatch": "error"})
     telling = partial(_telling, problems, artifact, whose)
     fits = False
@@ -198,6 +199,7 @@ def judge_graphs(
     if fits:
         with telling("recompile" if whose else options.on_mismatch):
             flags_fit(artifact, strict, place.environ)
+    return fits
 
 
 @contextmanager

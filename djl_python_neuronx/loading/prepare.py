@@ -26,7 +26,13 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.loading.fitting import check_fit, graph_target, proved, with_recorded
+from djl_python_neuronx.loading.fitting import (
+    check_fit,
+    graph_target,
+    proved,
+    with_recorded,
+    with_stored,
+)
 from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.planning import device
 from djl_python_neuronx.planning.assess import assess, examine
@@ -61,6 +67,7 @@ class Prepared:
 
     resolved: Resolved
     """The options, filled in."""
+    case: Case
     artifact: Artifact
     loader: str
     machine: DeviceInfo
@@ -140,13 +147,16 @@ def _prepare(
     _log_settings(resolved, told=settings)
     if problems or unsuitable:
         raise ConfigError.collect([*problems, *unsuitable])
-    planned = make_plan(case, artifact_format=artifact.format)
-    _log_plan(artifact, planned, facts)
     options = resolved.options
     fits = check_fit(artifact, options, loader, _surroundings(artifact, loader, machine))
+    case = with_stored(case, artifact, fits=fits)
+    planned = make_plan(case, artifact_format=artifact.format)
+    _log_plan(artifact, planned, facts)
     tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
     plan = load_plan(options, artifact, tokenizer, planned.arguments, loader, fits=fits)
-    prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
+    prepared = Prepared(
+        resolved, case, artifact, loader, machine, planned, plan, tokenizer, fits, None
+    )
     if draft_dir is None or not drafting(options):
         return prepared
     return _with_draft(prepared, _prepare_draft(prepared, draft_dir, environ, progress))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
@@ -80,6 +81,12 @@ def library_arguments(case: Case) -> LibraryArguments:
     if case.backend == "tnx":
         return tnx.write_arguments(case)
     return nxdi.write_arguments(case) if case.backend == "nxdi" else LibraryArguments()
+
+
+def stored_findings(case: Case) -> Iterator[Finding]:
+    """Return the findings about graphs that exist already: `Case.foreign_graphs`."""
+    if case.backend == "tnx":
+        yield from tnx.foreign_findings(case)
 
 
 def graphs(case: Case) -> Iterator[Graph]:

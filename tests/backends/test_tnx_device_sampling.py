@@ -21,12 +21,12 @@ from djl_python_neuronx.errors import StepError  # noqa: E402
 from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
 from djl_python_neuronx.planning.instances import named  # noqa: E402
-from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
+from tests.config.settings import library_arguments  # noqa: E402
 from tests.device_driver import make_rows  # noqa: E402
 from tests.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
 

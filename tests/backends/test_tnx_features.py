@@ -17,10 +17,10 @@ from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
 from djl_python_neuronx.planning import placement  # noqa: E402
 from djl_python_neuronx.planning.instances import named  # noqa: E402
-from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
+from tests.config.settings import library_arguments  # noqa: E402
 from tests.device_driver import Driver  # noqa: E402
 from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import (
@@ -89,6 +90,19 @@ def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
         yield from (Graph("speculation", length, slots) for length in lengths)
 
 
+def foreign_findings(case: Case) -> Iterator[Finding]:
+    """Return a note if graphs that another program compiled lack the longest prompt that static batches need."""
+    options = case.effective
+    prompts, limit = options.context_length_estimate or (), options.max_model_len
+    here = context_lengths(prompts, limit, case.slots, continuous=case.continuous_batching)
+    if case.foreign_graphs and here != prompts:
+        problem = (
+            f"the graphs were compiled by another program, for these prompts alone: where a sequence joins, the tokens "
+            f"beyond {prompts[-1]} run one by one. Compile the model again to have a graph for {limit} tokens"
+        )
+        yield Finding(("context_length_estimate",), problem, "warning")
+
+
 def context_lengths(
     prompts: tuple[int, ...] | None, limit: int | None, slots: int | None, *, continuous: bool
 ) -> tuple[int, ...]:
@@ -101,12 +115,6 @@ def context_lengths(
     if continuous or not prompts or not limit or (slots or 1) == 1:
         return prompts or ()
     return tuple(sorted({*prompts, limit}))
-
-
-def shards_by_tokens(options: ServingOptions) -> bool:
-    """True if the KV cache's tokens are divided among the cores, by the option or by `override_neuron_config`."""
-    override = options.override_neuron_config or {}
-    return bool(override.get("shard_over_sequence", options.shard_over_sequence))
 
 
 def _token_lengths(
