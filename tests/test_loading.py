@@ -40,7 +40,7 @@ def compiled(machine, options, /, **more):
     """Everything up to the graphs."""
     environ = machine.environ
     prepared = prepare(None, TINY, environ=environ, overrides=options, **more)
-    return obtain(prepared, environ=environ, count=lambda metric: None)
+    return obtain(prepared, environ=environ)
 
 
 def test_a_second_start_compiles_nothing(machine, options):
@@ -210,7 +210,7 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
     def obtained(model, **more):
         settings = {**options, **more}
         prepared = prepare(None, model, environ=machine.environ, overrides=settings)
-        found = obtain(prepared, environ=machine.environ, count=lambda metric: None)
+        found = obtain(prepared, environ=machine.environ)
         assert machine.compiled() == GRAPHS
         return found
 
@@ -237,5 +237,5 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
 
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
     prepared = prepare(None, TINY, environ={}, overrides={"model_loader": "cpu"})
-    found = obtain(prepared, environ={"NEURON_CC_FLAGS": "'x"}, count=print)
+    found = obtain(prepared, environ={"NEURON_CC_FLAGS": "'x"})
     assert (found.folder, dict(found.facts.graph_options)) == (None, {})
