@@ -10,7 +10,7 @@ from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import draft_lengths
-from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory, Load
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi import arguments as nxdi

@@ -20,13 +20,12 @@ from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
 from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
-from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.config.settings import library_arguments  # noqa: E402
 from tests.device_driver import make_rows  # noqa: E402
 from tests.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
 
@@ -108,9 +107,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
     value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
-    options = options.model_copy(update={"on_device_generation": value})
-    arguments = library_arguments(options, "tnx", continuous=True)
-    plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)
+    plan = tnx_plan(tmp_path, tp=2, on_device_generation=value)
     backend: Any = backends.get("tnx").load(replace(plan, default_top_k="global_top_k"))
     assert (backend.spec.largest_top_k, backend.spec.default_top_k) == (97, 97)
     engine, prompt = Engine(backend), [5, 6, 7]

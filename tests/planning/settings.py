@@ -2,7 +2,7 @@
 
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import assess as planning
-from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning import plan as serving_plan
 from djl_python_neuronx.planning.assess import examine
 from djl_python_neuronx.planning.case import Case
@@ -26,7 +26,7 @@ def library_arguments(options, backend, *, model_type=None, continuous=None, **s
         strategy = "continuous_batching" if continuous else "naive_rolling_batch"
         options = options.model_copy(update={"rolling_batch_strategy": strategy})
     model = ModelFacts.from_config({"model_type": model_type} if model_type else {})
-    case = Case(options, model, instances.named("trn1.32xlarge"), backend, **stored)
+    case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
     return serving_plan.library_arguments(case)
 
 

@@ -15,7 +15,7 @@ from djl_python_neuronx.planning.intent import unmapped
 from djl_python_neuronx.planning.overrides import DERIVED, RESERVED, findings
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
-from tests.config.settings import library_arguments
+from tests.planning.settings import library_arguments
 
 LIBRARIES = ("tnx", "nxdi")
 PARTS = ("constructor", "neuron_config", "compiler_flags", "environment")
