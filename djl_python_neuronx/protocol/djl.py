@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from djl_python_neuronx.engine.outlets import Inbox, Outlet
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.streams import BlockingQueue, OutputQueue
 from djl_python_neuronx.errors import QueueFullError, ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
@@ -116,7 +116,7 @@ class Replies:
     def __init__(self, service: Serving) -> None:
         self.rows: list[Reply | Refused] = []
         self._service = service
-        self._inbox = Inbox()
+        self._inbox = BlockingQueue()
 
     def admit(self, row: Input) -> None:
         """Submit a request; what is wrong with it is its own answer."""
@@ -190,7 +190,7 @@ def _one_line(error: ServingError) -> str:
     return " ".join(str(error).split())
 
 
-def _submit(service: Serving, row: Input, outlet: Outlet) -> ParsedRequest:
+def _submit(service: Serving, row: Input, outlet: OutputQueue) -> ParsedRequest:
     body, headers = read(row)
     try:
         parsed = service.parse(body, request_id=headers.get("requestid"), headers=headers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from djl_python_neuronx.engine.text import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, did_you_mean
 from djl_python_neuronx.protocol.base import (
     Formatter,
