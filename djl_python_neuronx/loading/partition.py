@@ -18,6 +18,7 @@ from djl_python_neuronx.artifacts.atomic import storing
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
+from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -27,8 +28,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import graph_options
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 if TYPE_CHECKING:
     from djl_python_neuronx.artifacts.s3 import Settings
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAFT_OPTION = "speculative_draft_model"
-_DOORS = frozenset({"async_mode", "rolling_batch"})
+_HANDOVER = names_where(lambda marker: marker.djl.overrules)
+"""How DJL Serving hands over requests: it may overrule these options."""
 
 
 def compile_model(
@@ -131,7 +133,7 @@ def _write(
     # What is served elsewhere needs the draft model's weights too, or neither's.
     included = draft is not None and weights != "none"
     options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
-    compiled = obtain(prepared, environ=environ, count=_log_count, listener=progress.compile)
+    compiled = obtain(prepared, environ=environ, listener=progress.compile)
 
     def write(destination: Path) -> Manifest:
         with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
@@ -210,7 +212,7 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     names = {*origins, *graph_options(options, prepared.loader)} & {*values} - {"model_dir"}
     found = {name: _text(values[name]) for name in sorted(names) if values[name] is not None}
     found["model_loader"] = prepared.loader
-    if _DOORS.isdisjoint(origins):
+    if _HANDOVER.isdisjoint(origins):
         found["async_mode"] = True
     return found
 
@@ -230,7 +232,3 @@ def _source(prepared: Prepared) -> Path:
         )
         raise ArtifactNotFoundError(msg)
     return model
-
-
-def _log_count(metric: str) -> None:
-    logger.info("counted metric=%s", metric)

@@ -18,8 +18,9 @@ from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
+from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
-from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
@@ -62,7 +63,9 @@ def test_a_greedy_request_gets_the_best_tokens(
         backend.close()
 
 
-def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
+def test_each_slot_samples_with_its_own_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slot 0 is greedy, slot 2 draws from its three best: as often as their probabilities say."""
     save_tiny_model("llama", tmp_path)
     backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, on_device_generation=DYNAMIC))
@@ -77,7 +80,10 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     for slot in (0, 2):
         backend.acquire(slot, [5, 6, 7], 0)
         backend.run(Step(prefill=make_rows({slot: [5, 6, 7]}, wants=Want.TOKENS)))
-    num_sent = backend._sampling.num_sent
+    sent, update = [], backend._model.update_generation_config
+    monkeypatch.setattr(
+        backend._model, "update_generation_config", lambda new: (sent.append(new), update(new))
+    )
     counts = dict.fromkeys(best.indices.tolist(), 0)
     draws = 600
     for _ in range(draws):
@@ -89,7 +95,7 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     # Five standard deviations: one run in a million is farther off.
     limits = 5 * np.sqrt(draws * wanted * (1 - wanted))
     assert (np.abs(np.array(list(counts.values())) - draws * wanted) < limits).all(), counts
-    assert backend._sampling.num_sent == num_sent + 1
+    assert len(sent) == 1
     rows.sampling[1, 0] = 17
     with pytest.raises(StepError, match="1 to 16"):
         backend.run(Step(decode=rows))
@@ -101,7 +107,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
-    value, _ = fill(options, facts, named("inf2.xlarge"), "tnx")["on_device_generation"]
+    value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
     options = options.model_copy(update={"on_device_generation": value})
     arguments = library_arguments(options, "tnx", continuous=True)
     plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)

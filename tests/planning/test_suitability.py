@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.planning import capabilities, defaults, instances
+from djl_python_neuronx.planning import capabilities, defaults, machines
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.suitability import findings
 
@@ -30,10 +31,10 @@ LLAMA = ModelFacts(
     cache_values_per_token=65536,
 )
 MHA = replace(LLAMA, num_kv_heads=32, cache_values_per_token=262144)
-INF2 = instances.named("inf2.48xlarge")
-SMALL = instances.named("inf2.xlarge")
-TRN1 = instances.named("trn1.32xlarge")
-TRN2 = instances.named("trn2.48xlarge")
+INF2 = machines.named("inf2.48xlarge")
+SMALL = machines.named("inf2.xlarge")
+TRN1 = machines.named("trn1.32xlarge")
+TRN2 = machines.named("trn2.48xlarge")
 NOWHERE = DeviceInfo(None, 0, 0, 2**36, 8, "")
 UNSAID = DeviceInfo(None, 1, 0, 0, 8, "")
 FILLED = {
@@ -57,7 +58,9 @@ def say(**values):
     told = {name: values.pop(name) for name in SITUATION if name in values}
     options = ServingOptions.model_validate({**FILLED, **values})
     facts, device = told.pop("facts", LLAMA), told.pop("device", INF2)
-    return [*findings(options, facts, device, told.pop("loader", "tnx"), **told)]
+    estimated_load_s = told.pop("estimated_load_s", None)
+    case = Case(options, facts, device, told.pop("loader", "tnx"), **told)
+    return [*findings(case, estimated_load_s=estimated_load_s)]
 
 
 def matching(values, name, level, text):
@@ -1045,9 +1048,9 @@ class TestEveryModel:
     def test_has_an_answer_with_every_loader(self, model_type, loader, device):
         facts = of(model_type)
         options = ServingOptions(model_id="m")
-        filled = defaults.fill(options, facts, device, loader)
+        filled = defaults.fill(Case(options, facts, device, loader))
         options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
-        found = [*findings(options, facts, device, loader, filled=filled)]
+        found = [*findings(Case(options, facts, device, loader, filled=filled))]
         unknown = loader != "cpu" and model_type not in CAPABILITIES[loader]
         errors = [entry for entry in found if entry.level == "error"]
         if unknown:
@@ -1105,7 +1108,7 @@ def test_every_option_without_an_equivalent_is_told(loader):
         if field.annotation in {bool, bool | None}
     }
     options = ServingOptions.model_validate({**FILLED, **values})
-    found = [*findings(options, LLAMA, INF2, loader)]
+    found = [*findings(Case(options, LLAMA, INF2, loader))]
     told = {
         name: entry.level
         for entry in found
@@ -1206,7 +1209,7 @@ def test_an_option_that_is_left_out_breaks_no_rule_of_the_library():
 
 
 def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
-    pairs = {"loader": "nxdi", "device": instances.named("trn2.3xlarge"), DEGREE: 8}
+    pairs = {"loader": "nxdi", "device": machines.named("trn2.3xlarge"), DEGREE: 8}
     assert matching(pairs, DEGREE, "error", "and 4 can be used")
     assert not matching({**pairs, "logical_nc_config": 1}, DEGREE, "error", "can be used")
     full = {**pairs, DEGREE: 1}
