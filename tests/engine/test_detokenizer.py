@@ -286,12 +286,7 @@ def test_an_error_passes_through(tokenizers):
     stream = TextStream(request_for([5, 6]), tokenizers["byte_level"])
     stream.feed(TokenOutput(REQUEST, (40, 41)))
     delta = stream.feed(TokenOutput(REQUEST, (), FinishReason.ERROR, error))
-    assert (delta.error, delta.finish_reason, delta.tokens, delta.index) == (
-        error,
-        FinishReason.ERROR,
-        (),
-        3,
-    )
+    assert (delta.error, delta.finish_reason, delta.tokens) == (error, FinishReason.ERROR, ())
     assert (delta.num_prompt_tokens, delta.num_generated_tokens) == (2, 2)
     assert stream.feed(TokenOutput(REQUEST, (42,))) is None
 
