@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= cpu,server,dev
 CONSTRAINTS ?= constraints/cpu.txt
-# Handed to pip. On Linux PyPI's torch brings gigabytes of CUDA; this takes the CPU build instead:
+# Passed to pip. On Linux, PyPI's torch brings gigabytes of CUDA; this takes the CPU build instead:
 #   make serve PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 PIP_ARGS ?=
-# Not empty: install again, everything at the newest version that the constraints allow.
+# If not empty, install again, each package at the newest version that the constraints allow.
 UPGRADE ?=
 MODEL ?= examples/tiny-llama
 HOST ?= 127.0.0.1
@@ -16,7 +16,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-# One stamp per interpreter, extras and constraints: with others the environment is made anew.
+# One stamp per interpreter, extras and constraints: with others the environment is created again.
 SETTINGS := $(shell echo '$(PYTHON) $(EXTRAS) $(CONSTRAINTS)' | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed-$(SETTINGS)
 
@@ -42,21 +42,21 @@ serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
 test: $(INSTALLED) ## all tests (ARGS="-k name")
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(INSTALLED) ## every check that is not a test
+lint: $(INSTALLED) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED) ## put the code into shape
+format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## what is made from the option fields and from tables
+docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, example file
 	$(BIN)/python -m tools.document options > docs/options.md
 	$(BIN)/python -m tools.document architectures > docs/architectures.md
 	$(BIN)/python -m tools.document metrics > docs/metrics.md
 	$(BIN)/python -m tools.document example > serving.properties.example
 
-clean: ## away with the environments
-	rm -rf .venv .venv-tf457 .venv-sdk221
+clean: ## remove the environments
+	rm -rf .venv .venv-tf457 .venv-sdk221 .venv-tnx

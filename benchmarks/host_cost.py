@@ -1,22 +1,29 @@
-"""What one decode step costs on the host, with a device that takes no time.
+"""Host cost of one decode step, on a device that takes no time.
 
     .venv/bin/python benchmarks/host_cost.py                       # the whole table
     .venv/bin/python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
+    .venv/bin/python benchmarks/host_cost.py --pair BEFORE AFTER   # two checkouts of this repository
 
-The backend hands out a ring of at least 64 MB of logits, so that each step's are not in the cache
-(one reused buffer flatters 3x), and notes when it was left and entered: `critical_us` is the median
-time between, which is what the device waits for, measured from outside the engine. `total_us` is the
-CPU time of all threads per step. `read_us` is the reference of the same run: one numpy maximum over
-the same logits, the least that any sampler must do; `ratio` is critical over it.
+The backend returns logits from a ring of at least 64 MB, so that each step's are not in the cache
+(one reused buffer flatters 3x), and records when it returns and when it is called again: `critical_us`
+is the median time between, which is what the device waits for, measured from outside the engine.
+`total_us` is the CPU time of all threads per step. `read_us` is the reference of the same run: one
+numpy maximum over the same logits, the least that any sampler must do; `ratio` is critical over it.
 
 A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields once and returns).
+
+`--pair` runs each checkout's own copy of this file, in `--runs` processes of each, in turn (before, after,
+before, ...), and compares the smallest `critical_us` and `total_us` of each setting. Single runs of the same
+code differ by up to 1.8 x on two shared cores; minima of 9 do not. Exit status 1: a setting is slower than 1.05 x.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -44,6 +51,9 @@ TEMPERATURE = 0.8
 PEAKS = 40
 PEAK_MASS = 0.9
 WARM_STEPS = 8
+COMPARED = ("critical_us", "total_us")
+LIMIT = 1.05
+PAIR_STEPS = 60
 TOKENIZER_DIR = Path(__file__).parent.parent / "examples" / "tiny-llama"
 
 SETTINGS = {
@@ -276,54 +286,133 @@ def _num_tokens(case: Case) -> int:
     return max(60, min(400, 400 * 8 * 32_000 // (case.batch * case.vocab)))
 
 
-def main() -> int:
-    """Print the table, or one JSON object per line."""
+def compare(
+    before: Path, after: Path, *, runs: int, arguments: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield one row per setting: the minima over all processes and their ratios, after to before.
+
+    The two checkouts share an interpreter, not an API: each runs its own copy of this file.
+    """
+    minima: dict[Path, dict[tuple[Any, ...], dict[str, float]]] = {before: {}, after: {}}
+    for checkout in [before, after] * runs:
+        for row in _run(checkout, arguments):
+            case = tuple(row[name] for name in Case.__dataclass_fields__)
+            best = minima[checkout].setdefault(case, dict.fromkeys(COMPARED, float("inf")))
+            for name in COMPARED:
+                best[name] = min(best[name], row[name])
+    for case, old in minima[before].items():
+        new = minima[after][case]
+        row = dict(zip(Case.__dataclass_fields__, case, strict=True))
+        for name in COMPARED:
+            row[f"{name}_before"], row[f"{name}_after"] = old[name], new[name]
+            row[f"{name}_ratio"] = round(new[name] / old[name], 3)
+        yield row
+
+
+def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the setting and measure with the largest ratio."""
+    ratio, name, row = max(
+        ((row[f"{name}_ratio"], name, row) for row in rows for name in COMPARED),
+        key=lambda found: found[0],
+    )
+    case = "/".join(str(row[field]) for field in Case.__dataclass_fields__)
+    return {"worst": case, "measure": name, "ratio": ratio, "limit": LIMIT, "met": ratio <= LIMIT}
+
+
+def _run(checkout: Path, arguments: list[str]) -> Iterator[dict[str, Any]]:
+    """Run a checkout's own benchmark on its own package, in a new process; its rows."""
+    script = checkout.resolve() / "benchmarks" / "host_cost.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), "--json", "--only", "table", *arguments],
+        env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return map(orjson.loads, ran.stdout.splitlines())
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--vocab", type=int, nargs="*", default=[32_000, 128_256])
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--batch", type=int, nargs="*", help="default 1 8 32 128; with --pair 8")
     parser.add_argument("--setting", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument(
-        "--logits", nargs="*", choices=["peaked", "flat"], default=["peaked", "flat"]
+        "--logits", nargs="*", choices=["peaked", "flat"], help="default both; with --pair flat"
     )
     parser.add_argument(
         "--format", nargs="*", choices=["json", "jsonlines"], default=["json", "jsonlines"]
     )
     parser.add_argument("--device-ms", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, help="tokens per request (default: by size)")
+    parser.add_argument(
+        "--steps", type=int, help=f"tokens per request (default by size; with --pair {PAIR_STEPS})"
+    )
     parser.add_argument(
         "--only", choices=["table", "growth", "load"], help="leave the other parts out"
     )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--pair", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="compare two checkouts"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=9, help="processes of each checkout (default 9)"
+    )
+    return parser
 
-    def rows() -> Iterator[dict[str, Any]]:
-        cases = itertools.product(
-            arguments.vocab, arguments.batch, arguments.setting, arguments.logits, arguments.format
-        )
-        if arguments.only in (None, "table"):
-            for values in cases:
-                case = Case(*values)
-                yield measure(
-                    case,
-                    num_tokens=arguments.steps or _num_tokens(case),
-                    device_s=arguments.device_ms / 1e3,
-                )
-        narrowed = "topk_topp_rep" not in arguments.setting and arguments.only != "growth"
-        if arguments.only in (None, "growth") and not narrowed:
-            yield growth(min(arguments.vocab), 8)
-        if arguments.only in (None, "load") and (
-            "greedy" in arguments.setting or arguments.only == "load"
-        ):
-            yield from under_load(min(arguments.vocab), 8)
 
-    for row in rows():
+def _pair(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    handed_on = [
+        *("--vocab", *map(str, arguments.vocab)),
+        *("--batch", *map(str, arguments.batch or [8])),
+        *("--setting", *arguments.setting),
+        *("--logits", *(arguments.logits or ["flat"])),
+        *("--format", *arguments.format),
+        *("--device-ms", str(arguments.device_ms)),
+        *("--steps", str(arguments.steps or PAIR_STEPS)),
+    ]
+    rows = []
+    for row in compare(*arguments.pair, runs=arguments.runs, arguments=handed_on):
+        rows.append(row)
+        yield row
+    yield worst(rows)
+
+
+def _single(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    cases = itertools.product(
+        arguments.vocab,
+        arguments.batch or [1, 8, 32, 128],
+        arguments.setting,
+        arguments.logits or ["peaked", "flat"],
+        arguments.format,
+    )
+    if arguments.only in (None, "table"):
+        for values in cases:
+            case = Case(*values)
+            yield measure(
+                case,
+                num_tokens=arguments.steps or _num_tokens(case),
+                device_s=arguments.device_ms / 1e3,
+            )
+    narrowed = "topk_topp_rep" not in arguments.setting and arguments.only != "growth"
+    if arguments.only in (None, "growth") and not narrowed:
+        yield growth(min(arguments.vocab), 8)
+    if arguments.only in (None, "load") and (
+        "greedy" in arguments.setting or arguments.only == "load"
+    ):
+        yield from under_load(min(arguments.vocab), 8)
+
+
+def main() -> int:
+    """Print the table, or one JSON object per line."""
+    arguments = _parser().parse_args()
+    row: dict[str, Any] = {}
+    for row in _pair(arguments) if arguments.pair else _single(arguments):
         if arguments.json:
             print(orjson.dumps(row).decode(), flush=True)
         else:
             print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-    return 0
+    return 0 if row.get("met", True) else 1
 
 
 if __name__ == "__main__":

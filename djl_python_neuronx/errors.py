@@ -18,6 +18,7 @@
   + RequestError(ValueError)            400
     - UnsupportedParameterError         400
     - PromptTooLongError                413
+    - BodyTooLargeError                 413
     - QueueFullError                    503
     - RequestTimeoutError               408
     - RequestAbortedError               499
@@ -192,6 +193,13 @@ class PromptTooLongError(RequestError):
 
     status = 413
     code = "prompt_too_long"
+
+
+class BodyTooLargeError(RequestError):
+    """A request body above the server's size limit."""
+
+    status = 413
+    code = "body_too_large"
 
 
 class QueueFullError(RequestError):

@@ -63,6 +63,7 @@ class Service:
         self._proposer = proposer
         self.tokenizer = tokenizer
         self.metrics = Metrics()
+        self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
         self._max_prompt_chars = _max_prompt_chars(backend.spec, tokenizer)
         engine = Engine(
@@ -79,7 +80,7 @@ class Service:
             max_waiting=options.max_waiting,
             step_timeout_s=options.predict_timeout,
             on_death=on_death,
-            observer=Recorder(self.metrics),
+            observer=self._recorder,
         )
         self.metrics["slots_in_use"].set_function(lambda: engine.num_running)
         self.metrics["waiting_requests"].set_function(lambda: engine.num_waiting)
@@ -135,7 +136,7 @@ class Service:
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
         compiled, draft = graphs(prepared), prepared.draft
         compiled_draft = None if draft is None else graphs(draft)
-        backend = backends.load(prepared.loader, compiled.plan, compiled.folder)
+        backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
         try:
             proposer = _proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
@@ -171,7 +172,7 @@ class Service:
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
-        """Understand and check a request body; any thread. `request_id` is the client's, for the echo and for logs.
+        """Parse and validate a request body; any thread. `request_id` is the client's, for the echo and for logs.
 
         Raises:
             RequestError: what is wrong with the request.
@@ -186,12 +187,10 @@ class Service:
             has_logprobs=Want.LOGITS in self.backend.spec.outputs,
         )
         try:
-            parsed = parse_body(body, context)
-            self.loop.engine.check(parsed.request)
+            return parse_body(body, context)
         except ServingError as error:
-            self.count_rejected(error)
+            self._recorder.rejected(error)
             raise
-        return parsed
 
     @property
     def speculation(self) -> dict[str, object] | None:
@@ -210,10 +209,6 @@ class Service:
         if self._proposer is not None:
             self._proposer.close()
 
-    def count_rejected(self, error: ServingError) -> None:
-        """Note a request that never got into the queue."""
-        self.metrics["rejected_requests_total"].labels(error.code).inc()
-
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         if self.loop.close(drain_s):
@@ -231,7 +226,7 @@ def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Compiled | None) ->
         return None
     if draft is None or compiled is None:
         return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    backend = backends.load(draft.loader, compiled.plan, compiled.folder)
+    backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (

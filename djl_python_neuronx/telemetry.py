@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from djl_python_neuronx.engine.runner import StepInfo
     from djl_python_neuronx.engine.streams import Stream
     from djl_python_neuronx.engine.text import Delta
+    from djl_python_neuronx.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,10 @@ class Recorder:
         self._generated = metrics["generated_tokens_total"]
         self._reencoded = metrics["reencoded_tokens_total"]
         self._decode_seconds = metrics["decode_seconds"]
+
+    def rejected(self, error: ServingError) -> None:
+        """See `Observer`."""
+        self._metrics["rejected_requests_total"].labels(error.code).inc()
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """See `Observer`."""

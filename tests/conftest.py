@@ -21,7 +21,7 @@ settings.load_profile("patient")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
 
 
 def _missing_library(name):
@@ -44,8 +44,8 @@ def _missing_tnx():
 def _missing(marker, config):
     """Why tests with this marker cannot run here; None if they can."""
     match marker:
-        case "slow":
-            return None if config.getoption("--slow") else "--slow was not given"
+        case "nightly":
+            return None if config.getoption("--nightly") else "--nightly was not given"
         case "tnx":
             return _missing_tnx()
         case "nxdi":

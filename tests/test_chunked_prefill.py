@@ -44,8 +44,9 @@ def texts(options: dict[str, str]) -> tuple[dict[str, str], str]:
                 found[delta.request_id] = found.get(delta.request_id, "") + delta.text
                 if delta.finish_reason is not None:
                     open_requests.remove(delta.request_id)
+        long = service.parse(json.dumps({"inputs": "a b c d " * 200}).encode())
         with pytest.raises(PromptTooLongError) as caught:
-            service.parse(json.dumps({"inputs": "a b c d " * 200}).encode())
+            service.loop.submit(long.request, inbox)
         assert ("context_length_estimate" in str(caught.value)) == (options is WHOLE)
         return found, service.metrics.exposition().decode()
     finally:

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from djl_python_neuronx import cli, handler
 from djl_python_neuronx.artifacts import formats
-from djl_python_neuronx.config.files import from_file
+from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,

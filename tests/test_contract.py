@@ -54,7 +54,7 @@ def load_cpu(directory: Path, *, mixed_steps: bool = False) -> Backend:
         num_threads=1,
         mixed_steps=mixed_steps,
     )
-    return backends.load("cpu", plan)
+    return backends.get("cpu").load(plan)
 
 
 def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None = None) -> Backend:
@@ -66,7 +66,7 @@ def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None
     poison(directory / "model.safetensors", POISON)
     shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
     plan = tnx_plan(directory, *shapes, continuous=continuous, block_size=block_size)
-    return backends.load("tnx", plan)
+    return backends.get("tnx").load(plan)
 
 
 LOADERS: dict[str, Callable[[Path], Backend]] = {

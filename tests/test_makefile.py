@@ -1,4 +1,4 @@
-"""What `make` and .ci/run install, with an interpreter that only notes what it is asked."""
+"""What `make`, .ci/run and .ci/nightly run, with an interpreter that only records its arguments."""
 
 import os
 import shutil
@@ -95,3 +95,37 @@ def test_ci_says_when_no_python_is_old_enough(run, program):
     assert ran.returncode == 1
     assert "PYTHON_SDK=" in ran.stderr
     assert not [line for line in lines if line.startswith("make ")]
+
+
+NIGHTLY = MAKE + 'echo "3 passed, 1 skipped in 0.5s"\n'
+
+
+def test_a_nightly_run_lists_what_it_skipped(run, program):
+    program("make", NIGHTLY)
+    ran, lines = run(str(ROOT / ".ci/nightly"))
+    assert ran.returncode == 0, ran.stderr
+    assert sum(line.startswith("make test") for line in lines) == 2
+    summary = ran.stdout.partition("== summary\n")[2].splitlines()
+    assert [line.split()[0] for line in summary] == ["passed", "passed", "skipped", "skipped"]
+    assert "3 passed, 1 skipped in 0.5s" in summary[0]
+    assert "TNX_SRC or TNX_RIG not set" in summary[2]
+    assert "DJL_SRC not set" in summary[3]
+
+
+def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
+    program("make", '#!/bin/sh\necho "make $* $PYTHONPATH" >> "$LOG"\necho "3 passed in 0.5s"\n')
+    ran, lines = run(str(ROOT / ".ci/nightly"), TNX_SRC="/tnx", TNX_RIG="/rig", DJL_SRC="/djl")
+    assert ran.returncode == 0, ran.stderr
+    assert "skipped" not in ran.stdout
+    assert any("-m tnx" in line and line.endswith(" /rig:/tnx/src") for line in lines)
+    assert any("-m djl_src" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "outcome", ['echo "2 skipped in 0.5s"\n', 'echo "1 failed, 2 passed in 1s"; exit 2\n']
+)
+def test_a_nightly_leg_without_a_passed_test_or_with_a_failed_one_fails(run, program, outcome):
+    program("make", "#!/bin/sh\n" + outcome)
+    ran, _ = run(str(ROOT / ".ci/nightly"))
+    assert ran.returncode == 1
+    assert "failed  transformers 4.57" in ran.stdout

@@ -16,7 +16,7 @@ from itertools import pairwise
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
-from djl_python_neuronx.config.values import Option, OptionGroup
+from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import LIBRARIES, TNX, TNX_UNREADABLE, Capability
 from djl_python_neuronx.planning.defects import TRAITS, options_of
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
@@ -164,12 +164,7 @@ def _notes(name: str) -> Iterator[str]:
 
 def descriptions() -> Mapping[str, str]:
     """Option name to the text below its field, on one line."""
-    texts = {
-        name: text
-        for group in ServingOptions.__mro__
-        if issubclass(group, OptionGroup)
-        for name, text in _documented(group)
-    }
+    texts = {name: text for group in ServingOptions.__bases__ for name, text in _documented(group)}
     return {name: texts[name] for name in ServingOptions.model_fields}
 
 

@@ -336,9 +336,7 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
         raise ArtifactError(msg) from error
 
 
-def verify(
-    folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: bool = True
-) -> None:
+def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: bool = True) -> None:
     """Refuse a folder whose files are not the manifest's; sizes are always compared.
 
     With `exact` it may hold nothing else, and no links. Without, links are followed, as a Hub cache has them.

@@ -27,8 +27,9 @@ from djl_python_neuronx.artifacts.atomic import (
 )
 from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, read_json, some
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
-from djl_python_neuronx.config.files import from_file
+from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
+from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 COMPILED = "compiled"
@@ -44,10 +45,7 @@ _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 _KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
 # Paths that are valid on the machine that compiled, not on those that serve.
-_LOCAL_OPTIONS = frozenset(
-    {"model_id", "model_dir", "revision", "compiled_graph_path"}
-    | {"save_mp_checkpoint_path", "partition_schema"}
-)
+_LOCAL_OPTIONS = names_where(lambda marker: marker.output == "local")
 
 
 def write_output(
@@ -110,7 +108,7 @@ def properties_file(
     entry_point: str,
     arguments: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """A `serving.properties` with these options, as `config.files.from_file` and Java read it.
+    """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
 
     `arguments` are keys without `option.`, which DJL Serving reads itself.
     """

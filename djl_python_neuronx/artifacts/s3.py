@@ -56,9 +56,7 @@ _CREDENTIALS = (
     "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
     "machine's role"
 )
-_REGION = (
-    "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region"
-)
+_REGION = "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region"
 _BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept"
 _NOT_FOUND = "there is no such object ({code}). Correct the URI"
 
@@ -196,9 +194,7 @@ def read(uri: str, name: str, environ: Mapping[str, str], *, attempts: int = 3) 
     with translated(where):
         content = folder.read(name)
     if content is None:
-        msg = (
-            f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
-        )
+        msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
         raise ArtifactError(msg)
     return content
 
@@ -220,7 +216,9 @@ def upload(
     }
     manifest = files.pop(FILE_NAME, None)
     if manifest is None:
-        msg = f"{folder} has no {FILE_NAME}; expected a finished folder. Make it again, then upload."
+        msg = (
+            f"{folder} has no {FILE_NAME}; expected a finished folder. Make it again, then upload."
+        )
         raise ArtifactNotFoundError(msg)
     remote = S3Folder(uri, environ)
     check_names(files, str(folder))
@@ -231,9 +229,7 @@ def upload(
     ):
         earlier = remote.read_listed()
         marker = json.dumps(unfinished(earlier | files.keys())).encode()
-        remote.client.put_object(
-            Bucket=remote.bucket, Key=remote.prefix + FILE_NAME, Body=marker
-        )
+        remote.client.put_object(Bucket=remote.bucket, Key=remote.prefix + FILE_NAME, Body=marker)
         for name in sorted(earlier - files.keys()):
             remote.client.delete_object(Bucket=remote.bucket, Key=remote.prefix + name)
         _send(remote, files, meter)
@@ -249,9 +245,7 @@ def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> 
     config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)
     with create_transfer_manager(remote.client, config) as manager:
         futures = [
-            manager.upload(
-                str(path), remote.bucket, remote.prefix + name, subscribers=[Counter()]
-            )
+            manager.upload(str(path), remote.bucket, remote.prefix + name, subscribers=[Counter()])
             for name, path in files.items()
         ]
         for future in futures:
@@ -431,8 +425,6 @@ def _explain(error: boto.BotoCoreError) -> str:
                 f"no trusted connection: {name}. Set AWS_CA_BUNDLE to your authority's certificate"
             )
         case boto.ConnectionError() | boto.HTTPClientError():
-            return (
-                f"S3 cannot be reached: {name}. Check network, region and AWS_ENDPOINT_URL; finished parts are kept"
-            )
+            return f"S3 cannot be reached: {name}. Check network, region and AWS_ENDPOINT_URL; finished parts are kept"
         case _:
             return f"{name}. Check the AWS settings (region, profile, endpoint)"

@@ -228,9 +228,7 @@ class CompileStore:
             ArtifactError: the one that is there is damaged. With `on_mismatch="recompile"` it is made again.
         """
         found = self._find_whole(facts)
-        if found is not None and (
-            self._is_pushed(facts) or not any(map(is_writable, self._roots))
-        ):
+        if found is not None and (self._is_pushed(facts) or not any(map(is_writable, self._roots))):
             self._count("compile_cache_hits_total")
             return found
         root = self._writable_root()

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.planning import nodes
@@ -104,3 +105,32 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = old
+
+
+def count_cores(root: Path = Path("/sys")) -> int:
+    """Physical cores within the process's affinity and its container's quota; at least 1.
+
+    Hyper-threads are not counted: two of them share the vector unit that a matmul keeps busy.
+    """
+    usable = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    cores = {_siblings(root, cpu) for cpu in usable}
+    return max(1, int(min(len(cores), _quota(root))))
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The hardware threads of one core as the kernel writes them; equal for all of them."""
+    try:
+        return (root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota(root: Path) -> float:
+    """CPUs that cgroup v2 grants (`docker run --cpus`); infinite without a limit."""
+    try:
+        granted, period = (root / "fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if granted == "max" else int(granted) / int(period)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import djl_serving, files, sources, strictness
+from djl_python_neuronx.config import djl_serving, sources, strictness
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.legacy import TRANSLATED
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
@@ -116,8 +116,8 @@ def written_settings(
 def _from_file(model_dir: Path | None, file: Path | None, reading: Reading) -> list[Setting]:
     try:
         if file is not None:
-            return files.from_properties(file)
-        return [] if model_dir is None else files.from_file(model_dir)
+            return sources.from_properties(file)
+        return [] if model_dir is None else sources.from_file(model_dir)
     except ConfigError as error:
         reading.problems.append(error)
         return []
@@ -136,7 +136,9 @@ def validated(reading: Reading, folder: Path) -> ServingOptions:
     values: dict[str, object] = {}
     wrong: dict[str, str] = {}
     for name, (_, value) in reading.chosen.items():
-        values[name], obstacle = files.content(value, folder) if option(name).file else (value, "")
+        values[name], obstacle = (
+            sources.content(value, folder) if option(name).file else (value, "")
+        )
         if obstacle:
             wrong[name] = f"; {obstacle}"
             del values[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,20 +10,13 @@ from typing import Any
 
 from djl_python_neuronx.config import djl_serving, sources, strictness
 from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.options import NAMES, ServingOptions
+from djl_python_neuronx.config.options import NAMES, SECTIONS, ServingOptions
 from djl_python_neuronx.config.reading import Reading, stripped, validated, written_settings
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import shown
 from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError
 
 _DEFAULT = "default"
-# pydantic lists a base's fields before a class's own, the documentation the general ones first.
-_DOCUMENTED = tuple(
-    name
-    for group in ServingOptions.__mro__
-    for name in inspect.get_annotations(group)
-    if name in ServingOptions.model_fields
-)
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_VARIABLES: Mapping[str, Setting] = MappingProxyType({})
 
@@ -60,7 +52,8 @@ class Resolved:
                 getattr(self.options, name),
                 "; ".join(filter(None, (self.origins.get(name, _DEFAULT), self.refused.get(name)))),
             )
-            for name in _DOCUMENTED
+            for names in SECTIONS.values()
+            for name in names
         ]
 
     def describe(self, finding: Finding) -> str:

@@ -122,16 +122,23 @@ class EngineLoop:
             RequestError: the loaded model cannot serve it, or the waiting queue is full.
             BackendUnavailableError: the engine is dead or stopping.
         """
-        self.engine.check(request)
-        stream = Stream(request, self._tokenizer, outlet)
-        self._streams.open(stream, lambda: self._commands.put((self.engine.add, (request,))))
+        try:
+            self.engine.check(request)
+            stream = Stream(request, self._tokenizer, outlet)
+            self._streams.open(stream, lambda: self._commands.put((self.engine.add, (request,))))
+        except ServingError as error:
+            self._reject(error)
+            raise
+
+    def _reject(self, error: ServingError) -> None:
+        self._notify(lambda observer: observer.rejected(error))
 
     def abort(self, request_id: str) -> None:
         """Give a request up: no further delta is made for it and its slot is free before the next step. Idempotent."""
         abort = (self.engine.abort, (request_id,))
         stream = self._streams.end(request_id, lambda: self._commands.put(abort))
         if stream is not None:
-            self._tell("given_up", stream)
+            self._notify(lambda observer: observer.given_up(stream))
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -234,7 +241,8 @@ class EngineLoop:
                 by_outlet[stream.outlet].append(delta)
         for outlet, deltas in by_outlet.items():
             self._hand_over(outlet, deltas)
-        self._tell("stepped", message.info, sum(len(out.token_ids) for out in message.outputs))
+        num_tokens = sum(len(output.token_ids) for output in message.outputs)
+        self._notify(lambda observer: observer.stepped(message.info, num_tokens))
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; whatever goes wrong with its text is that request's error and nobody else's."""
@@ -258,7 +266,7 @@ class EngineLoop:
         then = None if engine_knows else lambda: self._commands.put(end)
         if self._streams.end(request_id, then) is None:
             return None
-        self._tell("ended", stream, delta)
+        self._notify(lambda observer: observer.ended(stream, delta))
         return delta
 
     def _hand_over(self, outlet: Outlet, deltas: list[Delta]) -> None:
@@ -270,20 +278,23 @@ class EngineLoop:
     def _end_all(self, error: ServingError) -> None:
         """Answer every stream with an error."""
         for stream in self._streams.end_all():
-            delta = stream.failed(error)
-            self._tell("ended", stream, delta)
-            self._hand_over(stream.outlet, [delta])
+            self._end(stream, error)
         if self._on_death is not None and error is self._death:
             on_death, self._on_death = self._on_death, None
             on_death(error)
 
-    def _tell(self, event: str, *facts: object) -> None:
+    def _end(self, stream: Stream, error: ServingError) -> None:
+        delta = stream.failed(error)
+        self._notify(lambda observer: observer.ended(stream, delta))
+        self._hand_over(stream.outlet, [delta])
+
+    def _notify(self, event: Callable[[Observer], None]) -> None:
         """Metrics and logs must never cost a request."""
         if self._observer is not None:
             try:
-                getattr(self._observer, event)(*facts)
+                event(self._observer)
             except Exception:
-                logger.exception("observer_failed event=%s", event)
+                logger.exception("observer_failed")
 
     # Watchdog thread
 

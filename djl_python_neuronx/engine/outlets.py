@@ -42,7 +42,7 @@ class LoopMailbox:
     """The outlet of all requests of one event loop: one wake-up per step, however many requests it has."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[str], None]) -> None:
-        self.queues: dict[str, asyncio.Queue[Delta]] = {}
+        self.queues: dict[str, asyncio.Queue[Delta | None]] = {}
         self._loop = loop
         self._abort = abort
 
@@ -82,13 +82,16 @@ class Mailboxes:
 
 
 class Generation:
-    """The deltas of one request, for ``async for``. Closing it before the end aborts the request."""
+    """The deltas of one request, for ``async for``.
+
+    Closing it before the end aborts the request and ends the iteration, also one that waits for a delta.
+    """
 
     def __init__(self, request_id: str, mailbox: LoopMailbox, abort: Callable[[str], None]) -> None:
         self._abort = abort
         self._request_id = request_id
         self._mailbox = mailbox
-        self._queue = mailbox.queues[request_id] = asyncio.Queue[Delta]()
+        self._queue = mailbox.queues[request_id] = asyncio.Queue[Delta | None]()
         self._finished = False
 
     def __aiter__(self) -> Generation:
@@ -98,6 +101,8 @@ class Generation:
         if self._finished:
             raise StopAsyncIteration
         delta = await self._queue.get()
+        if delta is None:
+            raise StopAsyncIteration
         if delta.finished:
             self._finish()
         return delta
@@ -110,6 +115,7 @@ class Generation:
         """Same as `aclose`, for callers that cannot wait."""
         if not self._finished:
             self._finish()
+            self._queue.put_nowait(None)
             self._abort(self._request_id)
 
     def _finish(self) -> None:

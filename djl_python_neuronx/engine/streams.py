@@ -45,7 +45,10 @@ class Stream:
 
 
 class Observer(Protocol):
-    """Told what happens, for metrics and logs. Output thread, but `given_up` any."""
+    """Receives the loop's events, for metrics and logs. Output thread; `rejected` and `given_up`: any thread."""
+
+    def rejected(self, error: ServingError) -> None:
+        """A request was not accepted."""
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """A step came back from the device with tokens; None: it failed."""

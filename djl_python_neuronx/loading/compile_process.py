@@ -100,7 +100,7 @@ def compile_guarded(
     neff_cache: Path | None,
     forecast: Forecast,
 ) -> None:
-    """Run `backends.compile` in a process with the variables `environ`.
+    """Run a backend's `compile` in a process with the variables `environ`.
 
     A `neff_cache`, the compiler's own, is looked at only to count the graphs that are done.
 
@@ -156,7 +156,9 @@ def _main() -> None:
     setup_logging(job.log_level)
     backends.__path__[:] = job.search_path
     try:
-        backends.compile(job.backend, job.plan, job.target)
+        compiler = backends.compiler(job.backend)
+        assert compiler is not None  # noqa: S101  (else there is no job)
+        compiler.compile(job.plan, job.target)
     except Exception as error:
         if not isinstance(error, ServingError):
             logger.exception("compile_failed")

@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
 from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
-from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
@@ -78,9 +78,10 @@ def obtain(
     }
     packages = _packages()
     folder: Path | None = None
-    if not backends.compiles(prepared.loader):
+    compiler = backends.compiler(prepared.loader)
+    if compiler is None:
         pass
-    elif reason := backends.uncompilable(prepared.loader, prepared.plan):
+    elif reason := compiler.uncompilable(prepared.plan):
         logger.warning("graphs_not_kept reason=%r", reason)
     else:
         fits = prepared.fits and flags_fit(prepared.artifact, prepared.options, environ)
@@ -103,19 +104,20 @@ def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
     loader, plan = prepared.loader, prepared.plan
     wanted: dict[str, Any] = {}
     package, version = "none", ""
-    if backends.compiles(loader):
+    if (compiler := backends.compiler(loader)) is not None:
         wanted = {
             **graph_options(prepared.options, loader),
             **library_facts(loader),
             **flag_facts(environ),
         }
-        package, version = backends.compiler(loader)
+        package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
         artifact_digest=artifact_digest(plan.model_dir),
         compiler=package,
         compiler_version=version,
         target=graph_target(prepared.machine, loader),
+        role=prepared.role,
     )
 
 
@@ -142,7 +144,7 @@ def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
     if value is None:
         return None
     if fetch.uri_scheme(value) == "s3":
-        listed = fetch.names(value, environ, origin=_OPTION)
+        listed = fetch.list_names(value, environ, origin=_OPTION)
         if not any(name.endswith(".neff") and "/" not in name for name in listed):
             return value
         root = fetch.download_root(environ)
@@ -162,7 +164,7 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
     """The folder itself; if a store of ours made it, it is whole and fits."""
     if (folder / manifests.FILE_NAME).is_file():
         manifest = manifests.read(folder)
-        manifests.verify(folder, manifest, allow_extra=True)
+        manifests.verify(folder, manifest, exact=False)
         check_facts(facts, manifest.facts, where=str(folder))
     return folder
 
@@ -193,10 +195,14 @@ def _from_store(
     writable = fetch.download_root(environ) / "compiled"
     mirror = None
     if place.is_remote:
-        mirror = Mirror(place.store, _transport(place.store, environ))
+        mirror = Mirror(place.store, fetch.download_root(environ), environ)
     root = writable if place.is_remote else Path(place.store)
     store = CompileStore(
-        root, fallback=None if root == writable else writable, mirror=mirror, count=count
+        root,
+        fallback=None if root == writable else writable,
+        mirror=mirror,
+        on_mismatch=prepared.options.on_mismatch,
+        count=count,
     )
     logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     planned = prepared.planned
@@ -223,18 +229,7 @@ def _from_store(
             forecast=forecast,
         )
 
-    return store.build(
-        facts,
-        make,
-        effective_options=options,
-        packages=packages,
-        on_mismatch=prepared.options.on_mismatch,
-        role=prepared.role,
-    )
-
-
-def _transport(uri: str, environ: Mapping[str, str]) -> S3Transport:
-    return S3Transport(fetch.download_root(environ), fetch.s3_settings(uri, environ))
+    return store.build(facts, make, effective_options=options, packages=packages)
 
 
 def _writable(cache: Path, own: Path) -> Path:

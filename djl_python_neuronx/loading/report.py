@@ -111,7 +111,7 @@ def blocks(
 def calls(report: Report) -> dict[str, dict[str, object]]:
     """Methods of the library that are called beside its constructors, with their keywords.
 
-    Source: transformers-neuronx 0.13, base.py and config.py; backends/tnx.py and tnx_model.py call them.
+    Source: transformers-neuronx 0.13, base.py and config.py; the package backends/tnx calls them.
     """
     plan, options = report.plan, _options(report)
     found: dict[str, dict[str, object]] = {}

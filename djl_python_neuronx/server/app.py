@@ -24,12 +24,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
-from djl_python_neuronx.errors import BackendUnavailableError, RequestError, ServingError
-from djl_python_neuronx.protocol.serving import generate, parse_beside
+from djl_python_neuronx.errors import BackendUnavailableError, BodyTooLargeError, ServingError
+from djl_python_neuronx.protocol.base import generate
 from djl_python_neuronx.server.responses import (
-    GenerationResponse,
+    generation_response,
     on_bug,
-    on_client_gone,
+    on_client_disconnect,
     on_http_error,
     on_serving_error,
 )
@@ -42,13 +42,6 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
-
-
-class _BodyTooLargeError(RequestError):
-    """The body is over the limit."""
-
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    code = "body_too_large"
 
 
 class Application:
@@ -132,8 +125,8 @@ class Application:
         headers = dict(request.headers)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         body = await _read(request)
-        parsed = await parse_beside(service, body, request_id=request_id, headers=headers)
-        return GenerationResponse(generate(service, parsed), parsed)
+        parsed, generation = await generate(service, body, request_id=request_id, headers=headers)
+        return await generation_response(request, parsed, generation)
 
 
 class _Server(uvicorn.Server):
@@ -169,7 +162,7 @@ def create_app(application: Application) -> Starlette:
         ],
         exception_handlers={
             ServingError: on_serving_error,
-            ClientDisconnect: on_client_gone,
+            ClientDisconnect: on_client_disconnect,
             HTTPException: on_http_error,
             Exception: on_bug,
         },
@@ -225,15 +218,15 @@ def serve(
 
 async def _read(request: Request) -> bytes:
     """The body, refused as soon as it is known to be too large."""
-    limit = f"the body is larger than {MAX_BODY_BYTES} bytes, the most that is accepted"
+    limit = f"the body is larger than {MAX_BODY_BYTES} bytes, the limit; send a shorter prompt"
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _BodyTooLargeError(limit)
+        raise BodyTooLargeError(limit)
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > MAX_BODY_BYTES:
-            raise _BodyTooLargeError(limit)
+            raise BodyTooLargeError(limit)
         chunks.append(chunk)
     return b"".join(chunks)

@@ -18,7 +18,7 @@ from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import is_unfinished
 from djl_python_neuronx.artifacts.output import properties_file, write_output
-from djl_python_neuronx.config.files import from_file
+from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.store_worker import make_facts
 from tests.config.settings import resolve

@@ -26,9 +26,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
-from djl_python_neuronx.backends import cpu  # noqa: E402
 from djl_python_neuronx.backends.base import Float32Array, Step, Want  # noqa: E402
-from djl_python_neuronx.backends.cores import count_cores  # noqa: E402
+from djl_python_neuronx.backends.cpu.backend import CpuBackend  # noqa: E402
+from djl_python_neuronx.backends.cpu.model import SlotModel  # noqa: E402
+from djl_python_neuronx.backends.env import count_cores  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactError,
     ArtifactNotFoundError,
@@ -120,7 +121,7 @@ def test_greedy_is_generate(model_type: str, checkpoint: Callable[[str], Path]) 
     """Prompts of mixed lengths join and leave at random; each slot is used several times."""
     directory = checkpoint(model_type)
     reference = load_reference(directory)
-    driver = Driver(backends.load("cpu", plan_for(directory)))
+    driver = Driver(backends.get("cpu").load(plan_for(directory)))
     choose = random.Random(model_type)
     waiting = prompts_of(1, 2, 4, 5, 8, 9, 17, 31, 40, 3, 12)
     done: list[Text] = []
@@ -147,7 +148,7 @@ def test_bfloat16_logits_are_those_of_the_model_in_bfloat16(
 ) -> None:
     directory = checkpoint(model_type)
     reference = load_reference(directory).to(torch.bfloat16)
-    backend = backends.load("cpu", plan_for(directory, dtype="bfloat16"))
+    backend = backends.get("cpu").load(plan_for(directory, dtype="bfloat16"))
     prompt = prompts_of(24)[0]
     wanted = plain_logits(reference, prompt)
     found = [
@@ -167,7 +168,7 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
     """Whole or in chunks, verified or decoded, last column or all: always the plain logits."""
     directory = checkpoint(model_type)
     reference = load_reference(directory)
-    backend = backends.load("cpu", plan_for(directory))
+    backend = backends.get("cpu").load(plan_for(directory))
     short, long = prompts_of(5, 23)
     wanted = {0: plain_logits(reference, short), 3: plain_logits(reference, long)}
 
@@ -200,7 +201,7 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
 def test_padding_may_reach_beyond_the_last_position(
     model_type: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    backend = backends.load("cpu", plan_for(checkpoint(model_type)))
+    backend = backends.get("cpu").load(plan_for(checkpoint(model_type)))
     prompt = prompts_of(MAX_POSITIONS)[0]
     wanted = plain_logits(load_reference(checkpoint(model_type)), prompt)
     backend.run(Step(prefill=make_rows({1: prompt[:40]}, wants=Want.NOTHING)))
@@ -212,7 +213,8 @@ def test_padding_may_reach_beyond_the_last_position(
 def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) -> None:
     directory = checkpoint("llama")
     one, two = (
-        Driver(backends.load("cpu", plan_for(directory, num_threads=threads))) for threads in (1, 2)
+        Driver(backends.get("cpu").load(plan_for(directory, num_threads=threads)))
+        for threads in (1, 2)
     )
     prompt = prompts_of(30)[0]
     assert_same(one.alone(prompt, 20), two.alone(prompt, 20))
@@ -234,7 +236,7 @@ def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) 
 def test_refusals_name_value_and_limit(
     step: Step, named: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    backend = backends.load("cpu", plan_for(checkpoint("llama")))
+    backend = backends.get("cpu").load(plan_for(checkpoint("llama")))
     backend.run(Step(prefill=make_rows({0: [5, 6]})))
     with pytest.raises(StepError, match=named):
         backend.run(step)
@@ -243,11 +245,11 @@ def test_refusals_name_value_and_limit(
 def test_a_slot_longer_than_the_models_positions_is_refused(llama: Path) -> None:
     plan = plan_for(llama, max_model_len=65, token_buckets=())
     with pytest.raises(IncompatibleOptionsError, match=r"65.* 64"):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
 
 
 def test_one_position_is_enough(llama: Path) -> None:
-    backend = backends.load("cpu", backends.LoadPlan(llama, 1, 1, (1,)))
+    backend = backends.get("cpu").load(backends.LoadPlan(llama, 1, 1, (1,)))
     reference = load_reference(llama)
     found = logits_of(backend, Step(prefill=make_rows({0: [7]})))
     np.testing.assert_allclose(found[0], plain_logits(reference, [7]), atol=1e-4)
@@ -273,7 +275,7 @@ def test_an_architecture_that_ignores_what_it_is_told_is_refused(
 
     model = Deaf.from_pretrained(llama, dtype=dtype)
     with pytest.raises(BackendError, match="Deaf gives other logits"):
-        cpu.CpuBackend(model, plan_for(llama))
+        SlotModel(model, 4, MAX_POSITIONS)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_architectures_without_positions_or_keys_are_refused(
     config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(BackendError, match=r"position_ids|keys, values and a mask"):
-        backends.load("cpu", plan_for(tmp_path))
+        backends.get("cpu").load(plan_for(tmp_path))
 
 
 LONGROPE = {
@@ -305,10 +307,10 @@ LONGROPE = {
 def test_longrope_ends_where_rows_would_change_each_other(tmp_path: Path) -> None:
     save_tiny_model("phi3", tmp_path, **LONGROPE)
     with pytest.raises(IncompatibleOptionsError, match=r"n_positions is 17.* 16 .*longrope"):
-        backends.load("cpu", plan_for(tmp_path, max_model_len=17, **SHORT, token_buckets=()))
+        backends.get("cpu").load(plan_for(tmp_path, max_model_len=17, **SHORT, token_buckets=()))
     plan = plan_for(tmp_path, max_model_len=16, **SHORT, token_buckets=(16,))
     short, long = prompts_of(3, 8)
-    driver = Driver(backends.load("cpu", plan))
+    driver = Driver(backends.get("cpu").load(plan))
     driver.join({0: short, 1: long})
     for _ in range(8):
         driver.decode()
@@ -322,7 +324,7 @@ def test_a_window_counts_where_the_model_has_one(
 ) -> None:
     """Whatever config.json says: llama and gpt_neox ignore it, mistral does not."""
     save_tiny_model(model_type, tmp_path, sliding_window=12)
-    backend = backends.load("cpu", plan_for(tmp_path, dtype=dtype))
+    backend = backends.get("cpu").load(plan_for(tmp_path, dtype=dtype))
     prompt = prompts_of(30)[0]
     reference = load_reference(tmp_path)
     wanted = plain_logits(reference.to(getattr(torch, dtype)), prompt)
@@ -337,7 +339,7 @@ def test_a_window_that_is_not_used_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_model("llama", tmp_path, sliding_window=12)
-    backends.load("cpu", plan_for(tmp_path))
+    backends.get("cpu").load(plan_for(tmp_path))
     assert [r.getMessage().split()[:2] for r in caplog.records if r.levelname == "WARNING"] == [
         ["window_unused", "model=LlamaForCausalLM"]
     ]
@@ -347,9 +349,9 @@ def test_a_window_that_is_not_used_is_told_once(
 def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path) -> None:
     """Token 96 and the padding give NaN: a rejected draft, a failed prompt and padding harm nobody."""
     save_tiny_model(model_type, tmp_path)
-    wanted = Driver(backends.load("cpu", plan_for(tmp_path))).alone([5, 6, 7], 6)
+    wanted = Driver(backends.get("cpu").load(plan_for(tmp_path))).alone([5, 6, 7], 6)
     poison(tmp_path / "model.safetensors", 0, 96)
-    driver = Driver(backends.load("cpu", plan_for(tmp_path)))
+    driver = Driver(backends.get("cpu").load(plan_for(tmp_path)))
     driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})
     driver.leave(0)
     drafts = make_rows({1: [driver.live[1].tokens[-1], 96, 96]}, {1: 3}, Want.ALL_LOGITS)
@@ -365,27 +367,27 @@ def test_supports_tells_the_reason() -> None:
         def __init__(self, **config: object) -> None:
             self.config = config
 
-    assert backends.supports("cpu", Facts(model_type="llama")) is None
+    assert backends.get("cpu").supports(Facts(model_type="llama")) is None
     mixed = Facts(layer_types=["full_attention", "sliding_attention"])
-    assert backends.supports("cpu", mixed) is None
+    assert backends.get("cpu").supports(mixed) is None
     linear = Facts(layer_types=["full_attention", "linear_attention"])
-    assert "linear_attention" in str(backends.supports("cpu", linear))
-    assert "encoder" in str(backends.supports("cpu", Facts(is_encoder_decoder=True)))
+    assert "linear_attention" in str(backends.get("cpu").supports(linear))
+    assert "encoder" in str(backends.get("cpu").supports(Facts(is_encoder_decoder=True)))
     nested = Facts(text_config={"layer_types": ["chunked_attention"]})
-    assert "chunked_attention" in str(backends.supports("cpu", nested))
+    assert "chunked_attention" in str(backends.get("cpu").supports(nested))
     for wrong in (5, "full_attention", [3]):
-        assert "list of names" in str(backends.supports("cpu", Facts(layer_types=wrong)))
+        assert "list of names" in str(backends.get("cpu").supports(Facts(layer_types=wrong)))
 
 
 def test_supports_takes_an_artifact(llama: Path) -> None:
-    assert backends.supports("cpu", detect(llama)) is None
+    assert backends.get("cpu").supports(detect(llama)) is None
 
 
 def test_kinds_of_layer_that_only_the_class_knows_are_refused(llama: Path) -> None:
     model = LLAMA.from_pretrained(llama)
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(BackendError, match="chunked_attention layers"):
-        cpu.CpuBackend(model, plan_for(llama))
+        SlotModel(model, 4, MAX_POSITIONS)
 
 
 @pytest.mark.parametrize(
@@ -408,14 +410,14 @@ def test_each_reason_not_to_load_has_its_own_advice(
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     (llama / "unrelated.safetensors").write_bytes(b"damaged")
     with pytest.raises(error, match=named) as caught:
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     assert "unrelated" not in str(caught.value)
 
 
 def test_weights_that_are_not_finite_are_named_as_such(llama: Path) -> None:
     poison(llama / "model.safetensors", 3)
     with pytest.raises(ArtifactError, match="its logits are not finite"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_missing_tensors_are_named(llama: Path) -> None:
@@ -424,14 +426,14 @@ def test_missing_tensors_are_named(llama: Path) -> None:
     save_file(weights, llama / "model.safetensors", {"format": "pt"})
     named = r"2 tensors.*lm_head\.weight, model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(ArtifactError, match=named):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_tied_output_layer_need_not_be_there(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     prompt = prompts_of(9)[0]
-    found = Driver(backends.load("cpu", plan_for(tmp_path))).alone(prompt, 10)
+    found = Driver(backends.get("cpu").load(plan_for(tmp_path))).alone(prompt, 10)
     assert_same(found, generate(load_reference(tmp_path), prompt, 10))
 
 
@@ -439,7 +441,7 @@ def test_tensors_of_another_shape_are_refused(llama: Path) -> None:
     path = llama / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 56}))
     with pytest.raises(ArtifactError, match=r"6 tensors have another shape .*down_proj"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 @pytest.mark.parametrize("size", [0, 5, 300, -1])
@@ -448,7 +450,7 @@ def test_a_truncated_file_is_named(size: int, llama: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:size])
     with pytest.raises(ArtifactError, match=r"model\.safetensors cannot be read"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def sharded(directory: Path) -> list[Path]:
@@ -463,22 +465,22 @@ def test_shards_are_put_together_and_a_damaged_one_is_named(llama: Path) -> None
     wanted = generate(load_reference(llama), prompt, 10)
     shards = sharded(llama)
     assert len(shards) > 2
-    assert_same(Driver(backends.load("cpu", plan_for(llama))).alone(prompt, 10), wanted)
+    assert_same(Driver(backends.get("cpu").load(plan_for(llama))).alone(prompt, 10), wanted)
     shards[1].write_bytes(shards[1].read_bytes()[:-7])
     with pytest.raises(ArtifactError, match=rf": {shards[1].name} cannot be read"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     shards[1].unlink()
     with pytest.raises(ArtifactError, match="cannot be loaded"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_folder_without_weights_or_config_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match="cannot be loaded"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
     (llama / "config.json").unlink()
     with pytest.raises(ArtifactNotFoundError, match=r"no config\.json"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -> None:
@@ -488,7 +490,7 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
     # An adapter that lies beside the weights is none of them.
     (llama / "model.safetensors").rename(llama / "adapter_model.safetensors")
     plan = plan_for(llama, kind=detect(llama).kind)
-    assert_same(Driver(backends.load("cpu", plan)).alone(prompt, 10), wanted)
+    assert_same(Driver(backends.get("cpu").load(plan)).alone(prompt, 10), wanted)
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -496,11 +498,11 @@ def test_pickled_weights_are_read_without_running_what_is_in_them(llama: Path) -
 
     torch.save({"lm_head.weight": Trap()}, path)
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
     assert not (llama / "sprung").exists()
     path.write_bytes(pickle.dumps(Trap(), protocol=2))
     with pytest.raises(ArtifactError):
-        backends.load("cpu", plan)
+        backends.get("cpu").load(plan)
     assert not (llama / "sprung").exists()
 
 
@@ -528,8 +530,8 @@ def test_remote_code_runs_only_if_it_is_trusted(
     config.update(model_type="own", architectures=["OwnModel"], auto_map=own)
     (llama / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArtifactError, match=r"option\.trust_remote_code=true"):
-        backends.load("cpu", plan_for(llama))
-    backend = backends.load("cpu", plan_for(llama, trust_remote_code=True))
+        backends.get("cpu").load(plan_for(llama))
+    backend = backends.get("cpu").load(plan_for(llama, trust_remote_code=True))
     assert_same(Driver(backend).alone(prompt, 10), wanted)
 
 
@@ -537,7 +539,7 @@ def test_loading_prints_nothing(llama: Path) -> None:
     """In a process of its own: nothing of pytest's or an earlier test's silences it."""
     program = (
         "import pathlib, sys; from djl_python_neuronx import backends;"
-        "backends.load('cpu', backends.LoadPlan(pathlib.Path(sys.argv[1]), 2, 64, (16, 64)));"
+        "backends.get('cpu').load(backends.LoadPlan(pathlib.Path(sys.argv[1]), 2, 64, (16, 64)));"
         "import torch, transformers.utils.logging as own;"
         "print(torch.get_num_threads(), own.get_verbosity(), own.is_progress_bar_enabled())"
     )
@@ -554,7 +556,7 @@ def test_loading_prints_nothing(llama: Path) -> None:
 
 
 def test_the_thread_count_holds_in_every_thread(llama: Path) -> None:
-    backends.load("cpu", plan_for(llama, num_threads=3))
+    backends.get("cpu").load(plan_for(llama, num_threads=3))
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
@@ -565,18 +567,18 @@ def test_the_thread_count_holds_in_every_thread(llama: Path) -> None:
 def test_an_old_transformers_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "4.45.2")
     with pytest.raises(BackendUnavailableError, match=r"4\.45\.2.* 4\.57"):
-        backends.load("cpu", plan_for(llama))
+        backends.get("cpu").load(plan_for(llama))
 
 
 def test_a_cache_that_does_not_fit_is_refused(llama: Path) -> None:
     with pytest.raises(DeviceMemoryError, match=r"more memory .* n_positions") as caught:
-        backends.load("cpu", plan_for(llama, num_slots=10**9))  # 4 TB a layer
+        backends.get("cpu").load(plan_for(llama, num_slots=10**9))  # 4 TB a layer
     assert caught.value.status == 507
 
 
 def test_close_frees_the_cache(llama: Path) -> None:
-    backend = backends.load("cpu", plan_for(llama))
-    assert isinstance(backend, cpu.CpuBackend)
+    backend = backends.get("cpu").load(plan_for(llama))
+    assert isinstance(backend, CpuBackend)
     assert backend.cache_bytes == 2 * 2 * 4 * 2 * MAX_POSITIONS * 8 * 4
     backend.close()
     assert backend.cache_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,43 +12,60 @@ from typing import Any
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.backends.cores import count_cores
+from djl_python_neuronx.backends import BackendModule, CompilingModule
+from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 
 PLAN = backends.LoadPlan(Path("/nowhere"), 2, 64, (16, 32))
 
 
-def test_every_name_is_a_backend_and_every_other_module_is_not() -> None:
+FUNCTIONS = {"supports", "load"}
+COMPILING = FUNCTIONS | {"compile", "uncompilable", "compiler_version"}
+
+
+def test_every_package_is_a_backend_and_every_module_beside_them_is_none() -> None:
     folder = Path(backends.__file__).parent
-    sources = {
-        path.stem: path.read_text() for path in folder.glob("*.py") if path.stem != "__init__"
-    }
-    made = {name for name, source in sources.items() if "\ndef load(plan: LoadPlan" in source}
-    assert made == set(backends.names())
-    assert "cpu" in made
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert set(backends.names()) == packages == {"cpu", "tnx"}
+    loads = [path.name for path in folder.glob("*.py") if "\ndef load(" in path.read_text()]
+    assert not loads
+
+
+@pytest.mark.parametrize("name", backends.names())
+def test_a_backend_has_the_functions_of_its_protocol(name: str) -> None:
+    """mypy cannot tell what a module that is imported by name has."""
+    module = backends.get(name)
+    needed = FUNCTIONS if backends.compiler(name) is None else COMPILING
+    protocol = BackendModule if backends.compiler(name) is None else CompilingModule
+    for function in needed:
+        wanted = inspect.signature(getattr(protocol, function)).parameters
+        assert [*inspect.signature(getattr(module, function)).parameters] == [*wanted][1:]
+    assert backends.compiler("cpu") is None
+    assert backends.compiler("tnx") is not None
 
 
 def test_an_unknown_name_is_refused_with_what_there_is() -> None:
     with pytest.raises(BackendUnavailableError, match=r"'cpuu' .* cpu.*did you mean 'cpu'"):
-        backends.load("cpuu", PLAN)
+        backends.get("cpuu").load(PLAN)
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "djl_python_neuronx.backends.cpu", raising=False)
+    package = f"{backends.__name__}.cpu"
+    for name in [*sys.modules]:
+        if name.startswith(package) or name.split(".")[0] == "torch":
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(backends, "cpu", raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BackendUnavailableError, match=r"torch.*pip install .*\[cpu\]") as caught:
-        backends.load("cpu", PLAN)
+        backends.get("cpu").load(PLAN)
     assert caught.value.status == 503
 
 
-def test_importing_the_registry_imports_no_torch() -> None:
+def test_importing_every_backend_imports_no_torch() -> None:
     program = (
-        "import sys, djl_python_neuronx.backends as b; b.names();"
+        "import sys, djl_python_neuronx.backends as b; [b.get(name) for name in b.names()];"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

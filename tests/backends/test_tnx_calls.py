@@ -49,5 +49,5 @@ def test_the_backend_calls_what_check_says(
     told = calls(check(str(TINY), environ={}, overrides=overrides, machine=MACHINE))
     assert told.keys() == methods
     prepared = prepare(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
-    backends.load("tnx", prepared.plan).close()
+    backends.get("tnx").load(prepared.plan).close()
     assert told == tnx_double.CALLS

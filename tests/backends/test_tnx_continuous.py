@@ -27,7 +27,7 @@ pytestmark = pytest.mark.tnx
 def test_any_traffic_gives_what_transformers_gives(tmp_path: Path, name: str, tp: int) -> None:
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=tp))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp))
     try:
         assert backend.spec.joins == "free"
         assert assert_like_alone(backend, load_reference(tmp_path), seed=tp) > 100
@@ -38,7 +38,7 @@ def test_any_traffic_gives_what_transformers_gives(tmp_path: Path, name: str, tp
 def test_a_bsh_cache_gives_the_same(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     plan = tnx_plan(tmp_path, 4, 48, (48,), (48,), cache_layout="BSH")
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     try:
         assert assert_like_alone(backend, load_reference(tmp_path), seed=3) > 100
     finally:
@@ -48,7 +48,7 @@ def test_a_bsh_cache_gives_the_same(tmp_path: Path) -> None:
 def test_a_slot_left_out_of_a_decode_keeps_its_cache(tmp_path: Path) -> None:
     """The library itself would write into it."""
     save_tiny_model("llama", tmp_path)
-    backend = backends.load("tnx", tnx_plan(tmp_path))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path))
     driver = Driver(backend)
     wanted = driver.alone([5, 6, 7], 8)
     driver.join({0: [5, 6, 7], 2: [9, 8]})
@@ -67,7 +67,7 @@ def test_a_slot_left_out_of_a_decode_keeps_its_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_pickled_weights_give_the_same(tmp_path: Path, num_shards: int) -> None:
     save_tiny_model("llama", tmp_path)
-    wanted = backends.load("tnx", tnx_plan(tmp_path))
+    wanted = backends.get("tnx").load(tnx_plan(tmp_path))
     weights = sorted(load_file(tmp_path / "model.safetensors").items())
     (tmp_path / "model.safetensors").unlink()
     if num_shards == 1:
@@ -79,5 +79,5 @@ def test_pickled_weights_give_the_same(tmp_path: Path, num_shards: int) -> None:
             places.update(dict.fromkeys(dict(part), f"pytorch_model-{i}.bin"))
         index = tmp_path / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": places}))
-    found = Driver(backends.load("tnx", tnx_plan(tmp_path))).alone([5, 6, 7], 10)
+    found = Driver(backends.get("tnx").load(tnx_plan(tmp_path))).alone([5, 6, 7], 10)
     assert_same(found, Driver(wanted).alone([5, 6, 7], 10))

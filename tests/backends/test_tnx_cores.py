@@ -33,7 +33,7 @@ FOLDER = Path(sys.argv[1])
 os.environ.pop("NEURON_RT_NUM_CORES")  # tnx_plans gives its tests 8
 
 def load(tp):
-    return backends.load("tnx", tnx_plan(FOLDER, tp=tp))
+    return backends.get("tnx").load(tnx_plan(FOLDER, tp=tp))
 
 def check(backend):
     wanted = reference(load_reference(FOLDER), [5, 7, 11], 6)

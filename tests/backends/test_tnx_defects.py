@@ -53,7 +53,7 @@ def test_gptj_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
 def test_gptj_sees_the_first_position_alone(tmp_path: Path, tp: int) -> None:
     """transformers gives the same logits where its mask leaves that position only, and others where it is causal."""
     save_tiny_model("gptj", tmp_path)
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=tp, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, continuous=False))
     ids = [5, 6, 7, 8, 9, 10]
     backend.acquire(0, ids[:1], 0)
     steps = [Step(prefill=make_rows({0: ids[:1]}))]

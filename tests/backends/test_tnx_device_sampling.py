@@ -18,6 +18,7 @@ from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
+from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
 from djl_python_neuronx.planning.instances import named  # noqa: E402
 from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
@@ -54,7 +55,7 @@ def test_a_greedy_request_gets_the_best_tokens(
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     try:
         assert backend.spec.outputs == Want.TOKENS
         assert assert_like_alone(backend, load_reference(tmp_path), seed=5) > 100
@@ -62,10 +63,12 @@ def test_a_greedy_request_gets_the_best_tokens(
         backend.close()
 
 
-def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
+def test_each_slot_samples_with_its_own_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slot 0 is greedy, slot 2 draws from its three best: as often as their probabilities say."""
     save_tiny_model("llama", tmp_path)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, on_device_generation=DYNAMIC))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, on_device_generation=DYNAMIC))
     assert (backend.spec.largest_top_k, backend.spec.fixed_sampling) == (16, None)
     temperature = 4.0
     with torch.no_grad():
@@ -77,7 +80,10 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     for slot in (0, 2):
         backend.acquire(slot, [5, 6, 7], 0)
         backend.run(Step(prefill=make_rows({slot: [5, 6, 7]}, wants=Want.TOKENS)))
-    num_sent = backend._sampling.num_sent
+    sent, update = [], backend._model.update_generation_config
+    monkeypatch.setattr(
+        backend._model, "update_generation_config", lambda new: (sent.append(new), update(new))
+    )
     counts = dict.fromkeys(best.indices.tolist(), 0)
     draws = 600
     for _ in range(draws):
@@ -89,7 +95,7 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     # Five standard deviations: one run in a million is farther off.
     limits = 5 * np.sqrt(draws * wanted * (1 - wanted))
     assert (np.abs(np.array(list(counts.values())) - draws * wanted) < limits).all(), counts
-    assert backend._sampling.num_sent == num_sent + 1
+    assert len(sent) == 1
     rows.sampling[1, 0] = 17
     with pytest.raises(StepError, match="1 to 16"):
         backend.run(Step(decode=rows))
@@ -101,11 +107,11 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
-    value, _ = fill(options, facts, named("inf2.xlarge"), "tnx")["on_device_generation"]
+    value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
     options = options.model_copy(update={"on_device_generation": value})
     arguments = library_arguments(options, "tnx", continuous=True)
     plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)
-    backend: Any = backends.load("tnx", replace(plan, default_top_k="global_top_k"))
+    backend: Any = backends.get("tnx").load(replace(plan, default_top_k="global_top_k"))
     assert (backend.spec.largest_top_k, backend.spec.default_top_k) == (97, 97)
     engine, prompt = Engine(backend), [5, 6, 7]
     sampling = SamplingParams(temperature=1e4)  # so hot that all tokens are as likely
@@ -172,7 +178,7 @@ def test_a_slot_recovers_from_what_is_not_a_number(
         on_device_generation=generation,
         **options,
     )
-    backend: Any = backends.load("tnx", plan)
+    backend: Any = backends.get("tnx").load(plan)
     fed = [3 + i * i % 83 for i in range(25)]
     wanted = tokens_of(backend, 1, [5, 6, 7], fed)
     assert len(set(wanted)) > 3
@@ -193,7 +199,7 @@ def test_what_is_sampled_from_nan_is_known(
     save_tiny_model(model_type, tmp_path, **settings)
     continuous = model_type == "mixtral"
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
-    backend: Any = backends.load("tnx", plan)
+    backend: Any = backends.get("tnx").load(plan)
     assert backend._of_nan is not None
     assert backend._of_nan in {0, 96, 97}
     backend.close()
@@ -203,6 +209,6 @@ def test_a_token_of_the_padding_is_none(tmp_path: Path) -> None:
     """97 tokens on 2 cores are 98; the greedy choice among NaN is the last one."""
     save_tiny_model("llama", tmp_path)
     poison(tmp_path / "model.safetensors", POISON)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, tp=2, on_device_generation=GREEDY))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, on_device_generation=GREEDY))
     assert tokens_of(backend, 0, [5, POISON, 6], [7]) == [-1, -1]
     backend.close()

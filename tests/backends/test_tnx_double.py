@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.backends.base import Backend, Want
-from djl_python_neuronx.backends.cores import count_cores
+from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -75,7 +75,7 @@ def test_any_traffic_gives_what_each_gets_alone(
     tmp_path: Path, made: list[Any], model_type: str, continuous: bool, seed: int
 ) -> None:
     plan = tnx_plan(folder_of(tmp_path, model_type), continuous=continuous)
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     assert_expected(backend, seed)
     assert len(made) == 1
     backend.close()
@@ -89,7 +89,7 @@ def test_tokens_of_the_device_are_taken_as_they_are(
     plan = tnx_plan(
         folder_of(tmp_path, model_type), continuous=continuous, on_device_generation=generation
     )
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     assert (backend.spec.outputs, backend.spec.largest_top_k) == (Want.TOKENS, 8)
     assert_expected(backend, 1)
     assert 1 <= len(made[0].configs) <= 4  # the first time that a slot is greedy, never again
@@ -99,7 +99,7 @@ def test_tokens_of_the_device_are_taken_as_they_are(
 @pytest.mark.parametrize("seed", range(3))
 def test_any_chunks_give_what_each_gets_alone(tmp_path: Path, made: list[Any], seed: int) -> None:
     plan = tnx_plan(folder_of(tmp_path, "llama"), block_size=8)
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
 
     def best(prompt: list[int], tokens: list[int]) -> Text:
         wanted = expected(prompt, len(tokens), vocab_size=VOCAB_SIZE)
@@ -118,7 +118,7 @@ def test_objects_are_made_anew_for_every_model(tmp_path: Path, made: list[Any]) 
         on_device_generation={"do_sample": False, "top_k": 1},
     )
     for _ in range(2):
-        backends.load("tnx", plan)
+        backends.get("tnx").load(plan)
     first, second = (model.neuron_config for model in made)
     assert first.group_query_attention is tnx_double.GQA.REPLICATED_HEADS
     assert first.on_device_generation is not second.on_device_generation
@@ -166,7 +166,7 @@ def test_of_another_program_s_graphs_all_are_used_where_no_more_is_needed(
 
 def test_the_environment_is_left_as_it_was(tmp_path: Path, made: list[Any]) -> None:
     before = dict(os.environ)
-    backends.load("tnx", tnx_plan(folder_of(tmp_path, "llama")))
+    backends.get("tnx").load(tnx_plan(folder_of(tmp_path, "llama")))
     assert dict(os.environ) == before
 
 
@@ -177,7 +177,7 @@ def test_torch_takes_no_more_threads_than_there_are_cores(tmp_path: Path, made: 
     try:
         for threads, left in ((count_cores() + 7, count_cores()), (1, 1)):
             torch.set_num_threads(threads)
-            backends.load("tnx", plan)
+            backends.get("tnx").load(plan)
             assert torch.get_num_threads() == left
     finally:
         torch.set_num_threads(before)
@@ -188,7 +188,7 @@ def test_an_unknown_architecture_is_refused(
     tmp_path: Path, made: list[Any], model_type: str
 ) -> None:
     with pytest.raises(BackendError, match=model_type):
-        backends.load("tnx", tnx_plan(folder_of(tmp_path, model_type)))
+        backends.get("tnx").load(tnx_plan(folder_of(tmp_path, model_type)))
     assert made == []
 
 
@@ -197,7 +197,7 @@ def test_a_cache_in_blocks_is_refused(tmp_path: Path, made: list[Any]) -> None:
     shared: Any = plan.arguments.neuron_config["continuous_batching"]
     shared["optimized_paged_attention"] = True
     with pytest.raises(IncompatibleOptionsError, match="set enable_chunked_prefill=true"):
-        backends.load("tnx", plan)
+        backends.get("tnx").load(plan)
     assert made == []
 
 
@@ -206,7 +206,7 @@ def test_a_missing_library_is_told_with_the_way_to_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
     with pytest.raises(BackendUnavailableError, match=r"cannot be imported.*setup guide"):
-        backends.load("tnx", tnx_plan(folder_of(tmp_path, "llama")))
+        backends.get("tnx").load(tnx_plan(folder_of(tmp_path, "llama")))
 
 
 @pytest.mark.tnx
@@ -246,5 +246,5 @@ def test_a_keyword_that_the_library_does_not_know_is_refused(
     ):
         plan = tnx_plan(folder_of(tmp_path, "llama"), **{name: True})
         with pytest.raises(IncompatibleOptionsError, match=told):
-            backends.load("tnx", plan)
+            backends.get("tnx").load(plan)
     assert made == []

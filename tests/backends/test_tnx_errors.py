@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from djl_python_neuronx.backends.tnx_errors import of_load, of_step
+from djl_python_neuronx.backends.tnx.errors import of_load, of_step
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,

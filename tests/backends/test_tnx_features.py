@@ -71,7 +71,7 @@ def load(directory: Path, name: str, tp: int, continuous: bool, options: dict[st
     assert len(arguments.neuron_config) == len(changed) + continuous  # each option is a keyword
     plan.arguments.neuron_config.update(arguments.neuron_config)
     plan.arguments.constructor.update(arguments.constructor)
-    return backends.load("tnx", plan)
+    return backends.get("tnx").load(plan)
 
 
 @pytest.mark.parametrize(("name", "tp", "continuous", "options", "sizes"), EXACT)
@@ -122,9 +122,9 @@ def test_flash_decoding_is_refused_where_the_library_stops_at_it(
     plan = tnx_plan(tmp_path, tp=tp, shard_over_sequence=True, **more)
     if errors:
         with pytest.raises(BackendError, match="Error: "):
-            backends.load("tnx", plan)
+            backends.get("tnx").load(plan)
         return
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     assert assert_like_alone(backend, load_reference(tmp_path), seed=7) > 100
     backend.close()
 

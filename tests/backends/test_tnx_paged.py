@@ -49,7 +49,7 @@ def test_any_chunks_give_what_transformers_gives(
 ) -> None:
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=tp, block_size=block_size))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, block_size=block_size))
     try:
         assert backend.spec.mixed_steps
         best = partial(best_of, load_reference(tmp_path))
@@ -62,7 +62,7 @@ def test_what_is_not_a_number_stays_with_its_sequence(tmp_path: Path) -> None:
     """The library lets all sequences of a step attend to one another, with weights of 0."""
     save_tiny_model("llama", tmp_path)
     poison(tmp_path / "model.safetensors", POISON)
-    backend = backends.load("tnx", tnx_plan(tmp_path, block_size=8))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, block_size=8))
     driver = MixedDriver(backend)
     good, long = [5, 6, 7], list(range(10, 40))
     wanted, wanted_long = driver.alone(good, 20), driver.alone(long[:15], 8)
@@ -88,7 +88,7 @@ def test_so_it_does_where_the_device_samples(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     poison(tmp_path / "model.safetensors", POISON)
     plan = tnx_plan(tmp_path, block_size=8, on_device_generation={"do_sample": False})
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
 
     def tokens_beside(*others: int) -> list[int]:
         """Slot 0's, while slot 1 has these in its prompt, or without a slot 1."""
@@ -118,7 +118,7 @@ def test_the_blocks_of_others_are_never_read(tmp_path: Path) -> None:
     from transformers_neuronx import ops
 
     save_tiny_model("llama", tmp_path)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, tp=2, block_size=8))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, block_size=8))
     driver = MixedDriver(backend)
     wanted = driver.alone([5, 6, 7], 20)
     for layer in backend._model.decoder_lm_head.layers:
@@ -150,7 +150,7 @@ def test_any_traffic_gives_what_transformers_gives(
     resolved = ServingOptions(dtype="float32", max_rolling_batch_size=4, **options)
     config = library_arguments(resolved, "tnx").neuron_config
     del config["continuous_batching"]
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=2, block_size=8, **config))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, block_size=8, **config))
     try:
         assert assert_like_alone(backend, load_reference(tmp_path), seed=5) > 100
     finally:
@@ -161,7 +161,7 @@ def test_any_traffic_gives_what_transformers_gives(
 def test_warm_up_runs_every_program(tmp_path: Path, options: dict[str, Any]) -> None:
     """Those that the library tells apart by blocks in use, too; and it leaves nothing behind."""
     save_tiny_model("llama", tmp_path)
-    backend: Any = backends.load("tnx", tnx_plan(tmp_path, block_size=8, **options))
+    backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, block_size=8, **options))
     programs = backend._model.decoder_lm_head_for_context
     ran = set()
     for key, program in programs.items():

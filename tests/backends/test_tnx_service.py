@@ -206,7 +206,7 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     prepared = prepare(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
-    backends.compile("tnx", replace(prepared.plan, presharded=True), cut)
+    backends.get("tnx").compile(replace(prepared.plan, presharded=True), cut)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)
     if layout == "lmi_aot":

@@ -37,7 +37,7 @@ def proposer_of(kind: str, backend: Backend, target: Path, other: Path) -> Propo
     if kind == "lookup":
         return PromptLookup(backend.spec, 2)
     folder = target if kind == "same model" else other
-    return DraftModel(backends.load("tnx", tnx_plan(folder, backend.spec.num_slots)))
+    return DraftModel(backends.get("tnx").load(tnx_plan(folder, backend.spec.num_slots)))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_any_traffic_gives_what_transformers_gives(
     model_type, settings = VARIANTS[name]
     target = save_tiny_model(model_type, tmp_path / "target", **settings)
     other = save_tiny_model(model_type, tmp_path / "other", seed=1, **settings)
-    backend = backends.load("tnx", verifying(target, tp=tp))
+    backend = backends.get("tnx").load(verifying(target, tp=tp))
     proposer = proposer_of(drafts, backend, target, other)
     try:
         assert backend.spec.max_drafts == NUM_DRAFTS
@@ -81,7 +81,7 @@ def test_seeds_give_the_tokens_that_they_give_without_drafts(tmp_path: Path, dra
     )
     texts = []
     for speculates in (False, True):
-        backend = backends.load("tnx", verifying(target) if speculates else tnx_plan(target))
+        backend = backends.get("tnx").load(verifying(target) if speculates else tnx_plan(target))
         proposer = proposer_of(drafts, backend, target, other) if speculates else None
         engine = Engine(backend, proposer=proposer)
         for i, params in enumerate(parameters):
@@ -103,7 +103,7 @@ def test_sampled_texts_keep_the_models_distribution(tmp_path: Path) -> None:
     """A draft model that is often wrong: pairs of tokens come as often as the large model's probabilities say."""
     target = save_tiny_model("llama", tmp_path / "target")
     other = save_tiny_model("llama", tmp_path / "other", seed=1)
-    backend = backends.load("tnx", verifying(target))
+    backend = backends.get("tnx").load(verifying(target))
     engine = Engine(backend, proposer=proposer_of("other model", backend, target, other))
     count, params = 1200, SamplingParams(temperature=1.0, top_k=3)
     for i in range(count):
@@ -135,7 +135,7 @@ def pairs(model: object, prompt: list[int], top_k: int) -> dict[tuple[int, ...],
 
 def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend, model = backends.load("tnx", verifying(target)), load_reference(target)
+    backend, model = backends.get("tnx").load(verifying(target)), load_reference(target)
     draw = random.Random(5)
     texts = {1: draw.choices(range(3, 90), k=20), 3: draw.choices(range(3, 90), k=2)}
     driver = Driver(backend)
@@ -159,7 +159,7 @@ def test_every_column_is_verified_at_its_place_up_to_the_last_position(tmp_path:
 
 def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend = backends.load("tnx", verifying(target))
+    backend = backends.get("tnx").load(verifying(target))
     driver = Driver(backend)
     wanted = {slot: driver.alone([5, 6, 7 + slot], 12, slot) for slot in (0, 2)}
     driver.join({0: [5, 6, 7], 2: [5, 6, 9]})
@@ -176,6 +176,6 @@ def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path
 
 def test_one_slot_speculates_too(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
-    backend = backends.load("tnx", verifying(target, num_slots=1))
+    backend = backends.get("tnx").load(verifying(target, num_slots=1))
     proposer = PromptLookup(backend.spec, 2)
     assert assert_like_alone(backend, load_reference(target), seed=4, proposer=proposer) > 100

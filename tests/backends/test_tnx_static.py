@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.backends.base import Step
-from djl_python_neuronx.backends.tnx_static import StaticBackend
+from djl_python_neuronx.backends.tnx.static import StaticBackend
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import ArtifactError, StepError
 from djl_python_neuronx.types import GenerationRequest
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.tnx
 def test_any_traffic_gives_what_transformers_gives(tmp_path: Path, name: str, tp: int) -> None:
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, tp=tp, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, continuous=False))
     assert isinstance(backend, StaticBackend)
     try:
         assert backend.spec.joins == "reencode"
@@ -49,7 +49,7 @@ def test_positions_beyond_128_are_right(tmp_path: Path, name: str, sizes: str) -
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **{**settings, sizes: 256})
     plan = tnx_plan(tmp_path, 2, 160, (32, 150), (160,), continuous=False)
-    backend = backends.load("tnx", plan)
+    backend = backends.get("tnx").load(plan)
     prompt = [3 + i * i % 83 for i in range(120)]
     wanted = reference(load_reference(tmp_path), prompt, 30)
     try:
@@ -64,7 +64,7 @@ def test_a_free_row_spoils_nothing(tmp_path: Path) -> None:
     """What a slot was fed last is not what its row is fed once it is free: here, a token that is not a number."""
     save_tiny_model("llama", tmp_path)
     poison(tmp_path / "model.safetensors", 96)
-    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
     driver = Driver(backend)
     wanted = driver.alone([5, 6, 7], 20, slot=3)
     driver.join({1: [8, 9], 2: [9, 8]})
@@ -86,7 +86,7 @@ def test_each_step_tells_what_it_encoded_again(tmp_path: Path) -> None:
     """Counted once more from who comes and goes: by joins, and where the shared position runs out."""
     model_type, settings = VARIANTS["opt"]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
     limit, engine = backend.spec.max_model_len, Engine(backend)
     # Turn of arrival, tokens of the prompt, tokens of the answer; "b" leaves rows behind that lag after it.
     traffic = {"a": (0, 3, 40), "b": (4, 20, 28), "c": (4, 1, 30), "d": (9, 7, 2), "e": (45, 5, 9)}
@@ -125,7 +125,7 @@ def test_what_a_failure_costs_is_told_too(tmp_path: Path, monkeypatch: pytest.Mo
 
     model_type, settings = VARIANTS["opt"]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
     wanted = reference(load_reference(tmp_path), [5, 6, 7], 6)
     driver = Driver(backend)
     driver.join({0: [5, 6, 7], 2: [8, 9]})
@@ -168,7 +168,7 @@ def test_whoever_joins_sequences_longer_than_any_prompt_costs_one_call(
     runtime = pytest.importorskip("neuron_emulator.runtime", reason="counts the rig's executions")
     model_type, settings = VARIANTS[name]
     save_tiny_model(model_type, tmp_path, **settings)
-    backend = backends.load("tnx", tnx_plan(tmp_path, continuous=False))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
     assert backend.spec.prefill_buckets == (8, 20)
     driver, costs = Driver(backend), []
     driver.join({0: [3 + i * i % 83 for i in range(19)]})

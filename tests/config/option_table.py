@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from djl_python_neuronx.config.graph_options import OnDeviceGeneration
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 
 LEFT_OUT = "no equivalent: left out, it only tunes"
 REFUSED = "no equivalent: refused"

@@ -6,7 +6,7 @@ from typing import ClassVar
 import javaproperties
 import pytest
 
-from djl_python_neuronx.config import djl_serving, files, sources
+from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.options import NAMES, ServingOptions, option
 from djl_python_neuronx.config.sources import DJL, Setting
 from djl_python_neuronx.errors import ConfigError
@@ -27,7 +27,7 @@ class TestPropertiesFile:
             b"#c\n option.model_id = caf\\u00e9/\xe9 \r! no\r\noption.revision:a\\=b\n"
             b"option.dtype\\\n  bf16\noption.n_positions 64\nbatch_size=2\nempty\n"
         )
-        assert told(files.from_properties(path)) == [
+        assert told(sources.from_properties(path)) == [
             ("model_id", "café/é ", f"{path} line 2"),
             ("revision", "a=b", f"{path} line 4"),
             ("dtype" + "bf16", "", f"{path} line 5"),
@@ -38,17 +38,17 @@ class TestPropertiesFile:
 
     def test_the_last_of_equal_keys_counts(self, tmp_path):
         (tmp_path / "serving.properties").write_bytes(b"a=1\na=2\n")
-        assert told(files.from_file(tmp_path)) == [
+        assert told(sources.from_file(tmp_path)) == [
             ("a", "2", f"{tmp_path}/serving.properties line 2")
         ]
 
     def test_the_mark_of_windows_editors_is_skipped(self, tmp_path):
         (tmp_path / "serving.properties").write_bytes(b"\xef\xbb\xbfoption.n_positions=64")
-        assert files.from_file(tmp_path)[0].name == "n_positions"
+        assert sources.from_file(tmp_path)[0].name == "n_positions"
 
     def test_only_the_prefix_addresses_us(self, tmp_path):
         (tmp_path / "serving.properties").write_bytes(b"engine=Python\noption.dtype=bf16")
-        assert [(entry.name, entry.by_user) for entry in files.from_file(tmp_path)] == [
+        assert [(entry.name, entry.by_user) for entry in sources.from_file(tmp_path)] == [
             ("dtype", True),
             ("engine", False),
         ]
@@ -63,7 +63,7 @@ class TestPropertiesFile:
     )
     def test_djls_other_name_for_a_batch(self, tmp_path, lines, expected):
         (tmp_path / "serving.properties").write_text(lines)
-        (batch,) = [entry for entry in files.from_file(tmp_path) if entry.name == "batch_size"]
+        (batch,) = [entry for entry in sources.from_file(tmp_path) if entry.name == "batch_size"]
         assert (batch.value, batch.by_user) == (expected, False)
 
     @pytest.mark.parametrize(
@@ -72,30 +72,30 @@ class TestPropertiesFile:
     def test_a_broken_escape_names_the_file_and_the_fix(self, tmp_path, content, word):
         (tmp_path / "serving.properties").write_bytes(content)
         with pytest.raises(ConfigError) as caught:
-            files.from_file(tmp_path)
+            sources.from_file(tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert word in str(caught.value)
 
     def test_a_folder_needs_no_file_but_a_file_that_is_named_must_be_there(self, tmp_path):
-        assert files.from_file(tmp_path) == []
+        assert sources.from_file(tmp_path) == []
         with pytest.raises(ConfigError, match=r"mine\.properties cannot be read"):
-            files.from_properties(tmp_path / "mine.properties")
+            sources.from_properties(tmp_path / "mine.properties")
         (tmp_path / "serving.properties").mkdir()
         with pytest.raises(ConfigError, match="cannot be read"):
-            files.from_file(tmp_path)
+            sources.from_file(tmp_path)
 
     def test_a_file_has_at_most_a_mebibyte(self, tmp_path):
         path = tmp_path / "serving.properties"
         path.write_bytes(b"a=1\n".ljust(1 << 20, b"#"))
-        assert [entry.name for entry in files.from_file(tmp_path)] == ["a"]
+        assert [entry.name for entry in sources.from_file(tmp_path)] == ["a"]
         path.write_bytes(b"a=1\n".ljust((1 << 20) + 1, b"#"))
         with pytest.raises(ConfigError, match="more than 1048576 bytes"):
-            files.from_file(tmp_path)
+            sources.from_file(tmp_path)
 
     def test_a_path_that_no_system_takes_is_an_error_of_ours(self, tmp_path):
         with pytest.raises(ConfigError):
-            files.from_properties(tmp_path / "a\0b")
-        assert files.from_file(tmp_path / "a\0b") == []
+            sources.from_properties(tmp_path / "a\0b")
+        assert sources.from_file(tmp_path / "a\0b") == []
 
 
 class TestVariables:
@@ -213,11 +213,11 @@ class TestHub:
     )
     def test_the_file_that_djl_makes_of_them_is_known(self, tmp_path, lines, made):
         (tmp_path / "serving.properties").write_text(lines)
-        assert djl_serving.wrote(files.from_file(tmp_path), self.ALL) is made
+        assert djl_serving.wrote(sources.from_file(tmp_path), self.ALL) is made
 
     def test_its_values_come_from_the_variables(self, tmp_path):
         (tmp_path / "serving.properties").write_text("option.model_id=org/m\noption.revision=v1")
-        assert told(djl_serving.retold(files.from_file(tmp_path))) == [
+        assert told(djl_serving.retold(sources.from_file(tmp_path))) == [
             ("model_id", "org/m", "environment HF_MODEL_ID"),
             ("revision", "v1", "environment HF_REVISION"),
         ]
@@ -256,12 +256,12 @@ class TestContent:
         "value", ["true", "False", "no", "1", "None", '{"a": 1}', "{'a': True}", "[1]", {"a": 1}, 3]
     )
     def test_what_is_no_path_stays(self, tmp_path, value):
-        assert files.content(value, tmp_path) == (value, "")
+        assert sources.content(value, tmp_path) == (value, "")
 
     def test_a_path_is_read_from_the_model_folder_or_anywhere(self, tmp_path):
         (tmp_path / "sampling.json").write_text(json.dumps({"top_k": 5}))
         for value in ("sampling.json", "./sampling.json", str(tmp_path / "sampling.json")):
-            assert files.content(value, tmp_path) == ({"top_k": 5}, "")
+            assert sources.content(value, tmp_path) == ({"top_k": 5}, "")
 
     @pytest.mark.parametrize(
         ("name", "content", "word"),
@@ -282,13 +282,13 @@ class TestContent:
         (tmp_path / "folder").mkdir()
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        value, problem = files.content(name, tmp_path)
+        value, problem = sources.content(name, tmp_path)
         assert value is None
         assert word in problem
 
     def test_the_largest_file_that_is_allowed(self, tmp_path):
         (tmp_path / "large.json").write_bytes(b"1".rjust(1 << 20))
-        assert files.content("large.json", tmp_path) == (1, "")
+        assert sources.content("large.json", tmp_path) == (1, "")
 
 
 def test_javaproperties_and_java_agree_on_what_djl_stores(tmp_path):
@@ -297,4 +297,4 @@ def test_javaproperties_and_java_agree_on_what_djl_stores(tmp_path):
     path.write_text(
         javaproperties.to_comment("made by DJL") + "\noption.model_id=s3\\://bucket/m\n"
     )
-    assert told(files.from_file(tmp_path)) == [("model_id", "s3://bucket/m", f"{path} line 2")]
+    assert told(sources.from_file(tmp_path)) == [("model_id", "s3://bucket/m", f"{path} line 2")]

@@ -346,6 +346,9 @@ class Recorder:
         self.seen: list[str] = []
         self.broken = False
 
+    def rejected(self, error: ServingError) -> None:
+        self.seen.append(f"rejected {error.code}")
+
     def stepped(self, info: Any, num_tokens: int) -> None:
         if self.broken:
             msg = "no"
@@ -374,6 +377,9 @@ def test_the_observer_hears_what_happened_and_cannot_break_anything() -> None:
         loop.abort("c")
         backend.resume.set()
         wait_until(lambda: not loop.engine.has_work)
+        with pytest.raises(RequestError):
+            loop.submit(request("e", [], 2), inbox)
+        assert "rejected bad_request" in recorder.seen
         events = {"prefill 1", "decode 1", "ended length", "failed 0", "ended error", "given up c"}
         wait_until(lambda: events <= set(recorder.seen))
         recorder.broken = True

@@ -317,7 +317,6 @@ class _Breaking:
 
     def __init__(self, service):
         self._service, self.loop = service, service.loop
-        self.count_rejected = service.count_rejected
 
     def parse(self, content, *, request_id, headers):
         if b"<66>" in content:

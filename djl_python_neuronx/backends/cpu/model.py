@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.attention import (
+from djl_python_neuronx.backends.base import Float32Array, Int32Array, Rows, Want
+from djl_python_neuronx.backends.cpu import unserved_layers
+from djl_python_neuronx.backends.cpu.attention import (
+    SlotCache,
     Windows,
     causal_mask,
     padded_positions,
     position_limits,
     possible_windows,
     short_windows,
-    unserved_layers,
 )
-from djl_python_neuronx.backends.base import Float32Array, Int32Array, Rows, Want
 from djl_python_neuronx.backends.shapes import pad_to_bucket
-from djl_python_neuronx.backends.slot_cache import SlotCache
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,

@@ -13,10 +13,10 @@ from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.cores import count_cores
+from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
-from djl_python_neuronx.backends.tnx_errors import of_load
-from djl_python_neuronx.backends.tnx_model import (
+from djl_python_neuronx.backends.tnx.errors import of_load
+from djl_python_neuronx.backends.tnx.model import (
     CLASSES,
     block_size_of,
     construct,
@@ -103,16 +103,17 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     began = time.monotonic()
     model = _on_device(plan, compiled)
     # Only now: these modules need torch, which the registry does without.
-    from djl_python_neuronx.backends.tnx_continuous import ContinuousBackend
-    from djl_python_neuronx.backends.tnx_paged import PagedBackend
-    from djl_python_neuronx.backends.tnx_slots import TnxBackend
-    from djl_python_neuronx.backends.tnx_static import StaticBackend
+    from djl_python_neuronx.backends.tnx.base import TnxBackend
+    from djl_python_neuronx.backends.tnx.continuous import ContinuousBackend
+    from djl_python_neuronx.backends.tnx.paged import PagedBackend
+    from djl_python_neuronx.backends.tnx.static import StaticBackend
 
-    way: type[TnxBackend] = StaticBackend
+    mode: type[TnxBackend] = StaticBackend
     if "continuous_batching" in plan.arguments.neuron_config:
-        way = ContinuousBackend if block_size_of(plan) is None else PagedBackend
+        mode = ContinuousBackend if block_size_of(plan) is None else PagedBackend
     try:
-        backend = way(model, plan)
+        backend = mode(model, plan)
+        backend.find_nan_token()
     except Exception as error:
         raise of_load(error, f"the model in {plan.model_dir}") from error
     logger.info(

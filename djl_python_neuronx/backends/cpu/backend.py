@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.attention import unserved_layers
 from djl_python_neuronx.backends.base import (
     Float32Array,
     HostLogits,
@@ -23,26 +20,14 @@ from djl_python_neuronx.backends.base import (
     Step,
     Want,
 )
-from djl_python_neuronx.backends.checkpoint import check_version, load_checkpoint
-from djl_python_neuronx.backends.cores import count_cores
-from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.cpu.checkpoint import check_version, load_checkpoint
+from djl_python_neuronx.backends.cpu.model import SlotModel, translate
+from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, choose_bucket, refuse
-from djl_python_neuronx.backends.slot_model import SlotModel, translate
 from djl_python_neuronx.backends.slots import SlotBackend
 
 logger = logging.getLogger(__name__)
-
-
-def supports(artifact: ModelFacts) -> str | None:
-    """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
-    nested = artifact.config.get("text_config")
-    for config in (artifact.config, nested if isinstance(nested, Mapping) else {}):
-        reason = unserved_layers(config.get("layer_types"))
-        if reason:
-            return reason
-    if artifact.config.get("is_encoder_decoder"):
-        return "it is an encoder-decoder; expected a causal language model"
-    return None
 
 
 def load(plan: LoadPlan) -> CpuBackend:
@@ -58,14 +43,14 @@ def load(plan: LoadPlan) -> CpuBackend:
     # a thread that is not running (tiny-llama, 16 rows, a busy client, 2 vCPU: 55 ms a step against 6).
     torch.set_num_threads(plan.num_threads or max(1, count_cores() - 1))
     began = time.monotonic()
-    model = load_checkpoint(plan)
+    model = SlotModel(load_checkpoint(plan), plan.num_slots, plan.max_model_len)
     backend = CpuBackend(model, plan)
     logger.info(
         "loaded backend=cpu model=%s dtype=%s threads=%d cache_bytes=%d seconds=%.1f",
-        type(model).__name__,
+        type(model.module).__name__,
         plan.dtype,
         torch.get_num_threads(),
-        backend.cache_bytes,
+        model.cache_bytes,
         time.monotonic() - began,
     )
     return backend
@@ -76,23 +61,22 @@ class CpuBackend(SlotBackend):
 
     name = "cpu"
 
-    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take a model on the CPU over and try it out."""
-        super().__init__(plan.num_slots)
-        self._model: SlotModel | None
-        self._model = SlotModel(model, plan.num_slots, plan.max_model_len)
-        self.spec = ModelSpec(
+    def __init__(self, model: SlotModel, plan: LoadPlan) -> None:
+        """Every slot is empty."""
+        spec = ModelSpec(
             num_slots=plan.num_slots,
             max_model_len=plan.max_model_len,
             prefill_buckets=plan.prefill_buckets,
             token_buckets=plan.token_buckets or (plan.max_model_len,),
-            vocab_size=self._model.vocab_size,
+            vocab_size=model.vocab_size,
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
             max_drafts=plan.num_drafts,
             mixed_steps=plan.mixed_steps,
         )
+        super().__init__(spec)
+        self._model: SlotModel | None = model
 
     @property
     def cache_bytes(self) -> int:
