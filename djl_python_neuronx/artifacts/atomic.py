@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -56,12 +56,11 @@ def hold_lock(path: Path, *, what: str) -> Iterator[None]:
 def _acquire(lock: FileLock, holder: Path, what: str) -> None:
     wait_s = 0.0
     while True:
-        try:
+        with suppress(Timeout):
             lock.acquire(timeout=wait_s, poll_interval=0.1)
             return
-        except Timeout:
-            wait_s = _LOG_WAIT_S
-            logger.info("lock_waiting what=%s %s lock=%s", what, _describe(holder), lock.lock_file)
+        wait_s = _LOG_WAIT_S
+        logger.info("lock_waiting what=%s %s lock=%s", what, _describe(holder), lock.lock_file)
 
 
 def _describe(holder: Path) -> str:

@@ -169,8 +169,8 @@ def _check_unlisted(folder: Folder, files: Collection[str]) -> None:
     found = {name for name in {*plain, *folder.folders} if _is_weight(name)}
     if extra := found - listed:
         msg = (
-            f"{folder.path} holds weights that its {manifests.FILE_NAME} does not list: {some(sorted(extra))}; expected "
-            "its own only, as these may be of another model. Remove them, or compile to an empty folder."
+            f"{folder.path} holds weights that its {manifests.FILE_NAME} does not list: {some(sorted(extra))}; "
+            "expected its own only, as these may be of another model. Remove them, or compile to an empty folder."
         )
         raise ArtifactError(msg)
 

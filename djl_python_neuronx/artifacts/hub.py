@@ -212,55 +212,77 @@ def _translated(
 
     Texts and causes of foreign errors are dropped: either may quote request headers, which hold the token.
     """
-    from huggingface_hub import errors
-
-    site = settings.site
     try:
         yield
     except ArtifactError:
         raise
-    # From the most specific to the most general: the classes inherit from each other.
-    except errors.GatedRepoError:
-        msg = (
-            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token of "
-            "that account."
-        )
-        raise ArtifactAccessError(msg) from None
-    except errors.RevisionNotFoundError:
-        msg = f"the model {model_id!r} has no revision {revision!r} on {site}. Correct option.revision, or leave it out."
-        raise ArtifactNotFoundError(msg) from None
-    except errors.RepositoryNotFoundError:
-        msg = (
-            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of that name. "
-            f"Correct {origin}; for a private model set HF_TOKEN."
-        )
-        raise ArtifactNotFoundError(msg) from None
-    except errors.HFValidationError:
-        msg = f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}."
-        raise ArtifactNotFoundError(msg) from None
-    except errors.LocalEntryNotFoundError:
-        raise ArtifactAccessError(_not_cached(what, settings, failure)) from None
-    except errors.EntryNotFoundError:
-        msg = f"{what} does not exist: the model has no {CONFIG}; expected a model in the format of transformers."
-        raise ArtifactNotFoundError(msg) from None
     except Exception as error:  # noqa: BLE001  (requests, httpx and hostile variables: no common base)
-        msg = (
-            f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME and "
-            "HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache."
-        )
-        raise ArtifactAccessError(msg) from None
+        rows = _messages(error, what, model_id, revision, settings, origin, failure)
+        kind, msg = next(row[1:] for row in rows if isinstance(error, row[0]))
+        raise kind(msg) from None
 
 
-def _not_cached(what: str, settings: HubSettings, failure: str) -> str:
+def _messages(
+    error: Exception,
+    what: str,
+    model_id: str,
+    revision: str | None,
+    settings: HubSettings,
+    origin: str,
+    failure: str,
+) -> list[tuple[type[Exception], type[ArtifactError], str]]:
+    """The library's errors, and the class and the message of ours for each."""
+    from huggingface_hub import errors
+
+    site = settings.site
     if settings.offline:
-        return (
-            f"{what} is not in the cache, whole, and offline mode is on ({settings.offline}). "
-            f"Load it once without {settings.offline}, or name a local folder."
+        away = f"offline mode is on ({settings.offline}). Load it once without {settings.offline}"
+    else:
+        away = (
+            f"the Hub cannot be reached ({failure or f'{site} did not answer'}). "
+            "Check the network, HF_ENDPOINT and HF_TOKEN"
         )
-    return (
-        f"{what} is not in the cache, whole, and the Hub cannot be reached ({failure or f'{settings.site} did not answer'}"
-        "). Check the network, HF_ENDPOINT and HF_TOKEN, or download the model and name its folder."
-    )
+    # From the most specific to the most general: the classes inherit from each other.
+    return [
+        (
+            errors.GatedRepoError,
+            ArtifactAccessError,
+            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token of "
+            "that account.",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            ArtifactNotFoundError,
+            f"the model {model_id!r} has no revision {revision!r} on {site}. Correct option.revision, or leave it out.",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            ArtifactNotFoundError,
+            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of that name. "
+            f"Correct {origin}; for a private model set HF_TOKEN.",
+        ),
+        (
+            errors.HFValidationError,
+            ArtifactNotFoundError,
+            f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
+        ),
+        (
+            errors.LocalEntryNotFoundError,
+            ArtifactAccessError,
+            f"{what} is not in the cache, whole, and {away}, or name a local folder of the model.",
+        ),
+        (
+            errors.EntryNotFoundError,
+            ArtifactNotFoundError,
+            f"the model {model_id!r} has no {CONFIG}; expected a model as transformers saves it. Correct {origin}.",
+        ),
+        (
+            Exception,
+            ArtifactAccessError,
+            f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME and "
+            "HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
+        ),
+    ]
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Folders of S3: download into the cache, read small files, upload.
 
-Needs boto3 (the extra `s3`); import it with `fetch.s3_module` only when a URI needs it. `environ` holds `AWS_*` variables
-that override those of the process; botocore finds the rest itself (`~/.aws`, the machine's role).
+Needs boto3 (the extra `s3`); import it with `fetch.s3_module` only when a URI needs it. `environ` holds `AWS_*`
+variables that override those of the process; botocore finds the rest itself (`~/.aws`, the machine's role).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
@@ -109,7 +110,7 @@ def _local(folder: Path, resolved: Resolved, problems: Problems) -> Model:
         if not (folder / fetch.CONFIG).is_file():
             raise
         problems.add("warning", f"{error} It is only planned")
-        return Model(name, f"{folder / fetch.CONFIG}", formats.read_json(folder / fetch.CONFIG))
+        return Model(name, f"{folder / fetch.CONFIG}", read_json(folder / fetch.CONFIG))
     if not options.trust_remote_code and not has_vocabulary(
         entry.name for entry in folder.iterdir()
     ):
@@ -168,7 +169,7 @@ def _draft_of(
                 raise
             level: Level = "error" if model.artifact is not None else "warning"
             problems.add(level, f"the draft model: {error}", (_DRAFT,))
-            return Model(name, str(folder), formats.read_json(folder / fetch.CONFIG))
+            return Model(name, str(folder), read_json(folder / fetch.CONFIG))
         return Model(name, str(folder), artifact.config, artifact)
     except ServingError as error:
         problems.add("error", f"the draft model ({origin}): {error}", (_DRAFT,))

@@ -13,6 +13,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -132,7 +133,7 @@ def _prepare(
     draft_dir = _fetch_draft(recorded, base, environ, progress)
     draft = None
     if draft_dir is not None:
-        draft = ModelFacts.from_config(formats.read_json(draft_dir / fetch.CONFIG))
+        draft = ModelFacts.from_config(read_json(draft_dir / fetch.CONFIG))
     facts = ModelFacts.from_config(artifact.config, artifact.dtype)
     resolved, case, unsuitable = assess(
         recorded, Case(recorded.options, facts, machine, loader, draft)
