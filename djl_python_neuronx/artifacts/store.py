@@ -123,16 +123,11 @@ def _parse_place(value: str, origin: str) -> str:
     raise InvalidOptionError(name, value, origin, expected)
 
 
-def _ignore_count(_metric: str) -> None: ...
-
-
 class CompileStore:
     """Finished compiles under `root`, shared by any number of processes.
 
-    `root` may be read-only: its compiles are used in place, missing ones are made in `fallback`. `count` gets the name
-    of a metric when `build` finds (`compile_cache_hits_total`) or compiles (`compile_cache_misses_total`).
-    `on_mismatch`: what `build` does if there are compiles of the same artifact, but none for the wanted facts, or a
-    damaged one.
+    `root` may be read-only: its compiles are used in place, missing ones are made in `fallback`. `on_mismatch`: what
+    `build` does if there are compiles of the same artifact, but none for the wanted facts, or a damaged one.
     """
 
     def __init__(
@@ -142,13 +137,11 @@ class CompileStore:
         fallback: Path | None = None,
         mirror: Mirror | None = None,
         on_mismatch: OnMismatch = "error",
-        count: Callable[[str], None] = _ignore_count,
     ) -> None:
         """Touches nothing."""
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
         self._on_mismatch = on_mismatch
-        self._count = count
 
     def find(self, facts: CompileFacts) -> Path | None:
         """The finished compile for these facts, verified; None if there is none on this machine.
@@ -229,13 +222,11 @@ class CompileStore:
         """
         found = self._find_whole(facts)
         if found is not None and (self._is_pushed(facts) or not any(map(is_writable, self._roots))):
-            self._count("compile_cache_hits_total")
             return found
         root = self._writable_root()
         with hold_lock(root / ".locks" / facts.key, what=f"compile {facts.key}"):
             # The previous holder of the lock may have made it.
             found = self._find_whole(facts) or self._pull(facts, root) or self._adopt(facts, root)
-            self._count(f"compile_cache_{'misses' if found is None else 'hits'}_total")
             if found is None:
                 self._explain_miss(facts)
                 self._probe()
