@@ -14,6 +14,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
@@ -27,7 +28,6 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading.fitting import (
     check_fit,
     flags_fit,
-    proved,
     weights_to_load,
     with_recorded,
 )
@@ -105,12 +105,12 @@ def _local(folder: Path, resolved: Resolved, problems: Problems) -> Model:
     origin = "the argument" if options.model_id is None else "option.model_id"
     name = options.model_id or str(folder)
     try:
-        artifact = proved(formats.detect(folder, origin=origin))
+        artifact = formats.detect(folder, origin=origin)
     except ArtifactNotFoundError as error:
         if not (folder / fetch.CONFIG).is_file():
             raise
         problems.add("warning", f"{error} It is only planned")
-        return Model(name, f"{folder / fetch.CONFIG}", formats.read_json(folder / fetch.CONFIG))
+        return Model(name, f"{folder / fetch.CONFIG}", read_json(folder / fetch.CONFIG))
     if not options.trust_remote_code and not has_vocabulary(
         entry.name for entry in folder.iterdir()
     ):
@@ -163,13 +163,13 @@ def _draft_of(
         if folder is None:
             return Model(name, "", fetch.fetch_config(name, None, environ, origin=origin))
         try:
-            artifact = proved(formats.detect(folder, origin=origin))
+            artifact = formats.detect(folder, origin=origin)
         except ArtifactNotFoundError as error:
             if not (folder / fetch.CONFIG).is_file():
                 raise
             level: Level = "error" if model.artifact is not None else "warning"
             problems.add(level, f"the draft model: {error}", (_DRAFT,))
-            return Model(name, str(folder), formats.read_json(folder / fetch.CONFIG))
+            return Model(name, str(folder), read_json(folder / fetch.CONFIG))
         return Model(name, str(folder), artifact.config, artifact)
     except ServingError as error:
         problems.add("error", f"the draft model ({origin}): {error}", (_DRAFT,))

@@ -13,6 +13,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -26,7 +27,7 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.loading.fitting import check_fit, graph_target, proved, with_recorded
+from djl_python_neuronx.loading.fitting import check_fit, graph_target, with_recorded
 from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import assess, examine
@@ -132,7 +133,7 @@ def _prepare(
     draft_dir = _fetch_draft(recorded, base, environ, progress)
     draft = None
     if draft_dir is not None:
-        draft = ModelFacts.from_config(formats.read_json(draft_dir / fetch.CONFIG))
+        draft = ModelFacts.from_config(read_json(draft_dir / fetch.CONFIG))
     facts = ModelFacts.from_config(artifact.config, artifact.dtype)
     resolved, case, unsuitable = assess(
         recorded, Case(recorded.options, facts, machine, loader, draft)
@@ -240,9 +241,9 @@ def _fetch_draft(
 def _fetch(resolved: Resolved, environ: Mapping[str, str], progress: Progress | None) -> Artifact:
     model_id, model_dir = resolved.options.model_id, resolved.options.model_dir
     if model_id is None:
-        return proved(formats.detect(model_dir or Path(), origin="the model_dir argument"))
+        return formats.detect(model_dir or Path(), origin="the model_dir argument")
     folder = _fetched(model_id, "model_id", model_dir, resolved, environ, progress)
-    return proved(formats.detect(folder, origin="option.model_id"))
+    return formats.detect(folder, origin="option.model_id")
 
 
 def _fetched(

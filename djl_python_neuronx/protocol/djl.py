@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Union
 
-from djl_python_neuronx.engine.outlets import Inbox
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import QueueFullError, ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
@@ -122,7 +122,7 @@ class Replies:
     def __init__(self, service: Serving) -> None:
         self.rows: list[Row] = []
         self._service = service
-        self._inbox = Inbox()
+        self._inbox = BlockingQueue()
 
     def admit(self, row: Input) -> None:
         """Submit a request. If it is invalid, the error is its answer."""
