@@ -16,9 +16,9 @@ from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
 from djl_python_neuronx.loading.prepare import Prepared, prepare
-from djl_python_neuronx.planning import device, nodes
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import examine
-from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan
@@ -111,7 +111,7 @@ def check(
         return Report(name, problems)
     # The process that serves will have the variables of `option.env` too.
     process = sources.with_worker_variables(environ, settings.worker_variables)
-    here = device.detect(environ=process) if machine is None else machine
+    here = machines.detect(environ=process) if machine is None else machine
     prepared = prepare(
         settings,
         here,
@@ -197,7 +197,7 @@ def _lacking(prepared: Prepared, environ: Mapping[str, str]) -> Iterator[str]:
     backend, degree = prepared.loader, prepared.options.tensor_parallel_degree
     if backend not in backends.names():
         yield f"this version cannot load with {backend} yet"
-    if backend != "cpu" and isinstance(degree, int) and (found := nodes.spanning(degree, environ)):
+    if backend != "cpu" and isinstance(degree, int) and (found := machines.spanning(degree, environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if not prepared.artifact.weights:
         yield "the weights were not downloaded or checked"

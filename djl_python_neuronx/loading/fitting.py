@@ -18,8 +18,8 @@ from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import graph_options
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 _FLAGS = "cc_flags"
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})

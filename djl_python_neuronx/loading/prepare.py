@@ -34,13 +34,13 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.planning import device, instances
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.advice import NOT_SERVED
 from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
-from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
 from djl_python_neuronx.planning.model import ModelFacts
@@ -142,7 +142,7 @@ def prepare_or_raise(
     logged = _log_problems(problems)
     prepared = prepare(
         settings,
-        device.detect(environ=environ) if machine is None else machine,
+        machines.detect(environ=environ) if machine is None else machine,
         problems,
         environ=environ,
         named=machine is not None,
@@ -339,19 +339,19 @@ class _Preparation:
     def _serving_machine(self, settings: Resolved, backend: str) -> DeviceInfo:
         """The machine with the cores that the environment leaves to this process, or an assumed machine."""
         if backend == "cpu":
-            return device.for_process(self.machine, self.environ)
+            return machines.for_process(self.machine, self.environ)
         machine = self.machine
         if machine.assumed:
             self.problems.add("note", machine.assumed)
         if not machine.has_neuron and not self.fetch_weights:
             machine = self._assumed_machine(settings.options)
-        machine = device.for_process(machine, self.environ)
+        machine = machines.for_process(machine, self.environ)
         self._check_core_limit(machine, settings)
         return machine
 
     def _assumed_machine(self, options: ServingOptions) -> DeviceInfo:
         candidates = [
-            device.for_process(instances.named(name), self.environ) for name in ASSUMED_INSTANCES
+            machines.for_process(machines.named(name), self.environ) for name in ASSUMED_INSTANCES
         ]
         chosen = next((one for one in candidates if _takes_degrees(one, options)), candidates[0])
         self.problems.add(
@@ -361,7 +361,7 @@ class _Preparation:
         return chosen
 
     def _check_core_limit(self, machine: DeviceInfo, settings: Resolved) -> None:
-        limit = device.core_limit(self.environ)
+        limit = machines.core_limit(self.environ)
         if limit is None:
             return
         setting = settings.worker_variables.get(limit.name)
@@ -459,7 +459,7 @@ class _Preparation:
         if on_mismatch == "error":
             self.problems.add_error(mismatch, names)
         else:
-            message = f"what is compiled in {artifact.path} differs in {', '.join(names)}: it is not used, and compiled again"
+            message = f"what is compiled in {artifact.path} differs in {', '.join(names)}: it is compiled again"
             self.problems.add("warning", message, names)
 
     def _find_draft(self, settings: Resolved, model: _Model) -> _Model | None:
@@ -501,7 +501,7 @@ class _Preparation:
         self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
         if own.problems.errors:
             return prepared
-        # Graphs in a folder are somebody's choice. Those in the store are ours, of other lengths or another model's draft.
+        # Graphs in a folder are the user's choice. Those in the store are ours, of other lengths, or for another model.
         options = other.options.model_copy(update={"on_mismatch": "recompile"})
         cores = max(prepared.case.degree, other.case.degree)
         other = replace(
@@ -520,7 +520,7 @@ def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     degrees = [options.tensor_parallel_degree]
     if drafting(options):
         degrees.append(options.draft_model_tp_size)
-    legal = instances.legal_degrees(machine.family, machine.neuron_cores)
+    legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     numbers = [degree for degree in degrees if isinstance(degree, int)]
     return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
 
