@@ -181,7 +181,6 @@ def test_a_draft_model_is_judged_by_what_it_was_compiled_for(compiled, tmp_path,
     path = compiled / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["effective_options"] |= {"speculative_draft_model": "draft", "speculative_length": 3}
-    manifest["compiled_for"] |= {"speculative_length": 3}
     manifest["facts"]["graph_options"] |= {"speculative_length": 3}
     path.write_text(json.dumps(manifest))
     (tmp_path / "other").mkdir()
@@ -193,7 +192,8 @@ def test_a_draft_model_is_judged_by_what_it_was_compiled_for(compiled, tmp_path,
     report = run(tmp_path / "other", model_id=str(compiled))
     assert report.errors == ()
     assert report.draft_plan is not None
-    folders.edit_json(path, compiled_for={**manifest["compiled_for"], "max_rolling_batch_size": 7})
+    manifest["facts"]["graph_options"]["max_rolling_batch_size"] = 7
+    folders.edit_json(path, facts=manifest["facts"])
     (error,) = run(tmp_path / "other", model_id=str(compiled)).errors
     assert error.startswith("the draft model: ")
     assert "max_rolling_batch_size: compiled 7, wanted 2" in error

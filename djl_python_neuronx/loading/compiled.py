@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
 from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
-from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
@@ -131,6 +131,7 @@ def _facts(prepared: Prepared, plan: LoadPlan, environ: Mapping[str, str]) -> Co
         compiler=package,
         compiler_version=version,
         target=graph_target(prepared.machine, loader),
+        role=prepared.role,
     )
 
 
@@ -157,7 +158,7 @@ def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
     if value is None:
         return None
     if fetch.uri_scheme(value) == "s3":
-        listed = fetch.names(value, environ, origin=_OPTION)
+        listed = fetch.list_names(value, environ, origin=_OPTION)
         if not any(name.endswith(".neff") and "/" not in name for name in listed):
             return value
         root = fetch.download_root(environ)
@@ -177,7 +178,7 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
     """The folder itself; if a store of ours made it, it is whole and fits."""
     if (folder / manifests.FILE_NAME).is_file():
         manifest = manifests.read(folder)
-        manifests.verify(folder, manifest, allow_extra=True)
+        manifests.verify(folder, manifest, exact=False)
         check_facts(facts, manifest.facts, where=str(folder))
     return folder
 
@@ -209,9 +210,14 @@ def _from_store(
     writable = fetch.download_root(environ) / "compiled"
     mirror = None
     if place.is_remote:
-        mirror = Mirror(place.store, _transport(place.store, environ))
+        mirror = Mirror(place.store, fetch.download_root(environ), environ)
     root = writable if place.is_remote else Path(place.store)
-    store = CompileStore(root, fallback=None if root == writable else writable, mirror=mirror)
+    store = CompileStore(
+        root,
+        fallback=None if root == writable else writable,
+        mirror=mirror,
+        on_mismatch=prepared.options.on_mismatch,
+    )
     logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     planned = prepared.planned
     # A draft model is compiled by itself.
@@ -241,19 +247,8 @@ def _from_store(
             forecast=forecast,
         )
 
-    folder = store.build(
-        facts,
-        make,
-        effective_options=options,
-        packages=packages,
-        on_mismatch=prepared.options.on_mismatch,
-        role=prepared.role,
-    )
+    folder = store.build(facts, make, effective_options=options, packages=packages)
     return folder, cache_hit
-
-
-def _transport(uri: str, environ: Mapping[str, str]) -> S3Transport:
-    return S3Transport(fetch.download_root(environ), fetch.s3_settings(uri, environ))
 
 
 def _writable(cache: Path, own: Path) -> Path:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
@@ -29,9 +29,6 @@ from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, p
 from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.types import Tokenizer
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.s3 import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +123,7 @@ def _write(
         layout = manifests.read(prepared.artifact.path).layout or "huggingface"
     else:
         layout = prepared.artifact.format
-    settings = _s3_settings(prepared, output, environ, overwrite=overwrite)
+    to_s3 = _check_s3_output(prepared, output, environ, overwrite=overwrite)
     draft = prepared.draft
     # What is served elsewhere needs the draft model's weights too, or neither's.
     included = draft is not None and weights != "none"
@@ -159,7 +156,7 @@ def _write(
             manifests.write(destination, made)
         return made
 
-    if settings is None:
+    if not to_s3:
         made = write(Path(output).expanduser().absolute())
     else:
         from djl_python_neuronx.artifacts import s3
@@ -170,9 +167,7 @@ def _write(
         # Beside the downloads, so that weights are links and take no room.
         with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
             made = write(Path(temporary, "output"))
-            s3.upload(
-                Path(temporary, "output"), output, settings=settings, progress=progress.transfer
-            )
+            s3.upload(Path(temporary, "output"), output, environ, progress=progress.transfer)
     logger.info(
         "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
         output, len(made.files), sum(entry.bytes for entry in made.files.values()),
@@ -181,25 +176,23 @@ def _write(
     return made
 
 
-def _s3_settings(
+def _check_s3_output(
     prepared: Prepared, output: str, environ: Mapping[str, str], *, overwrite: bool
-) -> Settings | None:
-    """How to reach an output in S3 that may be written to; None for a folder, which `write_output` looks at."""
+) -> bool:
+    """Check that an output in S3 may be written; False for a local folder, which `write_output` checks."""
     scheme = fetch.uri_scheme(output)
     if scheme is None:
-        return None
+        return False
     if scheme != "s3":
         msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
         raise ArtifactError(msg)
-    settings = fetch.s3_settings(output, environ)
-    from djl_python_neuronx.artifacts import s3
-
+    s3 = fetch.s3_module(output)
     source = prepared.options.model_id
     if source is not None and fetch.uri_scheme(source) == "s3":
         s3.check_apart(output, source)
     if not overwrite:
-        s3.check_free(output, settings)
-    return settings
+        s3.check_free(output, environ)
+    return True
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:

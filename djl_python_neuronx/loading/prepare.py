@@ -16,6 +16,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
@@ -280,7 +281,7 @@ class _Preparation:
         name = model_id or str(folder)
         try:
             artifact = formats.detect(folder, origin="model_dir" if model_id is None else origin)
-            return _Model(name, str(folder), fitting.proved(artifact), whole=True)
+            return _Model(name, str(folder), artifact, whole=True)
         except ArtifactNotFoundError as error:
             path = folder / fetch.CONFIG
             if self.fetch_weights or not path.is_file():
@@ -289,7 +290,7 @@ class _Preparation:
                 self.problems.add_error(error)
             else:
                 self.problems.add("warning", f"{error} It is only planned")
-            return _without_weights(folder, name, str(path), formats.read_json(path))
+            return _without_weights(folder, name, str(path), read_json(path))
 
     def _choose_backend(self, options: ServingOptions, artifact: Artifact) -> str:
         """Choose the backend; a dry run only prefers libraries that are installed."""
