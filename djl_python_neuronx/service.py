@@ -16,10 +16,9 @@ from djl_python_neuronx.backends.base import Backend, ModelSpec, Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.draft_model import DraftModel
-from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
 from djl_python_neuronx.errors import (
     BackendError,
@@ -188,7 +187,7 @@ class Service:
         return {
             "drafts": self.backend.spec.max_drafts,
             "from": "draft model" if from_model else "prompt lookup",
-            "active": self.loop.engine.proposer is not None,
+            "active": self.loop.engine.speculates,
         }
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -228,7 +227,7 @@ def _load_proposer(
     if not spec.max_drafts:
         return None
     if draft is None or compiled is None:
-        return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
+        return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)
     backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
