@@ -18,7 +18,8 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.prepare import prepare
+from djl_python_neuronx.loading.load_plan import load_plan
+from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
@@ -91,10 +92,11 @@ def test_check_plans_what_a_start_compiles(
     assert report.plan is not None
     arguments = report.plan.arguments
     assert arguments is not None
-    prepared = prepare(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
-    assert prepared.plan.arguments == prepared.planned.arguments == arguments
-    assert prepared.plan.dtype == prepared.options.dtype
-    backend = backends.get("tnx").load(prepared.plan)
+    prepared = prepare_or_raise(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
+    plan = load_plan(prepared, prepared.load_tokenizer())
+    assert plan.arguments == prepared.planned.arguments == arguments
+    assert plan.dtype == prepared.options.dtype
+    backend = backends.get("tnx").load(plan)
     (model,) = models
     assert list(tnx_double.CALLS.items()) == list(arguments.calls.items())
     assert model.amp == arguments.constructor["amp"]
@@ -111,7 +113,7 @@ def test_check_plans_what_a_start_compiles(
         assert set(backend.spec.token_buckets) == ends
     if report.draft_plan is not None:
         assert prepared.draft is not None
-        assert prepared.draft.plan.arguments == report.draft_plan.arguments
+        assert prepared.draft.planned.arguments == report.draft_plan.arguments
         drafts = {graph for graph in report.plan.graphs if graph.kind.startswith("draft")}
         kinds = {replace(graph, kind=graph.kind.removeprefix("draft ")) for graph in drafts}  # type: ignore[arg-type]
         assert kinds == set(report.draft_plan.graphs)
@@ -121,12 +123,12 @@ def test_check_plans_what_a_start_compiles(
 @pytest.mark.parametrize("name", ["the defaults", "one prompt length", "static batches"])
 def test_the_warm_up_runs_what_was_planned(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tnx_double.install(monkeypatch)
-    prepared = prepare(
+    prepared = prepare_or_raise(
         None, TINY, environ={}, overrides={**SETTINGS, **STARTS[name]}, machine=MACHINE
     )
-    engine = Engine(backends.get("tnx").load(prepared.plan))
+    engine = Engine(backends.get("tnx").load(load_plan(prepared, prepared.load_tokenizer())))
     cold = warm_up(engine)
-    ran = {(graph.kind, graph.bucket) for graph in (*engine.graphs_run, *cold)}
+    ran = {(graph.kind, graph.bucket) for graph in (*engine.runner.graphs_run, *cold)}
     assert ran <= own(prepared.planned.graphs)
     assert {end for kind, end in ran if kind == "decode"} == {
         graph.bucket for graph in prepared.planned.graphs if graph.kind == "decode"
@@ -157,8 +159,8 @@ def test_a_large_model_whose_cache_is_divided_by_tokens(
     assert [graph.bucket for graph in plan.graphs if graph.kind == "decode"] == [4096]
     slots = plan.arguments.constructor["batch_size"]
     prompts = tuple(plan.arguments.constructor["context_length_estimate"])
-    load_plan = LoadPlan(tmp_path, slots, 4096, prompts, arguments=plan.arguments)
-    backends.get("tnx").load(load_plan).close()
+    large = LoadPlan(tmp_path, slots, 4096, prompts, arguments=plan.arguments)
+    backends.get("tnx").load(large).close()
     (model,) = models
     assert compiled(model) == own(plan.graphs)
 
