@@ -59,7 +59,7 @@ RECIPES = {
 }
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.properties"))
 LAPTOP = DeviceInfo(None, 0, 0, 64 * 2**30, 8, "a laptop")
-HEAVY = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "prometheus_client"}
+HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "prometheus_client"}
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
+from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.loading import check as check_module
-from djl_python_neuronx.loading.messages import Messages
 from djl_python_neuronx.loading.outline import Place, judge_graphs
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import graph_facts
@@ -245,6 +245,6 @@ def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand)
     assert report.errors == ()
     place = Place("tnx", report.plan.device, {"NEURON_CC_FLAGS": "-O1"}, {"target": "inf2"})
     for whose, level in (("", "error"), ("the draft model: ", "warning")):
-        messages = Messages()
-        judge_graphs(report.model, report.resolved.options, place, messages, whose)
-        assert [said[0] for said in messages.said] == [level]
+        problems = Problems()
+        judge_graphs(report.model, report.resolved.options, place, problems, whose)
+        assert [problem.level for problem in problems] == [level]

@@ -1,4 +1,4 @@
-"""What backends have in common whose slots are neither copied nor reused for a prefix. Numpy only."""
+"""The part that backends share whose slots are neither copied nor reused for a prefix. Numpy only."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from djl_python_neuronx.errors import StepError
 
 
 class SlotBackend:
-    """The part of a `Backend` that knows how many tokens each slot holds."""
+    """The part of a `Backend` that counts the tokens of each slot."""
 
     name: ClassVar[str]
-    """What messages call it."""
-    spec: ModelSpec
+    """The backend's name in messages."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         """Every slot is empty."""
-        self._filled = np.zeros(num_slots, np.int64)
+        self._spec = spec
+        self._filled = np.zeros(spec.num_slots, np.int64)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts of the loaded model; constant."""
+        return self._spec
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
-        """0: no prefix is ever reused."""
+        """Return 0: no prefix is ever reused."""
         self._filled[slot] = 0
         return 0
 
     def fork(self, slot: int, into: int) -> None:
-        """Refused: `can_fork` is false."""
+        """Refuse: `can_fork` is false."""
         refuse(f"a fork of slot {slot} into {into}", f"none: the {self.name} backend cannot fork")
 
     def release(self, slots: Sequence[int]) -> None:
@@ -37,10 +42,10 @@ class SlotBackend:
         self._filled[list(slots)] = 0
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
-        """Refuse a part of a step that breaks a limit of the spec or does not go with what its slots hold.
+        """Refuse a part of a step that breaks a limit of the spec or does not fit the tokens in its slots.
 
         Raises:
-            StepError: the first limit that is broken, with what was asked.
+            StepError: the first limit that is broken, with the value.
         """
         check_rows(rows, self.spec)
         cached, longest = self._filled[rows.slots], self.spec.prefill_buckets[-1]
@@ -53,7 +58,7 @@ class SlotBackend:
             refuse(f"a prompt of {rows.lens.max()} tokens", f"at most {longest}")
 
     def _closed(self) -> StepError:
-        """The error of a step after `close`."""
+        """Return the error of a step after `close`."""
         message = f"the {self.name} backend is closed; expected no more steps. Load the model again"
         error = StepError(message)
         error.fatal = True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import NAMES, ServingOptions
+from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError, ServingError
 
 Level = Literal["error", "warning", "note"]
 """Errors stop a load: what a library refuses or gets wrong, and what would not be honoured in silence. Warnings tell
@@ -22,6 +23,70 @@ class Finding:
     problem: str
     """What is wrong, what was expected, what to do."""
     level: Level = "error"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error, warning or note about settings, model or machine."""
+
+    level: Level
+    options: tuple[str, ...]
+    """The options concerned; empty if there are none."""
+    message: str
+
+
+class Problems:
+    """Collects errors, warnings and notes in the order of discovery, without duplicates.
+
+    A start raises the errors, `check` prints everything.
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty collection."""
+        self._found: dict[tuple[Level, str], Problem] = {}
+        self._errors: list[ServingError] = []
+
+    def __iter__(self) -> Iterator[Problem]:
+        """Iterate over all levels, in the order of discovery."""
+        return iter(tuple(self._found.values()))
+
+    def messages(self, level: Level) -> tuple[str, ...]:
+        """The messages of one level."""
+        return tuple(problem.message for problem in self if problem.level == level)
+
+    def add(self, level: Level, message: str, options: tuple[str, ...] = ()) -> None:
+        """Add one message. An error is raised later as `IncompatibleOptionsError`."""
+        if level == "error":
+            self.add_error(IncompatibleOptionsError(message), options)
+        else:
+            self._found.setdefault((level, message), Problem(level, options, message))
+
+    def add_error(self, error: ServingError, options: tuple[str, ...] = ()) -> None:
+        """Add an exception, or each one that a `ConfigError` lists. `options`: by default the one that it names."""
+        for leaf in error.problems if isinstance(error, ConfigError) else (error,):
+            message = str(leaf)
+            if ("error", message) in self._found:
+                continue
+            name = getattr(leaf, "name", None)
+            named = (NAMES.get(name, name),) if isinstance(name, str) else ()
+            self._found["error", message] = Problem("error", options or named, message)
+            self._errors.append(leaf)
+
+    def raise_errors(self) -> None:
+        """Raise the errors collected so far; return if there are none.
+
+        Raises:
+            ServingError: the only error as it is, or a `ConfigError` that lists all of them.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError.collect(
+                [
+                    error if isinstance(error, ConfigError) else ConfigError(str(error))
+                    for error in self._errors
+                ]
+            )
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,22 @@ Nothing is compiled, no weight is read or downloaded, and neither torch nor tran
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.findings import Level, Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactNotFoundError, InvalidOptionError, ServingError
+from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
+    ConfigError,
+    InvalidOptionError,
+    ServingError,
+)
 from djl_python_neuronx.loading.fitting import graph_target
-from djl_python_neuronx.loading.messages import Messages, Told
 from djl_python_neuronx.loading.outline import (
     Model,
     Place,
@@ -54,7 +58,7 @@ class Report:
     """None: the model's configuration could not be had."""
     draft_plan: ServingPlan | None = None
     """The draft model's, as it is loaded beside; None: there is none, or something is wrong with either."""
-    findings: tuple[Told, ...] = ()
+    findings: tuple[Problem, ...] = ()
     """What is to be said, in the order in which it was found."""
     lacking: tuple[str, ...] = ()
     """Why a plan that holds could not be carried out here and now, in words."""
@@ -85,7 +89,7 @@ class Report:
         return self.ok and self.plan is not None and not self.lacking
 
     def _of(self, level: Level) -> tuple[str, ...]:
-        return tuple(told.message for told in self.findings if told.level == level)
+        return tuple(problem.message for problem in self.findings if problem.level == level)
 
 
 def check(
@@ -102,51 +106,51 @@ def check(
     at config.json only, which for a hub id or a URI is fetched. Never raises for what is wrong with the settings or
     the model: that is in the report.
     """
-    messages = Messages()
+    problems = Problems()
     name = target or str(sources.MODEL_DIR)
     try:
-        resolved = _settings(target, environ, overrides, messages)
+        resolved = _settings(target, environ, overrides, problems)
     except ServingError as error:
-        messages.refuse([error])
-        return Report(name, findings=messages.all())
+        problems.add_error(error)
+        return Report(name, findings=tuple(problems))
     # The process that serves is going to have the variables of `option.env` too.
     process = sources.with_worker_variables(environ, resolved.worker_variables)
-    model = model_of(resolved, process, messages)
+    model = model_of(resolved, process, problems)
     if model is None:
-        messages.add(resolved)
-        return Report(name, resolved=resolved, findings=messages.all())
+        _add_findings(problems, resolved)
+        return Report(name, resolved=resolved, findings=tuple(problems))
     facts = ModelFacts.from_config(model.config, model.dtype)
     here = device.detect(environ=process) if machine is None else machine
     loader = _loader(resolved.options, facts, model, here, explicit=machine is not None)
-    resolved, draft_model = completed(resolved, model, loader, process, messages)
-    place = _place(resolved, here, loader, process, messages, explicit=machine is not None)
-    _missing(loader, here if machine is None else None, messages)
+    resolved, draft_model = completed(resolved, model, loader, process, problems)
+    place = _place(resolved, here, loader, process, problems, explicit=machine is not None)
+    _missing(loader, here if machine is None else None, problems)
     draft = None if draft_model is None else ModelFacts.from_config(draft_model.config)
-    resolved, problems = assess(
+    resolved, unsuitable = assess(
         resolved, model.config, place.machine, loader, model.dtype, draft=draft
     )
-    messages.judge(resolved, problems)
-    messages.add(resolved)
-    judge_graphs(model, resolved.options, place, messages)
+    _add_errors(problems, resolved, unsuitable)
+    _add_findings(problems, resolved)
+    judge_graphs(model, resolved.options, place, problems)
     draft_plan = None
-    if draft_model is not None and drafting(resolved.options) and not problems:
-        draft_plan = _draft_plan(resolved, draft_model, place, messages)
+    if draft_model is not None and drafting(resolved.options) and not unsuitable:
+        draft_plan = _draft_plan(resolved, draft_model, place, problems)
     if loader == "cpu" and facts.num_parameters is None:
         kind = facts.model_type or "(config.json names none)"
         doubt = "whether transformers can load it, and what it takes, shows when it is loaded"
-        messages.tell("warning", f"the model_type {kind} is not known here: {doubt}")
+        problems.add("warning", f"the model_type {kind} is not known here: {doubt}")
     plan = make_plan(
         resolved, facts, place.machine, loader, artifact_format=model.format, draft=draft
     )
     lacking = tuple(_lacking(loader, model, resolved.options, process))
-    return Report(name, resolved, model, facts, plan, draft_plan, messages.all(), lacking)
+    return Report(name, resolved, model, facts, plan, draft_plan, tuple(problems), lacking)
 
 
 def _settings(
     target: str | None,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
-    messages: Messages,
+    problems: Problems,
 ) -> Resolved:
     """The options of a folder, of a file as if it lay beside the model, or of a model by its name alone."""
     path = _path(str(sources.MODEL_DIR) if target is None else target)
@@ -164,15 +168,29 @@ def _settings(
             "or s3://bucket/folder"
         )
         raise ArtifactNotFoundError(msg)
-    resolved, problems = examine(None, folder, environ, overrides, file=file)
+    resolved, invalid = examine(None, folder, environ, overrides, file=file)
     if folder is None and resolved.options.model_id is None:
         msg = (
             f"there is no {str(path)!r}, and neither variables nor command line name a model; expected a target, or "
             "HF_MODEL_ID, or OPTION_MODEL_ID"
         )
         raise ArtifactNotFoundError(msg)
-    messages.judge(resolved, problems)
+    _add_errors(problems, resolved, invalid)
     return resolved
+
+
+def _add_errors(problems: Problems, resolved: Resolved, errors: Iterable[ConfigError]) -> None:
+    about = {resolved.describe(finding): finding.names for finding in resolved.conflicts}
+    for error in errors:
+        for leaf in error.problems:
+            problems.add_error(leaf, about.get(str(leaf), ()))
+
+
+def _add_findings(problems: Problems, resolved: Resolved) -> None:
+    for finding in resolved.findings:
+        problems.add(finding.level, resolved.describe(finding), finding.names)
+    for key, doubt in resolved.suspicious.items():
+        problems.add("warning", f"{key}: {doubt}", (key,))
 
 
 def _path(target: str) -> Path:
@@ -194,20 +212,20 @@ def _names_hub_model(target: str) -> bool:
 
 
 def _draft_plan(
-    resolved: Resolved, draft: Model, place: Place, messages: Messages
+    resolved: Resolved, draft: Model, place: Place, problems: Problems
 ) -> ServingPlan | None:
     """The plan of the draft model, which is prepared as every model is; None, with that told, if a load refuses it."""
     whose = "the draft model: "
     settings = draft_settings(resolved.options, place.loader, draft.name)
-    examined, problems = examine(None, None, {}, settings, overrides_from=ORIGIN)
-    examined = recorded(examined, draft, place.loader, messages)
+    examined, invalid = examine(None, None, {}, settings, overrides_from=ORIGIN)
+    examined = recorded(examined, draft, place.loader, problems)
     examined = replace(examined, options=alone(examined.options))
     finished, unsuitable = assess(examined, draft.config, place.machine, place.loader, draft.dtype)
-    for problem in (*problems, *unsuitable):
-        messages.tell("error", f"{whose}{problem}", ("speculative_draft_model",))
-    if problems or unsuitable:
+    for problem in (*invalid, *unsuitable):
+        problems.add("error", f"{whose}{problem}", ("speculative_draft_model",))
+    if invalid or unsuitable:
         return None
-    judge_graphs(draft, finished.options, place, messages, whose)
+    judge_graphs(draft, finished.options, place, problems, whose)
     facts = ModelFacts.from_config(draft.config, draft.dtype)
     return make_plan(finished, facts, place.machine, place.loader)
 
@@ -242,7 +260,7 @@ def _place(
     here: DeviceInfo,
     loader: str,
     environ: Mapping[str, str],
-    messages: Messages,
+    problems: Problems,
     *,
     explicit: bool,
 ) -> Place:
@@ -250,14 +268,14 @@ def _place(
 
     Of a machine that was merely named it is not known what is installed there, of an assumed one nothing.
     """
-    machine = _machine(resolved.options, here, loader, environ, messages)
+    machine = _machine(resolved.options, here, loader, environ, problems)
     if loader == "cpu":
         return Place(loader, machine, environ, {})
-    _tell_limit(machine, environ, resolved, messages)
+    _tell_limit(machine, environ, resolved, problems)
     try:
         flag_facts(environ)
     except InvalidOptionError as error:
-        messages.refuse([error])
+        problems.add_error(error)
     known: dict[str, object] = {}
     if here.has_neuron:
         known["target"] = graph_target(machine, loader)
@@ -273,7 +291,7 @@ def _machine(
     here: DeviceInfo,
     loader: str,
     environ: Mapping[str, str],
-    messages: Messages,
+    problems: Problems,
 ) -> DeviceInfo:
     """The machine to plan for, as a process with these variables has it.
 
@@ -281,11 +299,11 @@ def _machine(
     """
     if loader == "cpu" or here.has_neuron:
         if loader != "cpu" and here.assumed:
-            messages.tell("note", here.assumed)
+            problems.add("note", here.assumed)
         return device.for_process(here, environ)
     candidates = [device.for_process(instances.named(name), environ) for name in ASSUMED_INSTANCES]
     chosen = next((one for one in candidates if _suits(options, one)), candidates[0])
-    messages.tell(
+    problems.add(
         "note",
         f"no Neuron device here: planned for {chosen.instance_type}, name another with --instance",
     )
@@ -303,7 +321,7 @@ def _suits(options: ServingOptions, machine: DeviceInfo) -> bool:
 
 
 def _tell_limit(
-    machine: DeviceInfo, environ: Mapping[str, str], resolved: Resolved, messages: Messages
+    machine: DeviceInfo, environ: Mapping[str, str], resolved: Resolved, problems: Problems
 ) -> None:
     """Which cores a variable leaves to the process that serves, and where it is set."""
     limit = device.core_limit(environ)
@@ -312,24 +330,24 @@ def _tell_limit(
     setting = resolved.worker_variables.get(limit.name)
     where = "environment" if setting is None else f"option.env, {setting.origin}"
     if limit.problem is not None:
-        messages.tell("warning", f"{limit.problem} ({where})")
+        problems.add("warning", f"{limit.problem} ({where})")
     elif beyond := limit.beyond(machine):
-        messages.tell("error", f"{beyond} ({where})")
+        problems.add("error", f"{beyond} ({where})")
     elif machine.limited_by is not None:
         whole = f" of the {machine.neuron_cores}" if machine.neuron_cores else ""
-        messages.tell(
+        problems.add(
             "note",
             f"{limit} ({where}) leaves {machine.visible_cores}{whole} NeuronCores: the plan counts these alone",
         )
 
 
-def _missing(loader: str, here: DeviceInfo | None, messages: Messages) -> None:
+def _missing(loader: str, here: DeviceInfo | None, problems: Problems) -> None:
     """What this installation lacks for the loader; only a note where nobody would serve with it anyway.
 
     `here` is the machine that this runs on, None if another was named.
     """
     for obstacle in _obstacles(loader):
-        messages.tell("warning" if here is not None and here.has_neuron else "note", obstacle)
+        problems.add("warning" if here is not None and here.has_neuron else "note", obstacle)
 
 
 def _obstacles(loader: str) -> Iterator[str]:

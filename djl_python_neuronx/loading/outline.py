@@ -15,7 +15,7 @@ from typing import Any
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
-from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import (
@@ -31,7 +31,6 @@ from djl_python_neuronx.loading.fitting import (
     weights_to_load,
     with_recorded,
 )
-from djl_python_neuronx.loading.messages import Messages
 from djl_python_neuronx.planning.device import DeviceInfo
 
 _DRAFT = "speculative_draft_model"
@@ -78,29 +77,29 @@ class Place:
     """What graphs depend on there, as far as it is known; see `fitting.check_fit`."""
 
 
-def model_of(resolved: Resolved, environ: Mapping[str, str], messages: Messages) -> Model | None:
+def model_of(resolved: Resolved, environ: Mapping[str, str], problems: Problems) -> Model | None:
     """The model that the options name; None, with the error told, if its configuration cannot be had."""
     options = resolved.options
     folder = fetch.local_folder(options.model_id, options.model_dir)
     try:
         if folder is not None:
-            return _local(folder, resolved, messages)
+            return _local(folder, resolved, problems)
         if options.model_id is None:
             return None  # a rule has said that there is no model
         config = fetch.fetch_config(options.model_id, options.revision, environ)
         if not isinstance(config.get("model_type"), str):
             msg = f"{fetch.CONFIG} of {options.model_id!r} names no model_type; expected one such as 'llama'"
-            messages.refuse([ArtifactError(msg)])
+            problems.add_error(ArtifactError(msg))
             return None
     except ServingError as error:
-        messages.refuse([error])
+        problems.add_error(error)
         return None
     kind = fetch.uri_scheme(options.model_id)
     where = f"config.json from {kind or 'the hub'}"
     return Model(options.model_id, where, config)
 
 
-def _local(folder: Path, resolved: Resolved, messages: Messages) -> Model:
+def _local(folder: Path, resolved: Resolved, problems: Problems) -> Model:
     """A local model, whole or without its weights, which then is only a warning."""
     options = resolved.options
     origin = "the argument" if options.model_id is None else "option.model_id"
@@ -110,12 +109,12 @@ def _local(folder: Path, resolved: Resolved, messages: Messages) -> Model:
     except ArtifactNotFoundError as error:
         if not (folder / fetch.CONFIG).is_file():
             raise
-        messages.tell("warning", f"{error} It is only planned")
+        problems.add("warning", f"{error} It is only planned")
         return Model(name, f"{folder / fetch.CONFIG}", formats.read_json(folder / fetch.CONFIG))
     if not options.trust_remote_code and not has_vocabulary(
         entry.name for entry in folder.iterdir()
     ):
-        messages.tell("error", no_tokenizer(folder))
+        problems.add("error", no_tokenizer(folder))
     return Model(name, str(folder), artifact.config, artifact)
 
 
@@ -124,24 +123,24 @@ def completed(
     model: Model,
     loader: str,
     environ: Mapping[str, str],
-    messages: Messages,
+    problems: Problems,
 ) -> tuple[Resolved, Model | None]:
     """The settings with what the model's folder was compiled for, and the draft model that is named then."""
-    filled = recorded(settings, model, loader, messages)
+    filled = recorded(settings, model, loader, problems)
     base = settings.options.model_dir
     if model.artifact is not None and _DRAFT not in settings.origins:
         base = model.artifact.path  # which names it
-    return filled, _draft_of(filled, base, model, environ, messages)
+    return filled, _draft_of(filled, base, model, environ, problems)
 
 
-def recorded(settings: Resolved, model: Model, loader: str, messages: Messages) -> Resolved:
+def recorded(settings: Resolved, model: Model, loader: str, problems: Problems) -> Resolved:
     """The settings with what the model's folder was compiled for, where nobody set another value."""
     if model.artifact is None:
         return settings
     try:
         return with_recorded(settings, model.artifact, loader)
     except ServingError as error:
-        messages.refuse([error])
+        problems.add_error(error)
         return settings
 
 
@@ -150,7 +149,7 @@ def _draft_of(
     base: Path | None,
     model: Model,
     environ: Mapping[str, str],
-    messages: Messages,
+    problems: Problems,
 ) -> Model | None:
     """The draft model, if one is named and its configuration can be had. `base` is where a relative name starts.
 
@@ -169,16 +168,16 @@ def _draft_of(
             if not (folder / fetch.CONFIG).is_file():
                 raise
             level: Level = "error" if model.artifact is not None else "warning"
-            messages.tell(level, f"the draft model: {error}", (_DRAFT,))
+            problems.add(level, f"the draft model: {error}", (_DRAFT,))
             return Model(name, str(folder), formats.read_json(folder / fetch.CONFIG))
         return Model(name, str(folder), artifact.config, artifact)
     except ServingError as error:
-        messages.tell("error", f"the draft model ({origin}): {error}", (_DRAFT,))
+        problems.add("error", f"the draft model ({origin}): {error}", (_DRAFT,))
         return None
 
 
 def judge_graphs(
-    model: Model, options: ServingOptions, place: Place, messages: Messages, whose: str = ""
+    model: Model, options: ServingOptions, place: Place, problems: Problems, whose: str = ""
 ) -> None:
     """Tell where what is compiled in the model's folder is not for these options, and its weights cannot be read.
 
@@ -188,7 +187,7 @@ def judge_graphs(
     if artifact is None:
         return
     strict = options.model_copy(update={"on_mismatch": "error"})
-    telling = partial(_telling, messages, artifact, whose)
+    telling = partial(_telling, problems, artifact, whose)
     fits = False
     with telling(options.on_mismatch):
         fits = check_fit(artifact, strict, place.loader, place.surroundings)
@@ -203,7 +202,7 @@ def judge_graphs(
 
 @contextmanager
 def _telling(
-    messages: Messages, artifact: Artifact, whose: str, on_mismatch: str
+    problems: Problems, artifact: Artifact, whose: str, on_mismatch: str
 ) -> Iterator[None]:
     """Tells what is raised within, instead of raising it."""
     try:
@@ -211,9 +210,9 @@ def _telling(
     except ArtifactMismatchError as error:
         names = tuple(sorted(error.differences))
         if on_mismatch == "error":
-            messages.tell("error", f"{whose}{error}", names)
+            problems.add("error", f"{whose}{error}", names)
         else:
             told = f"{whose}what is compiled in {artifact.path} differs in {', '.join(names)}"
-            messages.tell("warning", f"{told}: it is not used, and compiled again", names)
+            problems.add("warning", f"{told}: it is not used, and compiled again", names)
     except ServingError as error:
-        messages.tell("error", f"{whose}{error}")
+        problems.add("error", f"{whose}{error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,46 +20,47 @@ INLINE_BODY_BYTES = 8 * 1024
 
 
 class Formatter(Protocol):
-    """The wire memory of one request: deltas in, bytes out. Used by one thread at a time."""
+    """The response of one request as it grows: deltas in, bytes out. Used by one thread at a time."""
 
     content_type: str
 
     def feed(self, delta: Delta) -> bytes:
-        """Bytes to send for a delta; b"" if there is nothing to send yet.
+        """The bytes to send for a delta; b"" if there is nothing to send yet.
 
-        A streaming formatter gives bytes as text becomes readable, the others everything at the last delta. A delta
-        that carries an error gives the error in the format's own shape.
+        A streaming formatter returns bytes as text becomes readable, the others return all of it at the last delta.
+        An error is returned in the shape of the format.
         """
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that its protocol has understood."""
+    """A parsed and validated request, with the formatter for its response."""
 
     request: GenerationRequest
     formatter: Formatter
     stream: bool
-    """The client wants bytes as they come."""
+    """Whether the client reads the response as a stream."""
 
 
 @dataclass(frozen=True)
 class ParseContext:
-    """What a parser may know beside the payload."""
+    """Inputs of a parser besides the payload."""
 
     tokenizer: Tokenizer
     request_id: str
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case names."""
+    """Request headers by lower-case name."""
     max_prompt_chars: int | None = None
-    """Text longer than this cannot fit whatever its tokens are: refused before it costs seconds to tokenise."""
+    """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     output_formatter: str | None = None
-    """`option.output_formatter`: json, jsonlines or sse; None: the protocol's own choice."""
+    """`option.output_formatter`: json, jsonlines or sse. If None, the protocol chooses."""
     has_logprobs: bool = True
-    """Log-probabilities can be told. Where the device samples they are null in streams, and refused as details."""
+    """Whether log-probabilities are available. With on-device sampling they are null in streams, and `details` are
+    rejected."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt.
+        """The token ids of a prompt.
 
         Raises:
             PromptTooLongError: the text is longer than any prompt that fits.
@@ -74,26 +74,21 @@ class ParseContext:
         return self.tokenizer.encode(text)
 
 
-def shown(name: object) -> str:
-    """A name from a request for an error message, cut to a readable length."""
-    return reprlib.repr(name)
-
-
 class WireProtocol(Protocol):
-    """A module in `protocol/` with these two functions, listed in `PROTOCOLS`."""
+    """A class in a module of `protocol/`, with one instance in `PROTOCOLS`."""
 
     name: str
     shape: str
-    """What a payload looks like, for error messages."""
+    """Outline of a payload, for error messages."""
 
     def detect(self, payload: Mapping[str, Any]) -> bool:
-        """True if the payload speaks this protocol."""
+        """True if the payload is of this protocol."""
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """Validate and tokenise.
 
         Raises:
-            RequestError: what is wrong with the payload, by name.
+            RequestError: the payload is invalid; the message names the field.
         """
 
 
@@ -127,6 +122,23 @@ async def generate(
     return parsed, service.loop.generate(parsed.request)
 
 
+def error_fields(error: ServingError) -> dict[str, Any]:
+    """The fields of an error: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    return {"code": error.status, "error": str(error), "type": error.code}
+
+
 def error_body(error: ServingError) -> bytes:
-    """The body of an error that is the whole answer: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
-    return orjson.dumps({"code": error.status, "error": str(error), "type": error.code})
+    """The body of an answer that is an error as a whole."""
+    return orjson.dumps(error_fields(error))
+
+
+def json_type(value: object) -> str:
+    """The JSON type of a value, for error messages. The value itself may be part of a prompt."""
+    names = {
+        list: "a list",
+        str: "a string",
+        dict: "an object",
+        bool: "a boolean",
+        type(None): "null",
+    }
+    return names.get(type(value), "a number")

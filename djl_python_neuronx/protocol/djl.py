@@ -1,6 +1,6 @@
-"""What crosses the border to DJL Serving: input rows, and deltas as records of its answers.
+"""Conversion to and from DJL Serving's objects: input rows to requests, deltas to records of answers.
 
-`djl_python` is on no registry: DJL brings it, and it is imported when the first answer is made.
+`djl_python` is on no registry: DJL Serving provides it. It is imported with the first answer.
 
 Source: djl-serving d21927c, engines/python: Request.java, inputs.py, outputs.py.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 from djl_python_neuronx.engine.outlets import Inbox, Outlet
 from djl_python_neuronx.engine.text import Delta
@@ -23,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    """One answer to one request: Java reads `data` and `last`, or the status and the message of `error`."""
+    """A part of the answer to one request. Java reads `data` and `last`, or the status and message of `error`."""
 
     data: bytes
     last: bool
     headers: Mapping[str, str]
-    """HTTP headers; Java sends those that it has got by the first bytes."""
+    """HTTP headers. Java sends those that it received before the first bytes."""
     error: ServingError | None = None
 
     @staticmethod
     def of(error: ServingError) -> Record:
-        """The last record of a request that has sent nothing yet. Java makes ``{"code", "error"}`` of it."""
+        """The only record of a request that failed before its first bytes. Java answers ``{"code", "error"}``."""
         headers = {"Content-Type": "application/json"}
         if isinstance(error, QueueFullError):
             headers["Retry-After"] = str(error.retry_after_s)
         return Record(b"", True, headers, error)
 
     def encode(self) -> bytes:
-        """DJL's token record. Java fails without `data`, and drops a request only at `last`: both are always there."""
+        """DJL's token record. Java fails without `data` and drops a request only at `last`, so both are always set."""
         from djl_python import Output
 
         fields = {"data": self.data.decode(), "last": "true" if self.last else "false"}
@@ -50,12 +51,12 @@ class Record(NamedTuple):
         return encoded
 
     def body(self) -> bytes:
-        """The same where a plain body is wanted."""
+        """The record as a plain body."""
         return self.data if self.error is None else error_body(self.error)
 
 
 class Reply:
-    """The answer to one request as it grows: deltas in, records out."""
+    """The answer to an accepted request as it grows: deltas in, records out."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self.request_id = parsed.request.request_id
@@ -68,11 +69,11 @@ class Reply:
 
     @property
     def ready(self) -> bool:
-        """Something can be sent."""
+        """Whether there is something to send."""
         return self.finished or any(self._pending)
 
     def feed(self, delta: Delta) -> None:
-        """Take a delta. An error before the first bytes is a status, after them a part of the format."""
+        """Add a delta. An error before the first bytes becomes the status; after them it is written in the format."""
         self.finished = delta.finished
         if delta.error is not None and not self._started:
             self.error = delta.error
@@ -84,11 +85,11 @@ class Reply:
             self.fail(ServingError(f"the answer cannot be written ({type(error).__name__})"))
 
     def fail(self, error: ServingError) -> None:
-        """End it with an error that did not come from the engine."""
+        """End the answer with an error from outside the engine."""
         self.error, self.finished = error, True
 
     def take(self) -> Record:
-        """Everything since the last call; several tokens may travel together."""
+        """Everything since the last call; it may hold several tokens."""
         if self.error is not None:
             return Record.of(self.error)
         data, self._pending = b"".join(self._pending), []
@@ -97,36 +98,41 @@ class Reply:
         return Record(data, self.finished, headers)
 
 
-class Refused:
-    """Stands in a row for a request that was not accepted; its neighbours never notice."""
+@dataclass(frozen=True)
+class Rejection:
+    """The answer to a request that was not accepted; complete from the start, with the attributes of a `Reply`."""
 
-    request_id, stream, finished, ready = "", False, True, True
-
-    def __init__(self, error: ServingError) -> None:
-        self.error = error
+    error: ServingError
+    stream: bool = False
+    ready: bool = True
+    finished: bool = True
 
     def take(self) -> Record:
         """The error."""
         return Record.of(self.error)
 
 
+Row = Union[Reply, Rejection]
+"""The answer to one row of a call."""
+
+
 class Replies:
-    """Replies in the order of their requests, fed from one inbox. One thread at a time."""
+    """Answers in the order of their requests, fed from one inbox. Used by one thread at a time."""
 
     def __init__(self, service: Serving) -> None:
-        self.rows: list[Reply | Refused] = []
+        self.rows: list[Row] = []
         self._service = service
         self._inbox = Inbox()
 
     def admit(self, row: Input) -> None:
-        """Submit a request; what is wrong with it is its own answer."""
+        """Submit a request. If it is invalid, the error is its answer."""
         try:
             self.rows.append(Reply(_submit(self._service, row, self._inbox)))
         except ServingError as error:
-            self.rows.append(Refused(error))
+            self.rows.append(Rejection(error))
 
     def collect(self, timeout_s: float) -> None:
-        """Feed what the engine has delivered; wait for it, if there is anything to wait for."""
+        """Wait for deltas of unfinished requests, at most `timeout_s`, and feed them to their replies."""
         live = {
             row.request_id: row for row in self.rows if isinstance(row, Reply) and not row.finished
         }
@@ -140,7 +146,7 @@ class Replies:
                     self._service.loop.abort(reply.request_id)
 
     def fail(self, error: ServingError) -> None:
-        """End what is not finished."""
+        """End all unfinished answers."""
         for row in self.rows:
             if isinstance(row, Reply) and not row.finished:
                 self._service.loop.abort(row.request_id)
@@ -148,13 +154,13 @@ class Replies:
 
 
 def read(row: Input) -> tuple[bytes, dict[str, str]]:
-    """Body and lower-case headers. Java's random `seed` item is not used: the engine draws its own if none is given."""
+    """Body and lower-case headers. Java's random `seed` item is ignored: the engine draws its own seeds."""
     headers = {name.lower(): str(value) for name, value in row.get_properties().items()}
     return bytes(row.get_as_bytes() or b""), headers
 
 
 def is_new(row: Input) -> bool:
-    """A row that Java sends for the first time has properties and a seed; afterwards it is an empty payload only."""
+    """Whether Java sends a row for the first time, with properties and a seed. Later it is an empty payload."""
     return bool(row.get_properties()) or row.contains_key("seed") or bool(row.get_as_bytes())
 
 
@@ -166,19 +172,19 @@ def new_output(status: int = 200, message: str = "OK") -> Output:
 
 
 def with_headers(output: Output, headers: Mapping[str, str]) -> Output:
-    """The same output with HTTP headers."""
+    """Add HTTP headers to an output and return it."""
     for name, value in headers.items():
         output.add_property(name, value)
     return output
 
 
 def record_output(record: Record) -> Output:
-    """One record of the asynchronous mode."""
+    """A record as an output of the asynchronous mode."""
     return with_headers(new_output(), record.headers).add(record.encode(), key="data")
 
 
 def failure(error: ServingError, headers: Mapping[str, str] | None = None) -> Output:
-    """An answer that is an error as a whole; its message becomes the HTTP reason and the log line of a failed load."""
+    """An output for an error. Its message becomes the HTTP reason, and the log line of a failed load."""
     output = with_headers(
         new_output(error.status, _one_line(error)), headers or {"Content-Type": "application/json"}
     )
@@ -186,7 +192,7 @@ def failure(error: ServingError, headers: Mapping[str, str] | None = None) -> Ou
 
 
 def _one_line(error: ServingError) -> str:
-    """Java makes it the HTTP reason phrase, where a line break is refused."""
+    """The message as an HTTP reason phrase, which must not have line breaks."""
     return " ".join(str(error).split())
 
 

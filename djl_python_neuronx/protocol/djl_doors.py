@@ -1,4 +1,4 @@
-"""DJL Serving's three ways to hand over requests: the rolling batch, one call at a time, and asynchronously.
+"""One door for each of DJL Serving's three modes: rolling batch, plain (one call at a time) and asynchronous.
 
 Source: djl-serving d21927c, engines/python: RollingBatch.java, PyPredictor.java, AsyncRequestManager.java,
 python_async_engine.py.
@@ -17,9 +17,9 @@ from djl_python_neuronx.errors import RequestError, RequestTimeoutError, Serving
 from djl_python_neuronx.protocol.base import Serving, generate
 from djl_python_neuronx.protocol.djl import (
     Record,
-    Refused,
     Replies,
     Reply,
+    Row,
     failure,
     is_new,
     new_output,
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class RollingBatchDoor:
-    """Every call carries all live requests as rows, by position; new ones are at the end.
+    """Rolling batch: each call carries all live requests as rows, by position, with new ones at the end.
 
-    Each call submits the new rows, waits for the next finished step and answers every row.
+    A call submits the new rows, waits for the next finished step and answers every row.
     """
 
     def __init__(self, service: Serving, predict_timeout_s: float) -> None:
@@ -54,11 +54,11 @@ class RollingBatchDoor:
 
     @property
     def num_rows(self) -> int:
-        """Requests that Java still has in its list, as far as is known here."""
+        """Number of requests in Java's list, as of its last call."""
         return len(self._replies.rows)
 
     def answer(self, inputs: Input) -> Output:
-        """One turn of Java's loop. A call that does not fit fails whole: then Java drops its list and resets."""
+        """Answer one turn of Java's loop. A call that does not fit fails whole: Java then drops its list and resets."""
         with self._lock:
             self._called_s = time.monotonic()
             if inputs.get_properties().get("reset_rollingbatch") == "true":
@@ -81,7 +81,7 @@ class RollingBatchDoor:
             return self._answer_rows()
 
     def close(self) -> None:
-        """Give everything up; idempotent."""
+        """Abort all requests. Idempotent."""
         self._closed.set()
         with self._lock:
             self._abandon("the handler is closed")
@@ -105,7 +105,7 @@ class RollingBatchDoor:
             self._replies = Replies(self._service)
 
     def _watch(self) -> None:
-        """Java keeps calling while it has live rows. If it stops, nobody is left to read them."""
+        """Java calls again while it has live rows. If it stops, their answers have no reader: abort them."""
         while not self._closed.wait(self._patience_s / 4):
             with self._lock:
                 if time.monotonic() - self._called_s > self._patience_s:
@@ -113,15 +113,15 @@ class RollingBatchDoor:
 
 
 class PlainDoor:
-    """One request per call, or `batch_size` of them that end together. Nothing else is served meanwhile."""
+    """Plain mode: one request per call, or `batch_size` of them that end together. Calls do not overlap."""
 
     def __init__(self, service: Serving, predict_timeout_s: float) -> None:
-        """An answer, or the first bytes of a stream, later than `predict_timeout_s` makes Java kill the process."""
+        """Java kills the process when an answer, or the first bytes of a stream, take over `predict_timeout_s`."""
         self._service = service
         self._limit_s = 0.9 * predict_timeout_s
 
     def answer(self, inputs: Input) -> Output:
-        """Whole answers, or a stream for a single request that asks for one."""
+        """Answer a call: with whole answers, or with a stream if its only request wants one."""
         replies = Replies(self._service)
         deadline_s = time.monotonic() + self._limit_s
         for row in inputs.get_batches():
@@ -138,23 +138,23 @@ class PlainDoor:
         return with_headers(new_output(), record.headers).add(record.data, key="data")
 
     def close(self) -> None:
-        """Nothing outlives a call."""
+        """Do nothing: no request outlives its call."""
 
     def _collect(self, replies: Replies, deadline_s: float, *, first: bool = False) -> None:
-        """Until every reply is finished, or just ready if `first`; what is not in time is given up."""
+        """Wait until every reply is finished, or ready if `first`. Replies that are late are aborted."""
         while not all(row.finished or (first and row.ready) for row in replies.rows):
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 msg = (
-                    f"not answered within {self._limit_s:g} s, after which DJL Serving would restart the model; "
-                    "ask for fewer tokens, or set option.async_mode=true, or raise option.predict_timeout"
+                    f"no answer within {self._limit_s:g} s, the limit before DJL Serving restarts the model; "
+                    "request fewer tokens, set option.async_mode=true, or raise option.predict_timeout"
                 )
                 replies.fail(RequestTimeoutError(msg))
                 return
             replies.collect(remaining_s)
 
     def _answer_batch(self, replies: Replies, deadline_s: float) -> Output:
-        """Java has one status and one set of headers for all rows: an error is a body like the others."""
+        """Java has one status and one set of headers for all rows, so an error is a body like the others."""
         self._collect(replies, deadline_s)
         records = [row.take() for row in replies.rows]
         types = {record.headers["Content-Type"] for record in records}
@@ -165,15 +165,15 @@ class PlainDoor:
             output.add(record.body(), key="data", batch_index=i)
         return output
 
-    def _answer_stream(self, replies: Replies, reply: Reply | Refused) -> Output:
+    def _answer_stream(self, replies: Replies, reply: Row) -> Output:
         first = reply.take()
         chunks = self._chunks(first.data, replies, reply)
         return with_headers(new_output(), first.headers).add_stream_content(
             chunks, output_formatter=None
         )
 
-    def _chunks(self, first: bytes, replies: Replies, reply: Reply | Refused) -> Iterator[bytes]:
-        """A stream from `first` on. Java sets no limit to it: the engine ends it, with an error if need be."""
+    def _chunks(self, first: bytes, replies: Replies, reply: Row) -> Iterator[bytes]:
+        """The stream from `first` on. Java has no time limit for it: the engine ends it, with an error if it fails."""
         try:
             yield first
             while not reply.finished:
@@ -186,13 +186,13 @@ class PlainDoor:
 
 
 class AsyncDoor:
-    """Each request comes once; its records go back as they come, between those of the others."""
+    """Asynchronous mode: each request comes once, and its records are interleaved with those of the others."""
 
     def __init__(self, service: Serving) -> None:
         self._service = service
 
     async def answer(self, inputs: Input) -> AsyncGenerator[Output, None]:
-        """The records of one request. Never raises: DJL would tell nobody, and the client would wait for ever."""
+        """The records of one request. Never raises: DJL would drop the exception and the client would wait forever."""
         generation: Generation | None = None
         try:
             body, headers = read(inputs)
@@ -218,4 +218,4 @@ class AsyncDoor:
                 generation.close()
 
     def close(self) -> None:
-        """The engine loop answers what is running."""
+        """Do nothing: the engine loop answers running requests when it closes."""

@@ -28,6 +28,7 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.backends.base import Float32Array, Step, Want  # noqa: E402
 from djl_python_neuronx.backends.cpu.backend import CpuBackend  # noqa: E402
+from djl_python_neuronx.backends.cpu.model import SlotModel  # noqa: E402
 from djl_python_neuronx.backends.env import count_cores  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactError,
@@ -274,7 +275,7 @@ def test_an_architecture_that_ignores_what_it_is_told_is_refused(
 
     model = Deaf.from_pretrained(llama, dtype=dtype)
     with pytest.raises(BackendError, match="Deaf gives other logits"):
-        CpuBackend(model, plan_for(llama))
+        SlotModel(model, 4, MAX_POSITIONS)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +387,7 @@ def test_kinds_of_layer_that_only_the_class_knows_are_refused(llama: Path) -> No
     model = LLAMA.from_pretrained(llama)
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(BackendError, match="chunked_attention layers"):
-        CpuBackend(model, plan_for(llama))
+        SlotModel(model, 4, MAX_POSITIONS)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_a_greedy_request_gets_the_best_tokens(
         backend.close()
 
 
-def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
+def test_each_slot_samples_with_its_own_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slot 0 is greedy, slot 2 draws from its three best: as often as their probabilities say."""
     save_tiny_model("llama", tmp_path)
     backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, on_device_generation=DYNAMIC))
@@ -77,7 +79,10 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     for slot in (0, 2):
         backend.acquire(slot, [5, 6, 7], 0)
         backend.run(Step(prefill=make_rows({slot: [5, 6, 7]}, wants=Want.TOKENS)))
-    num_sent = backend._sampling.num_sent
+    sent, update = [], backend._model.update_generation_config
+    monkeypatch.setattr(
+        backend._model, "update_generation_config", lambda new: (sent.append(new), update(new))
+    )
     counts = dict.fromkeys(best.indices.tolist(), 0)
     draws = 600
     for _ in range(draws):
@@ -89,7 +94,7 @@ def test_each_slot_samples_with_its_own_parameters(tmp_path: Path) -> None:
     # Five standard deviations: one run in a million is farther off.
     limits = 5 * np.sqrt(draws * wanted * (1 - wanted))
     assert (np.abs(np.array(list(counts.values())) - draws * wanted) < limits).all(), counts
-    assert backend._sampling.num_sent == num_sent + 1
+    assert len(sent) == 1
     rows.sampling[1, 0] = 17
     with pytest.raises(StepError, match="1 to 16"):
         backend.run(Step(decode=rows))

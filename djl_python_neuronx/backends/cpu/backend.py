@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,14 +43,14 @@ def load(plan: LoadPlan) -> CpuBackend:
     # a thread that is not running (tiny-llama, 16 rows, a busy client, 2 vCPU: 55 ms a step against 6).
     torch.set_num_threads(plan.num_threads or max(1, count_cores() - 1))
     began = time.monotonic()
-    model = load_checkpoint(plan)
+    model = SlotModel(load_checkpoint(plan), plan.num_slots, plan.max_model_len)
     backend = CpuBackend(model, plan)
     logger.info(
         "loaded backend=cpu model=%s dtype=%s threads=%d cache_bytes=%d seconds=%.1f",
-        type(model).__name__,
+        type(model.module).__name__,
         plan.dtype,
         torch.get_num_threads(),
-        backend.cache_bytes,
+        model.cache_bytes,
         time.monotonic() - began,
     )
     return backend
@@ -62,23 +61,22 @@ class CpuBackend(SlotBackend):
 
     name = "cpu"
 
-    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take a model on the CPU over and try it out."""
-        super().__init__(plan.num_slots)
-        self._model: SlotModel | None
-        self._model = SlotModel(model, plan.num_slots, plan.max_model_len)
-        self.spec = ModelSpec(
+    def __init__(self, model: SlotModel, plan: LoadPlan) -> None:
+        """Every slot is empty."""
+        spec = ModelSpec(
             num_slots=plan.num_slots,
             max_model_len=plan.max_model_len,
             prefill_buckets=plan.prefill_buckets,
             token_buckets=plan.token_buckets or (plan.max_model_len,),
-            vocab_size=self._model.vocab_size,
+            vocab_size=model.vocab_size,
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
             max_drafts=plan.num_drafts,
             mixed_steps=plan.mixed_steps,
         )
+        super().__init__(spec)
+        self._model: SlotModel | None = model
 
     @property
     def cache_bytes(self) -> int:

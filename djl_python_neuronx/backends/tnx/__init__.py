@@ -108,11 +108,12 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     from djl_python_neuronx.backends.tnx.paged import PagedBackend
     from djl_python_neuronx.backends.tnx.static import StaticBackend
 
-    way: type[TnxBackend] = StaticBackend
+    mode: type[TnxBackend] = StaticBackend
     if "continuous_batching" in plan.arguments.neuron_config:
-        way = ContinuousBackend if block_size_of(plan) is None else PagedBackend
+        mode = ContinuousBackend if block_size_of(plan) is None else PagedBackend
     try:
-        backend = way(model, plan)
+        backend = mode(model, plan)
+        backend.find_nan_token()
     except Exception as error:
         raise of_load(error, f"the model in {plan.model_dir}") from error
     logger.info(

@@ -1,4 +1,4 @@
-"""What both ways to batch on transformers-neuronx share: checks, the answer's form, the slots' state."""
+"""The part that all batching modes on transformers-neuronx share: checks, the form of outputs, the state of slots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
 from djl_python_neuronx.backends.slots import SlotBackend
 from djl_python_neuronx.backends.tnx.errors import of_step
-from djl_python_neuronx.backends.tnx.model import generation_of
-from djl_python_neuronx.backends.tnx.nan import is_spoiled, sampled_from_nan
+from djl_python_neuronx.backends.tnx.nan import find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
 
 _PIECE = 8192
@@ -37,36 +36,28 @@ class TnxBackend(SlotBackend, ABC):
 
     name = "tnx"
 
-    def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take the model over."""
-        super().__init__(plan.num_slots)
-        generation = generation_of(plan)
+    def __init__(self, model: Any, plan: LoadPlan, **of_mode: Any) -> None:  # noqa: ANN401
+        """Every slot is empty. `of_mode`: fields of `ModelSpec` that depend on how the model batches."""
+        sampling = DeviceSampling.of(model, plan)
+        super().__init__(replace(_make_spec(model, plan, sampling), **of_mode))
         self._model = model
-        self._sampling = generation and DeviceSampling(model, generation, plan.num_slots)
+        self._sampling = sampling
         self._spoiled = np.zeros(plan.num_slots, np.bool_)
-        spec = ModelSpec(
-            num_slots=plan.num_slots,
-            max_model_len=plan.max_model_len,
-            prefill_buckets=plan.prefill_buckets,
-            token_buckets=_token_buckets(model, plan),
-            vocab_size=int(model.config.vocab_size),
-            eos_ids=plan.eos_ids,
-            outputs=Want.TOKENS if generation else Want.LOGITS,
-        )
+        """Slots whose cache may hold NaN."""
+        self._nan_token: int | None = None
+
+    def find_nan_token(self) -> None:
+        """Find the token that a sampling device returns for NaN, so that a spoiled slot is recognised by its tokens.
+
+        Until then, every slot that has been used counts as spoiled. All slots must be empty.
+        """
         if self._sampling:
-            largest, fixed = self._sampling.largest_top_k, self._sampling.fixed
-            default = largest if plan.default_top_k else None
-            spec = replace(spec, largest_top_k=largest, default_top_k=default, fixed_sampling=fixed)
-        self.spec = spec
-        self._of_nan = (
-            sampled_from_nan(model, self._decode_empty, spec.token_buckets)
-            if self._sampling
-            else None
-        )
+            lengths = self.spec.token_buckets
+            self._nan_token = find_nan_token(self._model, self._decode_empty, lengths)
 
     @abstractmethod
     def _prefill(self, rows: Rows) -> torch.Tensor:
-        """What the model answers for these rows, in their order."""
+        """Return the model's output for these rows, in their order."""
 
     @abstractmethod
     def _decode(self, rows: Rows) -> torch.Tensor:
@@ -74,18 +65,18 @@ class TnxBackend(SlotBackend, ABC):
 
     @abstractmethod
     def _decode_empty(self, position: int) -> torch.Tensor:
-        """What the model answers to token 0 at this position of every slot."""
+        """Return the model's output for token 0 at this position of every slot."""
 
     @abstractmethod
-    def _scrub(self, slot: int) -> None:
-        """Leave nothing in a free slot's cache that is not a number."""
+    def _clear_nan(self, slot: int) -> None:
+        """Remove every NaN and infinity from a free slot's cache."""
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
 
         Raises:
-            StepError: it breaks a limit of the spec, or the device failed; `fatal` if that is lost.
-            DeviceMemoryError: the device's memory is short.
+            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
+            DeviceMemoryError: the device is out of memory.
         """
         if self._model is None:
             raise self._closed()
@@ -97,7 +88,7 @@ class TnxBackend(SlotBackend, ABC):
             with torch.inference_mode():
                 output = self._answer(run(rows), rows)
         except Exception as error:
-            # What lies beyond the start of these rows is not to be trusted.
+            # The cache of these rows is undefined from their starts on.
             self._filled[rows.slots] = rows.starts
             what = f"a {step.kind} step of {len(rows.slots)} rows"
             raise of_step(error, what) from error
@@ -105,27 +96,27 @@ class TnxBackend(SlotBackend, ABC):
         return output
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """0: no prefix is ever reused."""
+        """Return 0: no prefix is ever reused."""
         held = super().acquire(slot, prompt_ids, adapter)
         if self._spoiled[slot]:
             try:
                 # Logits are evidence, a token is only suspect. Clearing moves the whole cache, 1 to 2 ms per MiB and so
                 # seconds for 4 GiB; the last layer's values are 1 part in (4 * layers) of that (2 vCPU, 2026-11-22).
                 if not self._sampling or is_spoiled(self._model, slot):
-                    self._scrub(slot)
+                    self._clear_nan(slot)
             except Exception as error:
                 raise of_step(error, f"clearing slot {slot}") from error
             self._spoiled[slot] = False
         return held
 
     def close(self) -> None:
-        """Let go of the model: the runtime frees its memory with the last reference."""
+        """Drop the model: the runtime frees the device's memory with the last reference."""
         self._model = None
         self._sampling = None
-        gc.collect()  # its parts refer to one another
+        gc.collect()  # the model's parts refer to one another
 
     def _rows_of(self, step: Step) -> Rows:
-        """The rows of a step, once they are known to keep the limits of the spec."""
+        """Return the rows of a step after checking them against the spec."""
         if step.kind == "mixed":
             refuse("a mixed step", "a prefill or a decode")
         [(kind, rows)] = step.parts
@@ -133,7 +124,7 @@ class TnxBackend(SlotBackend, ABC):
         return rows
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
-        """As `SlotBackend._check`; also what the library's graphs are not made for."""
+        """As `SlotBackend._check`; also refuse shapes that the library has no graphs for."""
         super()._check(kind, rows)
         width = rows.input_ids.shape[1]
         if kind == "decode":
@@ -144,35 +135,51 @@ class TnxBackend(SlotBackend, ABC):
             refuse("the logits of every column of a prompt", "those of the last")
 
     def _answer(self, output: torch.Tensor, rows: Rows) -> StepOutput:
-        """float32[B, K, V] or float32[B, V] logits or int32[B] tokens, in arrays that are the caller's."""
+        """Copy float32[B, K, V] or float32[B, V] logits or int32[B] tokens into arrays that the caller owns."""
         num_rows, columns = len(rows.slots), int(rows.wants != Want.NOTHING)
         if self._sampling:
             ids = output.reshape(num_rows, 1)[:, :columns].to(torch.int32).numpy()
             if columns:
-                # Once it has been sampled from NaN, a sequence gets the same token to its end: the newest one tells.
-                self._spoiled[rows.slots] = self._of_nan is None or ids[:, 0] == self._of_nan
-            # The vocabulary is padded to a multiple of the cores; only NaN makes a token of the padding.
+                # Once sampled from NaN, a sequence repeats the same token to its end: the newest one is enough.
+                self._spoiled[rows.slots] = self._nan_token is None or ids[:, 0] == self._nan_token
+            # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
             return DeviceTokens(np.where(ids < self.spec.vocab_size, ids, -1).astype(np.int32))
         if columns:
             output = output[:, None] if output.ndim < 3 else output
             columns = output.shape[1]
-        found = output.float().numpy()
+        returned = output.float().numpy()
         logits = np.empty((num_rows, columns, self.spec.vocab_size), np.float32)
-        # The library answers with a transposed view of [V, B], of which rows have to be made, in pieces that the cores'
-        # caches hold: 8 rows of 128 256 take 0.39 ms, as a whole 0.51 (numpy 2.4, 2 vCPU, 2026-11-22). Not with torch,
-        # whose threads are no faster, take 3 ms of CPU to wait for one another, and stall where a core is busy.
+        # The library returns a transposed view of [V, B]. It is copied into rows in pieces that fit the cores' caches:
+        # 8 rows of 128 256 take 0.39 ms, as a whole 0.51 (numpy 2.4, 2 vCPU, 2026-11-22). Not with torch, whose threads
+        # are no faster, take 3 ms of CPU to wait for one another, and stall where a core is busy.
         for start in range(0, self.spec.vocab_size * (columns > 0), _PIECE):
             piece = slice(start, start + _PIECE)
-            logits[..., piece] = found[..., piece]
-        # The output layer spreads what is not a number over the whole vocabulary: one column tells.
+            logits[..., piece] = returned[..., piece]
+        # The output layer spreads NaN over the whole vocabulary: one column is enough.
         if columns and not np.isfinite(logits[:, :, 0]).all():
             self._spoiled[rows.slots] |= ~np.isfinite(logits[:, :, 0]).all(axis=1)
         return HostLogits(logits)
 
 
-def _token_buckets(model: Any, plan: LoadPlan) -> tuple[int, ...]:  # noqa: ANN401
-    """Lengths that the model has decode programs for, as far as the engine may use them."""
+def _make_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> ModelSpec:  # noqa: ANN401
+    """Return the part of a model's spec that does not depend on how it batches.
+
+    The token buckets are the decode graphs that the library has made, as far as the engine may use them.
+    """
     found: list[int] = getattr(model, "token_buckets", None) or model.n_positions_list
     limit = plan.max_model_len
-    shorter = sorted(length for length in found if length < limit)
-    return (*shorter, limit)
+    largest = sampling.largest_top_k if sampling else None
+    outputs = Want.TOKENS if sampling else Want.LOGITS
+    return ModelSpec(
+        num_slots=plan.num_slots,
+        max_model_len=limit,
+        prefill_buckets=plan.prefill_buckets,
+        token_buckets=(*sorted(length for length in found if length < limit), limit),
+        vocab_size=int(model.config.vocab_size),
+        eos_ids=plan.eos_ids,
+        outputs=outputs | Want.ALL_LOGITS if plan.num_drafts else outputs,
+        max_drafts=plan.num_drafts,
+        largest_top_k=largest,
+        default_top_k=largest if plan.default_top_k else None,
+        fixed_sampling=sampling.fixed if sampling else None,
+    )

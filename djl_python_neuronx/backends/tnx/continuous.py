@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Rows, Want
+from djl_python_neuronx.backends.base import Rows
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.base import TnxBackend
 from djl_python_neuronx.backends.tnx.nan import clear
@@ -24,11 +23,8 @@ class ContinuousBackend(TnxBackend):
     """
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take a model on the device over."""
+        """Every slot is empty."""
         super().__init__(model, plan)
-        self.spec = replace(self.spec, max_prefill_batch=1, max_drafts=plan.num_drafts)
-        if plan.num_drafts:
-            self.spec = replace(self.spec, outputs=self.spec.outputs | Want.ALL_LOGITS)
         # The arrays share their memory with the tensors that the model is given at every decode.
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
         self._positions = np.zeros((plan.num_slots, 1), np.int32)
@@ -40,7 +36,7 @@ class ContinuousBackend(TnxBackend):
         )
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """0: no prefix is ever reused."""
+        """Return 0: no prefix is ever reused."""
         self._ids[slot] = self._positions[slot] = 0
         return super().acquire(slot, prompt_ids, adapter)
 
@@ -113,5 +109,5 @@ class ContinuousBackend(TnxBackend):
         answer: torch.Tensor = self._model(ids, positions, torch.arange(len(ids)))
         return answer
 
-    def _scrub(self, slot: int) -> None:
+    def _clear_nan(self, slot: int) -> None:
         clear(self._model, slot)

@@ -1,6 +1,6 @@
-"""The KV cache on the device: what in it is not a number, and how a device that samples gives it away.
+"""NaN in the KV cache on the device: how to recognise it and how to clear it.
 
-A value that is not a number spoils whatever is read with it, masked or not: the mask sets its weight to 0, and 0 times
+NaN (or infinity) spoils whatever is read with it, masked or not: the mask sets its weight to 0, and 0 times
 NaN is NaN (transformers-neuronx 0.13, layers/attention.py: `context`; scores are selected, values multiplied). A prompt
 writes its whole bucket, so an earlier sequence spoils a later one only from beyond that bucket.
 """
@@ -17,22 +17,22 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def sampled_from_nan(
+def find_nan_token(
     model: Any,  # noqa: ANN401
     decode: Callable[[int], torch.Tensor],
     lengths: Iterable[int],
 ) -> int | None:
-    """The token that this device samples where no logit is a number; None: it is not always the same one.
+    """Return the token that this device samples if all logits are NaN; None if it is not always the same one.
 
-    Comparisons with NaN do not depend on what else is compared, so it is one token for all parameters and draws; which
-    one is the compiler's matter (seen on a CPU: the last of the padded vocabulary if greedy, 0 if not). So the device
-    is asked: `decode` runs token 0 at a position of every slot, once for each of the cache `lengths`, while the last
-    layer's values are NaN. The slots have to be empty; they are again afterwards.
+    Comparisons with NaN do not depend on the other operand, so it is one token for all parameters and draws; which
+    one depends on the compiler (seen on a CPU: the last of the padded vocabulary if greedy, 0 if not). So it is
+    measured: `decode` runs token 0 at a position of every slot, once for each of the cache `lengths`, while the last
+    layer's values are NaN. All slots must be empty; they are empty again afterwards.
     """
     caches = list(_values(model.decoder_lm_head.layers[-1]))
     empty = [_read(cache) for cache in caches]
     if not all(shard.is_floating_point() for shards in empty for shard in shards):
-        return -1  # whole numbers are always numbers
+        return -1  # integers are never NaN
     try:
         for cache, shards in zip(caches, empty, strict=True):
             _write(cache, [torch.full_like(shard, math.nan) for shard in shards])
@@ -44,15 +44,16 @@ def sampled_from_nan(
             _write(cache, [torch.zeros_like(shard) for shard in shards])
     if len(found) == 1:
         return int(found.pop())
-    reason = "the device samples differing tokens from NaN, so the cache is read whenever a slot is taken again"
+    reason = "the device samples different tokens from NaN, so the cache is read whenever a slot is reused"
     logger.warning("nan_unrecognised tokens=%s reason=%r", sorted(found)[:8], reason)
     return None
 
 
 def is_spoiled(model: Any, slot: int) -> bool:  # noqa: ANN401
-    """Whether a slot holds what is not a number.
+    """Return whether a slot's cache holds NaN or infinity.
 
-    The last layer's values tell: what spoils a position in one layer makes NaN of all that the next ones compute there.
+    The last layer's values are enough: NaN at a position of one layer makes NaN of everything that the next layers
+    compute there.
     """
     axis = _axis(model)
     return any(
@@ -63,7 +64,7 @@ def is_spoiled(model: Any, slot: int) -> bool:  # noqa: ANN401
 
 
 def clear(model: Any, slot: int) -> None:  # noqa: ANN401
-    """Zero a slot. All slots travel to the host and back: no call of the library writes a part of a tensor."""
+    """Zero a slot. All slots are copied to the host and back: no call of the library writes a part of a tensor."""
     axis = _axis(model)
     for layer in model.decoder_lm_head.layers:
         for caches in (layer.attn_k_cache, layer.attn_v_cache):
@@ -83,7 +84,7 @@ def _axis(model: Any) -> int:  # noqa: ANN401
 
 
 def _read(cache: Any) -> list[torch.Tensor]:  # noqa: ANN401
-    """A tensor for each core: all slots, some heads or, with `shard_over_sequence`, some positions."""
+    """Return a tensor for each core: all slots, some heads or, with `shard_over_sequence`, some positions."""
     from transformers_neuronx import ops
 
     shards: list[torch.Tensor] = ops.parallel_cpu(cache)

@@ -39,24 +39,25 @@ class PagedBackend(TnxBackend):
     """
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take a model on the device over."""
-        self._block_size = block_size_of(plan) or plan.max_model_len
-        blocks = -(-plan.max_model_len // self._block_size)
-        tables = np.arange(1, 1 + plan.num_slots * blocks, dtype=np.int32)
-        self._block_tables = tables.reshape(plan.num_slots, blocks)
-        super().__init__(model, plan)
-        # Graphs are told apart by all blocks in use, and by no row's own length. Source: llama/model.py.
-        self.spec = replace(
-            self.spec,
+        """Every slot is empty."""
+        size = block_size_of(plan) or plan.max_model_len
+        super().__init__(
+            model,
+            plan,
             mixed_steps=True,
             max_prefill_batch=plan.num_slots,
+            # Graphs differ by the blocks in use in all slots, not by the length of a row. Source: llama/model.py.
             token_buckets=(plan.max_model_len,),
             cache_buckets=tuple(length * plan.num_slots for length in model.token_buckets),
-            cache_block=self._block_size,
+            cache_block=size,
         )
+        self._block_size = size
+        blocks = -(-plan.max_model_len // size)
+        tables = np.arange(1, 1 + plan.num_slots * blocks, dtype=np.int32)
+        self._block_tables = tables.reshape(plan.num_slots, blocks)
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """0: no prefix is ever reused."""
+        """Return 0: no prefix is ever reused."""
         self._spoiled[slot] = False
         return super().acquire(slot, prompt_ids, adapter)
 
@@ -69,9 +70,9 @@ class PagedBackend(TnxBackend):
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
         answer = self._call(rows)
-        if len(rows.slots) > 1 and self._of_numbers(answer) is False:
-            # All attend to all, and a weight of 0 does not hide what is not a number. By itself a sequence writes
-            # again what it had written from that.
+        if len(rows.slots) > 1 and self._is_finite(answer) is False:
+            # All rows attend to all, and a weight of 0 does not hide NaN. Run alone, a sequence writes again what it
+            # had written from NaN.
             answer = torch.cat([self._call(_row(rows, i)) for i in range(len(rows.slots))])
         return answer
 
@@ -98,10 +99,10 @@ class PagedBackend(TnxBackend):
         )
         return answer[: len(rows.slots)]  # one row for every slot, theirs first
 
-    def _of_numbers(self, answer: torch.Tensor) -> bool | None:
-        """Whether all rows are made of numbers; None: it is not to be seen."""
+    def _is_finite(self, answer: torch.Tensor) -> bool | None:
+        """Return whether no row is NaN; None if that cannot be recognised."""
         if self._sampling:
-            return None if self._of_nan is None else bool((answer != self._of_nan).all())
+            return None if self._nan_token is None else bool((answer != self._nan_token).all())
         return bool(answer[:, 0].isfinite().all())
 
     def _decode_empty(self, position: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ class PagedBackend(TnxBackend):
             )
         )
 
-    def _scrub(self, slot: int) -> None:
+    def _clear_nan(self, slot: int) -> None:
         """Nothing to do, see the class."""
 
 

@@ -1,4 +1,4 @@
-"""Sampling on the device: which parameters a slot has there, and when they have to be sent."""
+"""Sampling on the device: the parameters that each slot has there, and sending new ones."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from typing import Any
 import numpy as np
 
 from djl_python_neuronx.backends.base import Float32Array, Rows
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
-from djl_python_neuronx.backends.tnx.model import import_library
+from djl_python_neuronx.backends.tnx.model import generation_of, import_library
 
 _GREEDY = (1.0, 1.0, 1.0)
 _UNBOUNDED_TOP_K = 256
 
 
 class DeviceSampling:
-    """The generation config of a model, kept as the device has it.
+    """The generation config of a model, as the device has it.
 
-    Sending writes four tensors to every core, so it happens only when a row's parameters differ from what is there.
+    Sending writes four tensors to every core, so it happens only when a row's parameters have changed.
     """
 
     def __init__(self, model: Any, generation: Mapping[str, Any], num_slots: int) -> None:  # noqa: ANN401
-        """`generation`: what the model was made with, as keywords of the library's `GenerationConfig`."""
+        """`generation`: the keywords of the library's `GenerationConfig` that the model was built with."""
         self._model = model
         self._fixed = dict(generation)
         self._dynamic = bool(generation.get("dynamic"))
         self._sent: Float32Array = np.zeros((num_slots, 3), np.float32)
-        self.num_sent = 0
-        """Times that the device was given new parameters."""
+
+    @classmethod
+    def of(cls, model: Any, plan: LoadPlan) -> DeviceSampling | None:  # noqa: ANN401
+        """Return the device sampling of a model; None if the host samples."""
+        generation = generation_of(plan)
+        return None if generation is None else cls(model, generation, plan.num_slots)
 
     @property
     def largest_top_k(self) -> int | None:
-        """Most tokens that a row may choose among; None: rows have no parameters of their own."""
+        """The largest top_k of a row; None if rows have no parameters of their own."""
         if not self._dynamic:
             return None
         vocab_size = int(self._model.config.vocab_size)
@@ -40,7 +45,7 @@ class DeviceSampling:
 
     @property
     def fixed(self) -> tuple[float, float, float] | None:
-        """top_k, top_p and temperature of every row; None: rows have their own."""
+        """top_k, top_p and temperature of every row; None if each row has its own."""
         if self._dynamic:
             return None
         get = self._fixed.get
@@ -49,10 +54,10 @@ class DeviceSampling:
         return float(get("top_k", 50)), float(get("top_p", 1.0)), float(get("temperature", 1.0))
 
     def send(self, rows: Rows) -> None:
-        """Give the device the parameters of these rows, if it has others.
+        """Send the parameters of these rows to the device if they have changed.
 
         Raises:
-            StepError: a top_k that it cannot sample with.
+            StepError: a top_k that the device cannot sample with.
         """
         if not self._dynamic or np.array_equal(self._sent[rows.slots], rows.sampling):
             return
@@ -62,7 +67,7 @@ class DeviceSampling:
         wanted = self._sent.copy()
         wanted[(wanted[:, 0] < 1)] = _GREEDY
         wanted[rows.slots] = rows.sampling
-        # A new object each time: the library changes the one that it is given.
+        # A new object each time: the library changes its argument.
         config = import_library().GenerationConfig(
             **{
                 **self._fixed,
@@ -73,4 +78,3 @@ class DeviceSampling:
         )
         self._model.update_generation_config(config)
         self._sent = wanted
-        self.num_sent += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ class StaticBackend(TnxBackend):
     """
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
-        """Take a model on the device over."""
-        super().__init__(model, plan)
-        self.spec = replace(self.spec, max_prefill_batch=plan.num_slots, joins="reencode")
+        """Every slot is empty."""
+        super().__init__(model, plan, max_prefill_batch=plan.num_slots, joins="reencode")
         self._history = np.zeros((plan.num_slots, plan.max_model_len), np.int32)
         self._next = np.zeros((plan.num_slots, 1), np.int32)
         self._end = _NOWHERE
@@ -89,7 +87,7 @@ class StaticBackend(TnxBackend):
         answer: torch.Tensor = self._model(ids, torch.tensor([position], dtype=torch.int32), pads)
         return answer
 
-    def _scrub(self, slot: int) -> None:  # noqa: ARG002  (all at once, for the next step encodes everyone anew)
+    def _clear_nan(self, slot: int) -> None:  # noqa: ARG002  (all at once, for the next step encodes everyone anew)
         getattr(self._model, "decoder_lm_head", self._model).reset()
         self._end = _NOWHERE
         self._spoiled[self._filled == 0] = False
