@@ -26,6 +26,7 @@ from djl_python_neuronx.artifacts.atomic import (
 )
 from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, read_json, some
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
+from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
@@ -42,11 +43,7 @@ _ADAPTERS = "adapters"
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 _KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
-# Where the model lies and where it was written to hold on the machine that compiled it, not on those that serve it.
-_LOCAL_OPTIONS = frozenset(
-    {"model_id", "model_dir", "revision", "compiled_graph_path"}
-    | {"save_mp_checkpoint_path", "partition_schema"}
-)
+_LOCAL_OPTIONS = names_where(lambda marker: marker.output == "local")
 
 
 def write_output(

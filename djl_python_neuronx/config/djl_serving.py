@@ -13,22 +13,16 @@ from pathlib import Path
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.options import ServingOptions, names_where, option
 from djl_python_neuronx.config.sources import Setting
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """How the names of DJL Serving's own handlers begin, and of modules here; only one of these is this handler."""
-_REWRITTEN = frozenset({"rolling_batch", "async_mode"})
-"""Options that DJL Serving overrules: `batch_size` above 1 turns rolling batches off, for one."""
-_WHOLE_SECONDS = ("predict_timeout", "model_loading_timeout")
-_RELEVANT = frozenset(
-    {
-        *("engine", "entryPoint", "model_loading_timeout"),
-        *("rolling_batch", "max_rolling_batch_size"),
-    }
-)
-"""Names that say that a file is meant for DJL Serving, beside every `OPTION_*` variable."""
+_OVERRULED = names_where(lambda marker: marker.djl.overrules)
+_WHOLE_SECONDS = names_where(lambda marker: marker.djl.whole_seconds)
+_SIGNS = {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign)
+"""Names whose presence shows that a file was written for DJL Serving. Any `OPTION_*` variable shows it too."""
 _ROWS = {"vllm": 256}
 """Rolling batch to the rows that DJL Serving sends of it if max_rolling_batch_size is not written; else 32."""
 _USUAL_ROWS = 32
@@ -70,7 +64,7 @@ def inside(
     firsts = {setting.name: setting for setting in reversed(written)}
     yield from _numbers(firsts)
     yield from _rows(firsts, options)
-    for name in sorted(firsts.keys() & _REWRITTEN):
+    for name in sorted(firsts.keys() & _OVERRULED):
         passed, wanted = _text(properties.get(name)), _text(firsts[name].value)
         if passed and wanted not in {"auto", passed}:
             problem = (
@@ -134,7 +128,7 @@ def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
 def _for_djl(written: Sequence[Setting]) -> bool:
     """True if a file or the variables were written for DJL Serving, as far as one can tell."""
     return any(
-        setting.name in _RELEVANT
+        setting.name in _SIGNS
         if setting.source == sources.FILE_NAME
         else setting.source == sources.ENVIRONMENT and setting.by_user
         for setting in written
@@ -173,7 +167,7 @@ def _rows(firsts: Mapping[str, Setting], options: ServingOptions) -> Iterator[Fi
 
 
 def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
-    for name in _WHOLE_SECONDS:
+    for name in sorted(_WHOLE_SECONDS):
         setting = firsts.get(name)
         if setting is not None and not re.fullmatch(r"[+-]?[0-9]{1,10}", _text(setting.value)):
             problem = "DJL Serving takes whole seconds only and goes by its own default otherwise; write a whole number"

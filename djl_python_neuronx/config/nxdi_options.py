@@ -7,7 +7,7 @@ for vision alone and what the library itself calls deprecated are no options: `o
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -35,15 +35,9 @@ from djl_python_neuronx.config.values import (
 )
 
 
-def _nxdi(
-    keyword: str,
-    allowed: str = "",
-    *,
-    tunes: bool = True,
-    file: bool = False,
-    env: tuple[str, ...] = (),
-) -> Option:
-    return Option(allowed=allowed, env=env, to={"nxdi": keyword}, tunes=tunes, file=file)
+def _nxdi(keyword: str, allowed: str = "", *, tunes: bool = True, **facts: Any) -> Option:  # noqa: ANN401
+    """The marker of an option whose keyword in NxD Inference is `keyword`; `facts` are further fields of `Option`."""
+    return Option(allowed=allowed, to={"nxdi": keyword}, tunes=tunes, **facts)
 
 
 class NxdiOptions(OptionGroup):
@@ -56,7 +50,9 @@ class NxdiOptions(OptionGroup):
     attention_dp_degree: Annotated[Count | None, _nxdi("attention_dp_degree", COUNT)] = None
     """Groups that the sequences of a decode step are divided among in attention. Divides `tensor_parallel_degree` and
     `max_rolling_batch_size`, and needs continuous batching."""
-    ep_degree: Annotated[Count, _nxdi("ep_degree", COUNT, tunes=False)] = 1
+    ep_degree: Annotated[
+        Count, _nxdi("ep_degree", COUNT, tunes=False, computed=True, derived=("ep_degree",))
+    ] = 1
     """Groups that experts are divided among, each with cores of its own: the model takes tensor x pipeline x expert
     degree cores."""
     moe_tp_degree: Annotated[Count | None, _nxdi("moe_tp_degree", COUNT)] = None
@@ -75,7 +71,13 @@ class NxdiOptions(OptionGroup):
     slots as cores."""
     logical_nc_config: Annotated[
         Annotated[int, Field(ge=1, le=2)] | None,
-        _nxdi("logical_nc_config", "1 or 2", tunes=False, env=("NEURON_LOGICAL_NC_CONFIG",)),
+        _nxdi(
+            "logical_nc_config",
+            "1 or 2",
+            tunes=False,
+            env=("NEURON_LOGICAL_NC_CONFIG",),
+            derived=("logical_neuron_cores",),
+        ),
     ] = None
     """Physical cores that act as one. The default is the platform's: 2 on Trn2, else 1; 1 on Trn2 makes twice as many
     cores with half of the memory. The runtime has to be told the
@@ -97,7 +99,7 @@ class NxdiOptions(OptionGroup):
     quantized_checkpoints_path: Annotated[
         str | None,
         Field(min_length=1),
-        _nxdi("quantized_checkpoints_path", "a file or folder"),
+        _nxdi("quantized_checkpoints_path", "a file or folder", graph=(), output="local"),
     ] = None
     """Where the weights that `quantize` makes lie, or are written before compiling. The default is beside the compiled
     model."""
@@ -150,7 +152,7 @@ class NxdiOptions(OptionGroup):
     is_mxfp4_compute: Annotated[bool | None, _nxdi("is_mxfp4_compute", tunes=False)] = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
-    async_execution: Annotated[bool | None, _nxdi("async_mode")] = None
+    async_execution: Annotated[bool | None, _nxdi("async_mode", derived=("async_mode",))] = None
     """Start each decode step before the host has read the one before: the library's `async_mode`, which is another
     thing than DJL Serving's. Needs on-device sampling; not with Medusa."""
     output_logits: Annotated[bool | None, _nxdi("output_logits", tunes=False)] = None
@@ -314,7 +316,9 @@ class NxdiOptions(OptionGroup):
     ] = None
     """Arguments of the router: `act_fn` and `dtype`."""
 
-    save_sharded_checkpoint: Annotated[bool | None, _nxdi("save_sharded_checkpoint")] = None
+    save_sharded_checkpoint: Annotated[
+        bool | None, _nxdi("save_sharded_checkpoint", derived=("skip_sharding",), graph=())
+    ] = None
     """Store the weights divided among the cores beside the compiled graphs: loads are faster, the artifact is as large
     as the model."""
     seq_len_threshold_for_cc_tiling: Annotated[

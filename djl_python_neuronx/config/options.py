@@ -10,7 +10,7 @@ NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args, get_origin
 
@@ -29,6 +29,7 @@ from djl_python_neuronx.config.values import (
     AutoDtype,
     Buckets,
     Count,
+    Djl,
     Dtype,
     EightBits,
     Hyphenated,
@@ -101,20 +102,21 @@ class GeneralOptions(OptionGroup):
             allowed="a folder, a Hugging Face model id or s3://bucket/key",
             aliases=("s3url",),
             env=("HF_MODEL_ID",),
+            output="local",
         ),
     ] = None
     """The model: a local folder, absolute or relative to the model folder, an id of the Hugging Face hub, or a place in
     S3. The latter two are downloaded, once for all processes, and again only where they changed. By default the model
     lies in the model folder itself."""
-    model_dir: Annotated[Path | None, Option(allowed="a folder")] = None
+    model_dir: Annotated[Path | None, Option(allowed="a folder", output="local")] = None
     """The folder that holds `serving.properties`. Set by whoever starts the model; written in the file it is
     refused."""
     revision: Annotated[
-        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",))
+        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local")
     ] = None
     """Version of a Hugging Face model id. For a local folder it only says which version of the model's own code
     runs."""
-    trust_remote_code: Annotated[bool, Option()] = False
+    trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
     """Run Python code that comes with the model. Only for models whose code was read."""
     model_name: Annotated[
         str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
@@ -126,7 +128,9 @@ class GeneralOptions(OptionGroup):
     """What the model does. Only text is generated: no embeddings, no classification."""
 
     model_loader: Annotated[
-        Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"], Lower, Option()
+        Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"],
+        Lower,
+        Option(derived=("on_cpu",), output="file"),
     ] = "auto"
     """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
     machine without any Neuron device, `cpu`. `optimum` and `vllm` are loaders of the old engine and mean `auto`. This
@@ -139,6 +143,8 @@ class GeneralOptions(OptionGroup):
             aliases=("tp_degree", "tensor_parallel_size"),
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
+            computed=True,
+            derived=("tp_degree", "world_size", "start_rank_id", "local_ranks_size"),
         ),
     ] = None
     """NeuronCores that share the model: Inf2 takes 1, 2, 4, 8 or 24 (12 too, which its guide does not list), Trn1
@@ -150,6 +156,10 @@ class GeneralOptions(OptionGroup):
             allowed=f"auto, {DTYPES}",
             aliases=("torch_dtype",),
             to={"tnx": "amp", "nxdi": "torch_dtype"},
+            computed=True,
+            derived=("amp", "torch_dtype", "overrides_torch_dtype"),
+            cpu=True,
+            draft="same",
         ),
     ] = "auto"
     """Type of weights and activations. `auto` is the checkpoint's own, bfloat16 on a Neuron device where that is
@@ -158,16 +168,21 @@ class GeneralOptions(OptionGroup):
 
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
-    predict_timeout: Annotated[Seconds, Option(allowed=SECONDS, env=("PREDICT_TIMEOUT",))] = 120.0
+    predict_timeout: Annotated[
+        Seconds, Option(allowed=SECONDS, env=("PREDICT_TIMEOUT",), djl=Djl(whole_seconds=True))
+    ] = 120.0
     """Most time that a request waits for a slot and that a step on the device takes."""
     model_loading_timeout: Annotated[
-        Seconds, Option(allowed=SECONDS, env=("MODEL_LOADING_TIMEOUT",))
+        Seconds,
+        Option(
+            allowed=SECONDS, env=("MODEL_LOADING_TIMEOUT",), djl=Djl(whole_seconds=True, sign=True)
+        ),
     ] = 240.0
     """Most time that a model may take to load. DJL Serving reads it and ends a load that takes longer; the embedded
     server has no limit. Compiling on first use needs much more than the default."""
-    skip_warmup: Annotated[bool, Option()] = False
+    skip_warmup: Annotated[bool, Option(derived=("skip_warmup",))] = False
     """Answer before every graph has run once; the first request of each length is then slower."""
-    cpu_threads: Annotated[Count | None, Option(allowed=COUNT)] = None
+    cpu_threads: Annotated[Count | None, Option(allowed=COUNT, draft="same")] = None
     """Threads that the cpu loader computes with. The default is all physical cores but one, which is left to the
     server."""
 
@@ -182,6 +197,16 @@ class BatchingOptions(OptionGroup):
             allowed=f'{POSITIONS}, or lengths such as "1024,2048,4096"',
             aliases=("max_model_len",),
             to={"tnx": "n_positions", "nxdi": "seq_len"},
+            computed=True,
+            derived=(
+                "n_positions",
+                "seq_len",
+                "max_length",
+                "max_new_tokens",
+                "token_generation_buckets",
+                "n_active_tokens",
+            ),
+            cpu=True,
         ),
     ] = None
     """Tokens that a sequence can have, prompt and output together. A list compiles a decode graph for each of its
@@ -194,16 +219,31 @@ class BatchingOptions(OptionGroup):
             aliases=("context_encoding_buckets",),
             env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
             to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
+            computed=True,
+            derived=(
+                "context_length_estimate",
+                "context_encoding_buckets",
+                "max_context_length",
+                "buckets",
+                "enable_bucketing",
+                "bucket_n_active_tokens",
+                "allow_input_truncation",
+            ),
+            cpu=True,
         ),
     ] = None
     """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
     longest prompt. The default is chosen from `n_positions`. With `enable_chunked_prefill` these are the tokens of a
     step, and prompts are as long as `n_positions` allows; the default is chosen from `max_rolling_batch_size`."""
-    rolling_batch: Annotated[Literal["auto", "tnx", "vllm", "disable"], Lower, Option()] = "auto"
+    rolling_batch: Annotated[
+        Literal["auto", "tnx", "vllm", "disable"],
+        Lower,
+        Option(output="file", djl=Djl(overrules=True, sign=True)),
+    ] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
     at each step. `disable`: one request (or `batch_size`) at a time. Recent DJL Serving turns `auto` into `disable`
     before the handler sees it: write `tnx`, or set `async_mode`."""
-    async_mode: Annotated[bool, Option()] = False
+    async_mode: Annotated[bool, Option(output="file", djl=Djl(overrules=True))] = False
     """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
     max_rolling_batch_size: Annotated[
         Count | None,
@@ -211,6 +251,21 @@ class BatchingOptions(OptionGroup):
             allowed=COUNT,
             aliases=("max_num_seqs",),
             to={"tnx": "batch_size", "nxdi": "batch_size"},
+            computed=True,
+            derived=(
+                "batch_size",
+                "continuous_batching",
+                "ctx_batch_size",
+                "tkg_batch_size",
+                "max_batch_size",
+                "kv_cache_batch_size",
+                "kv_cache_padding_size",
+                "spec_batch_size",
+                "apply_seq_ids_mask",
+            ),
+            cpu=True,
+            draft="same",
+            djl=Djl(fills_in=("32", "256"), sign=True),
         ),
     ] = None
     """Sequences that are generated at once: the slots of the cache. The default is what fits into memory, at most 32,
@@ -342,7 +397,12 @@ class GraphOptions(OptionGroup):
     """Copy the query weights to the cores in place of gathering queries; with `shard_over_sequence`."""
     on_device_embedding: Annotated[
         bool | None,
-        Option(env=("NEURON_ON_DEVICE_EMBEDDING",), to={"tnx": "on_device_embedding"}, tunes=True),
+        Option(
+            env=("NEURON_ON_DEVICE_EMBEDDING",),
+            to={"tnx": "on_device_embedding"},
+            tunes=True,
+            always={"nxdi": True},
+        ),
     ] = None
     """Look embeddings up on the device. TNX's default is the host; NxDI always does it on the device."""
     on_device_generation: Annotated[
@@ -355,6 +415,9 @@ class GraphOptions(OptionGroup):
             env=("NEURON_ON_DEV_GENERATION",),
             to={"tnx": "on_device_generation", "nxdi": "on_device_sampling_config"},
             file=True,
+            computed=True,
+            derived=("on_device_generation", "on_device_sampling_config"),
+            draft="off",
         ),
     ] = None
     """Sample on the device, which saves reading all logits back: faster, and without seeds, penalties, log
@@ -368,7 +431,10 @@ class GraphOptions(OptionGroup):
     padding_side: Annotated[
         Literal["left", "right"] | None,
         Lower,
-        Option(to={"tnx": "padding_side", "nxdi": "padding_side"}),
+        Option(
+            to={"tnx": "padding_side", "nxdi": "padding_side"},
+            derived=("use_2d_cache_ids", "lhs_aligned"),
+        ),
     ] = None
     """Side that shorter prompts of a batch are padded on. Continuous batching pads on the right."""
     is_block_kv_layout: Annotated[
@@ -379,6 +445,7 @@ class GraphOptions(OptionGroup):
                 "tnx": "continuous_batching.optimized_paged_attention",
                 "nxdi": "is_block_kv_layout",
             },
+            computed=True,
         ),
     ] = None
     """Keep the KV cache in blocks instead of one row for each slot (paged attention). NxDI has it for prefix caching
@@ -396,7 +463,13 @@ class GraphOptions(OptionGroup):
     """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
     take at their full length, and fewer are refused."""
     enable_prefix_caching: Annotated[
-        bool, Option(aliases=("is_prefix_caching",), to={"nxdi": "is_prefix_caching"})
+        bool,
+        Option(
+            aliases=("is_prefix_caching",),
+            to={"nxdi": "is_prefix_caching"},
+            computed=True,
+            derived=("is_prefix_caching",),
+        ),
     ] = False
     """Keep the KV blocks of finished prompts for prompts that begin alike. It implies `is_block_kv_layout`."""
     enable_chunked_prefill: Annotated[
@@ -404,6 +477,9 @@ class GraphOptions(OptionGroup):
         Option(
             aliases=("is_chunked_prefill",),
             to={"tnx": "continuous_batching.enable_chunked_prefill"},
+            derived=("chunked_prefill_config",),
+            cpu=True,
+            draft="off",
         ),
     ] = False
     """Encode prompts in chunks beside running streams, so that a long prompt does not silence them: every step has a
@@ -417,12 +493,17 @@ class GraphOptions(OptionGroup):
             aliases=("pp_degree",),
             env=("PIPELINE_PARALLEL_DEGREE",),
             to={"nxdi": "pp_degree"},
+            computed=True,
+            derived=("pp_degree",),
+            djl=Djl(fills_in=("1",)),
         ),
     ] = 1
     """Stages that the layers are divided among, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
     worker with more than 1."""
     rolling_batch_strategy: Annotated[
-        Literal["continuous_batching", "naive_rolling_batch"] | None, Lower, Option()
+        Literal["continuous_batching", "naive_rolling_batch"] | None,
+        Lower,
+        Option(derived=("is_continuous_batching",), graph=("cpu", "tnx", "nxdi")),
     ] = None
     """How sequences join a running batch: `continuous_batching` encodes only the new prompt, `naive_rolling_batch`
     encodes everyone anew. The default is the first where the model can do it."""
@@ -439,6 +520,8 @@ class PrecisionOptions(OptionGroup):
             allowed="static_int8 (int8, s8) or static_fp8 (fp8, f8e4m3fn)",
             env=("NEURON_QUANT",),
             to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},
+            computed=True,
+            derived=("quant", "quantized", "quantization_dtype"),
         ),
     ] = None
     """Store weights in 8 bits and compute in `dtype`: half the memory and half the reading. TNX quantises while
@@ -448,6 +531,8 @@ class PrecisionOptions(OptionGroup):
         Option(
             allowed="int8 (s8) or fp8 (f8e4m3fn)",
             to={"tnx": "kv_cache_quant.quant_dtype", "nxdi": "kv_quant_config.quant_dtype"},
+            derived=("kv_cache_quant", "kv_quant_config"),
+            never={"nxdi": "int8"},
         ),
     ] = None
     """Store the KV cache in 8 bits: twice as many tokens in the same memory."""
@@ -461,7 +546,8 @@ class PrecisionOptions(OptionGroup):
     ] = None
     """Type that partial results are summed in across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[
-        Dtype | None, Option(allowed=DTYPES, to={"tnx": "cast_logits_dtype"})
+        Dtype | None,
+        Option(allowed=DTYPES, to={"tnx": "cast_logits_dtype"}, always={"nxdi": "float32"}),
     ] = None
     """Type of the logits. TNX's default is float32, and NxDI knows no other."""
     bf16_rms_norm: Annotated[bool | None, Option(to={"tnx": "bf16_rms_norm"})] = None
@@ -481,6 +567,10 @@ class SpeculationOptions(OptionGroup):
                 "tnx": "enable_speculative_decoder()",
                 "nxdi": "fused_spec_config.draft_model_path",
             },
+            derived=("enable_fused_speculation",),
+            graph=(),
+            cpu=True,
+            draft="off",
         ),
     ] = None
     """A small model of the same vocabulary that drafts tokens for the large one to verify."""
@@ -490,6 +580,9 @@ class SpeculationOptions(OptionGroup):
             allowed=AMOUNT,
             aliases=("spec_length",),
             to={"tnx": "enable_speculative_decoder()", "nxdi": "speculation_length"},
+            computed=True,
+            derived=("speculation_length",),
+            cpu=True,
         ),
     ] = 5
     """Tokens that are drafted at a time; 0 is no speculation. Up to rounding of the dtype, what is served does not
@@ -497,18 +590,34 @@ class SpeculationOptions(OptionGroup):
     large model's own token too, which is added for it."""
     ngram_prompt_lookup_max: Annotated[
         Count | None,
-        Option(allowed=COUNT, to={"tnx": "enable_speculative_decoder()"}),
+        Option(
+            allowed=COUNT,
+            to={"tnx": "enable_speculative_decoder()"},
+            graph=(),
+            cpu=True,
+            draft="off",
+        ),
     ] = None
     """Draft without a draft model: what followed the newest tokens when they last occurred in prompt or text. This is
     the longest run of tokens that is looked for; 3 suits summaries, code and answers from documents."""
     draft_model_tp_size: Annotated[
         Count | None,
-        Option(allowed=COUNT, to={"tnx": "tp_degree", "nxdi": "tp_degree"}, tunes=True),
+        Option(
+            allowed=COUNT,
+            to={"tnx": "tp_degree", "nxdi": "tp_degree"},
+            tunes=True,
+            computed=True,
+            graph=("nxdi",),
+        ),
     ] = None
     """NeuronCores that share the draft model. The default is `tensor_parallel_degree`."""
     enable_eagle_speculation: Annotated[
         bool | None,
-        Option(to={"tnx": "is_eagle_target", "nxdi": "enable_eagle_speculation"}),
+        Option(
+            to={"tnx": "is_eagle_target", "nxdi": "enable_eagle_speculation"},
+            derived=("is_eagle_target", "is_eagle_draft", "enable_eagle_speculation"),
+            cpu=True,
+        ),
     ] = None
     """The draft model is an EAGLE one: it drafts from the large model's hidden states. With NxDI alone."""
 
@@ -523,6 +632,8 @@ class ArtifactOptions(OptionGroup):
             allowed="a folder or s3://bucket/key",
             to={"tnx": "NEURON_COMPILE_CACHE_URL", "nxdi": "NEURON_COMPILE_CACHE_URL"},
             tunes=True,
+            graph=(),
+            output="local",
         ),
     ] = None
     """Where compiled graphs are found, and kept once they are made: a folder, or a place in S3 that is read before a
@@ -531,15 +642,27 @@ class ArtifactOptions(OptionGroup):
     draft_model_compiled_path: Annotated[
         str | None,
         Field(min_length=1),
-        Option(allowed="a folder or s3://bucket/key", to={"tnx": "load()"}, tunes=True),
+        Option(
+            allowed="a folder or s3://bucket/key",
+            to={"tnx": "load()"},
+            tunes=True,
+            graph=(),
+            output="local",
+        ),
     ] = None
     """The same for the draft model. NxDI keeps both models in one artifact."""
     save_mp_checkpoint_path: Annotated[
-        str | None, Field(min_length=1), Option(allowed="a folder or s3://bucket/key")
+        str | None,
+        Field(min_length=1),
+        Option(
+            allowed="a folder or s3://bucket/key",
+            output="local",
+            unused="partition writes there; serving ignores it",
+        ),
     ] = None
     """Where `partition` puts the compiled model."""
     partition_schema: Annotated[
-        Literal["optimum", "safetensors", "compile_only"] | None, Lower, Option()
+        Literal["optimum", "safetensors", "compile_only"] | None, Lower, Option(output="local")
     ] = None
     """What `partition` stores beside the graphs: the weights as `safetensors`, or nothing with `compile_only`. The
     `optimum` layout is read, not written."""
@@ -548,7 +671,7 @@ class ArtifactOptions(OptionGroup):
     unless that is set, as the old engine did."""
     low_cpu_mem_usage: Annotated[bool, Option()] = False
     """Weights are always read through a memory map, which is what this asks for."""
-    on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option()] = "error"
+    on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option(draft="same")] = "error"
     """What to do if there are compiled graphs of this model and none fits the options: `error` says which differ and
     stops, `recompile` compiles anew, beside them."""
 
@@ -588,14 +711,17 @@ class CompilerOptions(OptionGroup):
             env=("NEURON_COMPILATION_WORKER_COUNT",),
             to={"tnx": "compilation_worker_count"},
             tunes=True,
+            graph=(),
         ),
     ] = None
     """Graphs that are compiled at once. Each compiler takes some GB of host memory: lower it if the machine runs out.
     The library's default is one for each graph."""
-    unroll: Annotated[Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True)] = None
+    unroll: Annotated[
+        Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True, computed=True)
+    ] = None
     """Layers in one compiled graph. Not set: all, which runs fastest and compiles longest. GPT-NeoX takes all."""
     multi_node: Annotated[
-        bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True)
+        bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True, computed=True)
     ] = False
     """The old engine's graph defaults for a model on several machines: `fuse_mlp` and `mlp_out_weight_transpose` are
     on unless set. A model on several machines is planned and not served: docs/neuron.md."""
@@ -643,6 +769,11 @@ def option(name: str) -> Option:
     """The marker of a field."""
     metadata = ServingOptions.model_fields[name].metadata
     return next(entry for entry in metadata if isinstance(entry, Option))
+
+
+def names_where(test: Callable[[Option], object]) -> frozenset[str]:
+    """The options whose marker satisfies `test`."""
+    return frozenset(name for name in ServingOptions.model_fields if test(option(name)))
 
 
 def allowed_values(name: str) -> str:

@@ -26,13 +26,6 @@ from djl_python_neuronx.errors import (
 )
 
 _MAX_SHOWN = 200
-_RECOMMENDED = {"pipeline_parallel_degree": {"1"}, "max_rolling_batch_size": {"32", "256"}}
-"""Options that DJL Serving fills in where the user says nothing, to the values. Source: djl-serving d21927c,
-LmiConfigRecommender.java."""
-_NOT_SERVED_WITH = {
-    "save_mp_checkpoint_path": "partition writes there; serving does not, and leaves it out"
-}
-"""Options that serving does not read, to what is to be said of them."""
 
 
 def shown(value: object) -> object:
@@ -112,7 +105,7 @@ def passed_over(name: str, setting: Setting, *, all_cores: bool) -> str | None:
     if parsed(name, setting.value) is INVALID:
         return _means_nothing(setting)
     counted = name == "tensor_parallel_degree" and all_cores
-    if counted or str(setting.value).strip() in _RECOMMENDED.get(name, ()):
+    if counted or str(setting.value).strip() in option(name).djl.fills_in:
         return f"DJL Serving's own {setting.value} gives way to what follows from the model and the cores"
     return None
 
@@ -178,9 +171,9 @@ def told_off(name: str, negative: Setting, other: tuple[Setting, object]) -> Fin
 
 def idle(options: ServingOptions) -> Iterator[Finding]:
     """What is accepted and does nothing."""
-    for name, problem in _NOT_SERVED_WITH.items():
-        if getattr(options, name) is not None:
-            yield Finding((name,), problem, "note")
+    for name in ServingOptions.model_fields:
+        if option(name).unused and getattr(options, name) is not None:
+            yield Finding((name,), option(name).unused, "note")
 
 
 def reasons(error: ValidationError) -> dict[str, str]:

@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -50,24 +49,71 @@ _FP8 = frozenset(
 
 
 @dataclass(frozen=True)
+class Djl:
+    """What DJL Serving does with an option before the handler gets it.
+
+    Source: djl-serving d21927c, LmiConfigRecommender.java and PyModel.java.
+    """
+
+    overrules: bool = False
+    """It replaces the user's value: `batch_size` above 1 turns rolling batches off, for one."""
+    fills_in: tuple[str, ...] = ()
+    """Values that it sets where the user sets none."""
+    whole_seconds: bool = False
+    """It reads whole numbers only, and uses its own default for anything else."""
+    sign: bool = False
+    """A file that sets the option was written for DJL Serving."""
+
+
+@dataclass(frozen=True)
 class Option:
-    """What an option is beside its type and default."""
+    """Facts about an option besides its type and default. Whatever depends on options by name derives from these."""
 
     allowed: str = ""
-    """The values that are allowed, in words; empty where the type says it (a Literal, a bool)."""
+    """The allowed values in words; empty if the type lists them (a Literal, a bool)."""
     aliases: tuple[str, ...] = ()
-    """Other names that users know it by."""
+    """Other names of the option."""
     env: tuple[str, ...] = ()
-    """Environment variables that stand in for it when nothing else sets it, the first one first."""
-    to: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Loader name to the library's own name, for options that are handed through: a keyword (`fuse_qkv`), one inside
-    another (`quant.quant_dtype`), a compiler flag (`--optlevel`), an environment variable (`NEURON_CC_FLAGS`) or a
-    method (`load()`). Empty: the option is ours and means the same with every loader."""
-    tunes: bool = False
-    """It changes speed or memory, never an answer: a loader without an equivalent leaves it out and says so. Without
-    it such a loader refuses the option."""
+    """Environment variables read when nothing else sets the option, in order of precedence."""
     file: bool = False
     """The value may be the path of a JSON file, absolute or relative to the model folder."""
+
+    to: Mapping[str, str] = field(default_factory=dict)
+    """Backend to the library's own name of the option: a keyword (`fuse_qkv`), a nested keyword (`quant.quant_dtype`),
+    a compiler flag (`--optlevel`), an environment variable (`NEURON_CC_FLAGS`) or a method (`load()`). Empty if the
+    option belongs to the server and means the same with every backend."""
+    tunes: bool = False
+    """It changes speed or memory, never an answer: a library without an equivalent ignores it, with a note. Without
+    `tunes` such a library refuses the option."""
+    computed: bool = False
+    """The library gets a value computed from this and other options. Without `computed` it gets the value as it is,
+    if `to` names a keyword."""
+    derived: tuple[str, ...] = ()
+    """Keywords of the libraries' `NeuronConfig` that follow from the option: `override_neuron_config` must not set
+    them."""
+    always: Mapping[str, object] = field(default_factory=dict)
+    """Backend to the value that its library always uses: setting that value has no effect, any other is refused."""
+    never: Mapping[str, object] = field(default_factory=dict)
+    """Backend to the value that its library does not support, although it has the option."""
+    cpu: bool = False
+    """The cpu backend honours the option too, or refuses it. It ignores other options that have `to`."""
+
+    graph: tuple[str, ...] | None = None
+    """Backends whose compiled graphs depend on the option; None: all in `to`."""
+    output: Literal["pinned", "file", "local"] = "pinned"
+    """What a compiled output keeps of the option. `pinned`: it applies wherever the output is served. `file`: it is in
+    the output's `serving.properties` only, and not applied if the output is named by hub id or URI. `local`: it holds
+    on the machine that compiles, and is not kept."""
+    draft: Literal["same", "off"] | None = None
+    """A draft model is served with the `same` value as its large model, or with the option `off` even if its folder
+    sets it."""
+    unused: str = ""
+    """Why serving ignores the option; empty if it does not."""
+    djl: Djl = Djl()
+
+    def shapes_graphs(self, backend: str) -> bool:
+        """True if the backend's compiled graphs depend on the option."""
+        return backend in self.to if self.graph is None else backend in self.graph
 
 
 class OptionGroup(BaseModel):

@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, sha256_of_each
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
 from djl_python_neuronx.artifacts.weights import Weights
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 from djl_python_neuronx.planning.device import DeviceInfo
@@ -28,18 +28,7 @@ logger = logging.getLogger(__name__)
 _FLAGS = "cc_flags"
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
 """What graphs depend on beside options and flags."""
-_NOT_TAKEN = frozenset(
-    {
-        # Places of the machine that compiled.
-        *("model_dir", "model_id", "revision", "compiled_graph_path", "draft_model_compiled_path"),
-        *("save_mp_checkpoint_path", "partition_schema", "quantized_checkpoints_path"),
-        # Chosen already, or read by DJL Serving before us.
-        *("model_loader", "async_mode", "rolling_batch"),
-        # A model that is fetched cannot give itself leave to run its code.
-        "trust_remote_code",
-    }
-)
-"""Options in an output's manifest that are left to those who serve it."""
+_NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 
 
@@ -91,7 +80,7 @@ def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolv
     recorded = dict(artifact.compiled_for)
     if artifact.format == OwnOutput.name:
         pinned = read_manifest(artifact.path).effective_options
-        recorded |= {name: pinned[name] for name in pinned.keys() - _NOT_TAKEN}
+        recorded |= {name: pinned[name] for name in pinned.keys() - _NOT_PINNED}
     taken = {
         name: value
         for name, value in recorded.items()

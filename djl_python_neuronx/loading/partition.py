@@ -18,6 +18,7 @@ from djl_python_neuronx.artifacts.atomic import storing
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
+from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAFT_OPTION = "speculative_draft_model"
-_DOORS = frozenset({"async_mode", "rolling_batch"})
+_HANDOVER = names_where(lambda marker: marker.djl.overrules)
+"""How DJL Serving hands over requests: it may overrule these options."""
 
 
 def compile_model(
@@ -210,7 +212,7 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     names = {*origins, *graph_options(options, prepared.loader)} & {*values} - {"model_dir"}
     found = {name: _text(values[name]) for name in sorted(names) if values[name] is not None}
     found["model_loader"] = prepared.loader
-    if _DOORS.isdisjoint(origins):
+    if _HANDOVER.isdisjoint(origins):
         found["async_mode"] = True
     return found
 

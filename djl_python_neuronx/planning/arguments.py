@@ -10,15 +10,6 @@ from pydantic import BaseModel
 from djl_python_neuronx.config.options import ServingOptions, option
 
 _KEYWORD = re.compile(r"[a-z]\w*")
-_BY_HAND = frozenset(
-    {
-        *("tensor_parallel_degree", "dtype", "n_positions", "context_length_estimate"),
-        *("max_rolling_batch_size", "pipeline_parallel_degree", "ep_degree", "unroll"),
-        *("quantize", "on_device_generation", "multi_node", "draft_model_tp_size"),
-        *("speculative_length", "enable_prefix_caching", "is_block_kv_layout"),
-    }
-)
-"""Options whose values are not handed through as they are, or not to `NeuronConfig`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +31,10 @@ def handed_through(options: ServingOptions, loader: str) -> dict[str, object]:
     """The options whose values the library's `NeuronConfig` takes as they are, by its own names."""
     written: dict[str, object] = {}
     for name, entry in ServingOptions.model_fields.items():
-        keyword, value = option(name).to.get(loader, ""), getattr(options, name)
+        marker, value = option(name), getattr(options, name)
+        keyword = marker.to.get(loader, "")
         unset = value is None or (value is False and entry.default is False)
-        if name not in _BY_HAND and _KEYWORD.fullmatch(keyword) and not unset:
+        if not marker.computed and _KEYWORD.fullmatch(keyword) and not unset:
             written[keyword] = plain(value)
     return written
 

@@ -77,6 +77,7 @@ _ROWS_MIXED = {
 }
 _OF_GROUPS = {**_INT8_CACHE, **_ROWS_MIXED}
 
+# These two sets are facts of the architectures' code, not of the options, so they stand here and not on the markers.
 # What only llama's code reads, of the options that transformers-neuronx has. Blocks of the cache and prompts in chunks:
 # seen right with llamas of all kinds of heads; a mistral fails while its graph is traced, which has no mask for them.
 _LLAMA_ONLY = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning.capabilities import CAPABILITIES, LIBRARIES, capability_of
 from djl_python_neuronx.planning.defaults import make_buckets
@@ -32,17 +32,15 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         raise ConfigError(msg)
     slots = options.max_rolling_batch_size
     lengths, prompts = options.token_buckets or make_buckets(limit), options.context_length_estimate
+    fields = ServingOptions.model_fields
+    same = {name: getattr(options, name) for name in fields if option(name).draft == "same"}
     wanted = {
+        **same,
         "model_id": model,
         "model_loader": loader,
         "tensor_parallel_degree": options.draft_model_tp_size or degree,
         "n_positions": _listed(lengths),
-        "max_rolling_batch_size": slots,
         "context_length_estimate": _listed(prompts or (limit,)),
-        "dtype": options.dtype,
-        "cpu_threads": options.cpu_threads,
-        "on_mismatch": options.on_mismatch,
-        "trust_remote_code": options.trust_remote_code,
         "allow_known_defects": True,
         "compiled_graph_path": options.draft_model_compiled_path or options.compiled_graph_path,
         # A single slot too is driven as the large model is, whose slots have positions of their own.
@@ -56,11 +54,8 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
 def alone(options: ServingOptions) -> ServingOptions:
     """Options that a folder brings along, without what a draft model has no use for."""
     fields = ServingOptions.model_fields
-    names = (
-        *("speculative_draft_model", "ngram_prompt_lookup_max", "enable_chunked_prefill"),
-        "on_device_generation",
-    )
-    return options.model_copy(update={name: fields[name].default for name in names})
+    off = {name: fields[name].default for name in fields if option(name).draft == "off"}
+    return options.model_copy(update=off)
 
 
 def findings(

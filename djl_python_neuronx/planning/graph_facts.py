@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.options import ServingOptions, SpeculationOptions, option
 from djl_python_neuronx.errors import InvalidOptionError
 from djl_python_neuronx.planning.intent import speculating
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
@@ -14,37 +14,20 @@ from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
 _FLAGS = "NEURON_CC_FLAGS"
 _PLACE = "--cache_dir"
 
-_NOT_IN_GRAPHS = frozenset(
-    {
-        *("compiled_graph_path", "draft_model_compiled_path", "compilation_worker_count"),
-        *("save_sharded_checkpoint", "quantized_checkpoints_path"),
-        # A path or name; the draft model itself counts, by its digest.
-        "speculative_draft_model",
-    }
-)
-"""Options that the libraries take and no graph depends on."""
-_OF_DRAFTS = frozenset({"speculative_length", "draft_model_tp_size", "ngram_prompt_lookup_max"})
-_OURS = frozenset({"rolling_batch_strategy"})
-"""Options that no library takes by name and that decide what it is given."""
-
 
 def graph_options(options: ServingOptions, loader: str) -> dict[str, Any]:
-    """The options that the graphs of a loader depend on, as JSON has them; those that are not set are left out.
+    """Options that the graphs of a backend depend on, as JSON values; without those that are not set.
 
-    All that the loader's library is given counts, so that a new option needs no entry here.
+    Everything that the backend's library gets counts, unless `Option.graph` says otherwise.
     """
     names = {
         name
         for name, entry in ServingOptions.model_fields.items()
-        if (loader in option(name).to or name in _OURS)
-        and name not in _NOT_IN_GRAPHS
+        if option(name).shapes_graphs(loader)
         and not (getattr(options, name) is False and entry.default is False)
     }
     if not speculating(options):
-        names -= _OF_DRAFTS
-    elif loader == "tnx":
-        # The draft model is compiled by itself, and how many drafts are verified is all that the large one knows.
-        names -= _OF_DRAFTS - {"speculative_length"}
+        names -= set(SpeculationOptions.model_fields)
     return {
         name: value
         for name, value in options.model_dump(mode="json", include=names).items()

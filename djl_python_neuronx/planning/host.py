@@ -11,14 +11,6 @@ from djl_python_neuronx.planning.instances import GIB, DeviceInfo
 from djl_python_neuronx.planning.memory import Load
 from djl_python_neuronx.planning.model import ModelFacts
 
-_ON_CPU = frozenset(
-    {
-        *("context_length_estimate", "dtype", "enable_chunked_prefill"),
-        *("max_rolling_batch_size", "n_positions", "speculative_length"),
-        *("speculative_draft_model", "ngram_prompt_lookup_max", "enable_eagle_speculation"),
-    }
-)
-"""Options of the libraries that mean the same on a CPU, or are refused there."""
 _MOST_THREADS_PER_CPU = 4
 """Some thousand threads exhaust the process's limit, and torch then crashes."""
 
@@ -36,7 +28,7 @@ def _useless(options: ServingOptions) -> Iterator[Finding]:
     left = tuple(
         name
         for name in ServingOptions.model_fields
-        if option(name).to and name not in _ON_CPU and asked(options, name)
+        if option(name).to and not option(name).cpu and asked(options, name)
     )
     if options.tensor_parallel_degree == 1:
         # What a CPU is filled in with.

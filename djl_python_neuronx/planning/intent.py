@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning.capabilities import Capability
-
-_GIVEN: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {
-        "nxdi": MappingProxyType({"cast_logits_dtype": "float32", "on_device_embedding": True}),
-    }
-)
-"""Values of options without an equivalent that the library has anyway: asking for them asks for nothing."""
-
-_LACKING: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {"nxdi": MappingProxyType({"kv_cache_quantize": "int8"})}
-)
-"""Values that the library cannot do, of options that it otherwise has. NxDI casts the cache without scales, which
-leaves nothing of it in int8."""
 
 
 def honoured(options: ServingOptions, capability: Capability | None) -> ServingOptions:
@@ -72,10 +56,11 @@ def unmapped(options: ServingOptions, loader: str) -> tuple[str, ...]:
     found = []
     for name, entry in ServingOptions.model_fields.items():
         value = getattr(options, name)
-        given = _GIVEN.get(loader, {}).get(name)
+        marker = option(name)
+        given = marker.always.get(loader)
         nothing = value is None or value is False or value == entry.default or value == given
-        missing = bool(option(name).to) and loader not in option(name).to
-        lacking = value is not None and value == _LACKING.get(loader, {}).get(name)
+        missing = bool(marker.to) and loader not in marker.to
+        lacking = value is not None and value == marker.never.get(loader)
         if lacking or (missing and not nothing):
             found.append(name)
     return tuple(found)

@@ -1073,7 +1073,7 @@ class TestOddities:
         resolved = resolve(None, folder("option.save_mp_checkpoint_path=/out"), {})
         (note,) = told(resolved, "note")
         assert note.startswith("save_mp_checkpoint_path=/out")
-        assert "leaves it out" in note
+        assert "serving ignores it" in note
 
 
 class TestEnvOption:
