@@ -1,7 +1,7 @@
-"""The generated pages: serving.properties.example and docs/options.md, architectures.md and metrics.md.
+"""Generated pages: serving.properties.example, docs/options.md, docs/architectures.md and docs/metrics.md.
 
 ``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to
-standard output; `make docs` puts all in place.
+standard output; `make docs` writes all four files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
@@ -24,52 +25,61 @@ from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 _OPTIONS_HEAD = """\
 # Options
 
-Made from the option fields in `djl_python_neuronx/config/` by `make docs`; edit the fields there, not this file.
+Generated from the option fields in `djl_python_neuronx/config/` by `make docs`. Edit the fields, not this page.
 
 In `serving.properties` an option is `option.<name>=<value>`, in the environment `OPTION_<NAME>`. The first of these
-that gives a value wins: the command line, SageMaker's variables (`SAGEMAKER_*`), `option.*` in `serving.properties`,
-`HF_MODEL_ID` and its companions, `OPTION_*`, keys without the prefix and `ARGS_*` (DJL Serving's arguments, such as
-`batch_size`), the stand-in variables listed below, what follows from model and machine, the default. An empty value
-counts as not given, and so does `None` where nothing is the default. A name that is not listed here is an error.
+sources that gives a value wins:
 
-Lists are written `256,512,1024`, as JSON or as a Python literal, objects as JSON or as a Python literal. Booleans are
-`true` or `false` (`1`, `yes`, `on`; `0`, `no`, `off`). Words have no case.
+1. the command line (`-o name=value`)
+2. SageMaker's variables (`SAGEMAKER_*`)
+3. `option.*` in `serving.properties`
+4. `HF_MODEL_ID` and the hub's other variables
+5. `OPTION_*`
+6. keys without the prefix, and `ARGS_*` (DJL Serving's arguments, such as `batch_size`)
+7. the environment variables listed below
+8. a value derived from model and machine
+9. the default
 
-"Not set" leaves a value to the library, or to the model and the machine where the text says so. *Library* tells what
-an option is in transformers-neuronx (`tnx`) and NxD Inference (`nxdi`): a keyword, `keyword.field`, a compiler
-`--flag`, a `VARIABLE` or a `method()`. A library without an equivalent gets the option *left out*, with a note, if it
-only changes speed or memory; else the option is *refused*. The cpu loader needs none of the options that belong to a
-library.
+An empty value counts as not set, and so does `None` if the option has no default. An unknown name is an error.
+
+Lists are written `256,512,1024`, as JSON or as a Python literal; objects as JSON or as a Python literal. Booleans are
+`true` or `false` (`1`, `yes`, `on`; `0`, `no`, `off`). Words are case-insensitive.
+
+- **Not set** leaves the value to the library, or to model and machine if the text says so.
+- **Libraries** names the option in transformers-neuronx (`tnx`) and NxD Inference (`nxdi`): a keyword, `keyword.field`,
+  a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option that only changes speed
+  or memory is *ignored* with a note; any other option is an *error*.
+- The `cpu` backend needs none of the options that belong to a library.
 """
 
 _TRANSLATED_HEAD = """\
 ## Other names
 
-Names of the old engine for a value of an option.
+Names of the old engine that stand for a value of an option.
 """
 
 _VARIABLES_HEAD = """\
 ## Other variables
 
-What SageMaker sets and what users of the hub's own containers know. The `SAGEMAKER_*` ones overrule the
-file, the others stand in for what is not set.
+Variables set by SageMaker or used by the hub's own containers. The `SAGEMAKER_*` ones overrule
+`serving.properties`; the others apply to options that are not set.
 """
 
 _IGNORED_HEAD = """\
 ## Ignored options
 
-Options of the old engine and of DJL Serving. They are accepted and do nothing; the log lists the ones that are set.
+Options of the old engine and of DJL Serving. They are accepted and have no effect; the log lists those that are set.
 """
 
 _UNSUPPORTED_HEAD = """\
 ## Options that this version does not support
 
-Options of the old engine. A value that asks for nothing is accepted, every other is an error.
+Options of the old engine. A value without effect is accepted; any other value is an error.
 """
 
 _EXAMPLE_HEAD = """\
 # Every option with its default. Copy to serving.properties beside the model and uncomment what you change.
-# Made from the option fields in djl_python_neuronx/config/ by `make docs`.
+# Generated from the option fields in djl_python_neuronx/config/ by `make docs`.
 
 # For DJL Serving: the handler, and one of the two ways to batch (`auto` would serve one request at a time).
 engine=Python
@@ -81,20 +91,20 @@ option.async_mode=true
 _ARCHITECTURES_HEAD = """\
 # Architectures of transformers-neuronx
 
-Made from `djl_python_neuronx/config/capabilities.py` by `make docs`; edit that file, not this one.
+Generated from `djl_python_neuronx/planning/capabilities.py` by `make docs`. Edit that file, not this page.
 
-What version 0.13 of the library can do with each `model_type`, compared with Hugging Face's logits on tiny models with
-random weights and an emulated device. What an architecture cannot do is refused or, where only speed and memory change,
-left out with a note: `djl-neuronx check` tells. [options.md](options.md) explains the options.
+What version 0.13 of the library supports for each `model_type`, compared with Hugging Face's logits on tiny models with
+random weights and an emulated device. An unsupported option is an error; if it only changes speed or memory it is
+ignored with a note. `djl-neuronx check` reports both. [options.md](options.md) explains the options.
 """
 
 _METRICS_HEAD = """\
 # Metrics
 
-Made from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`; edit that table, not this page.
+Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Edit that table, not this page.
 
-The embedded server gives these on `/metrics`, in Prometheus' text format. Of a histogram there are `_bucket`, `_sum`
-and `_count`; times are in seconds.
+The embedded server serves these at `/metrics`, in Prometheus' text format; under DJL Serving they are log lines
+`[METRICS]`. A histogram has `_bucket`, `_sum` and `_count`. Times are in seconds.
 """
 
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
@@ -117,11 +127,19 @@ _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
     "`speculative_draft_model`": lambda entry: entry.speculation,
 }
 
-_ACCEPTED = "refused unless `allow_known_defects=true`"
+_PARAGRAPH: Final = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)
+_BULLET: Final = textwrap.TextWrapper(
+    118,
+    initial_indent="- ",
+    subsequent_indent="  ",
+    break_on_hyphens=False,
+    break_long_words=False,
+)
+_ACCEPTED = "an error unless `allow_known_defects=true`"
 
 
 def architectures_page() -> str:
-    """What docs/architectures.md says."""
+    """Contents of docs/architectures.md."""
     columns = [*TNX, *TNX_UNREADABLE]
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for title, can in _CAPABILITIES.items():
@@ -131,13 +149,13 @@ def architectures_page() -> str:
     for name in columns:
         for note in _notes(name):
             whose.setdefault(note, []).append(name)
-    notes = "".join(f"- {', '.join(names)}: {note}.\n" for note, names in whose.items())
+    notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
     return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes])
 
 
 def metrics_page() -> str:
-    """What docs/metrics.md says."""
-    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
+    """Contents of docs/metrics.md."""
+    lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
     for name, metric in METRICS.items():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
@@ -145,31 +163,31 @@ def metrics_page() -> str:
 
 
 def _notes(name: str) -> Iterator[str]:
-    """What the table does not say of an architecture."""
+    """Limits and defects of an architecture that the table does not show."""
     if name in TNX_UNREADABLE:
         yield f"not served; {TNX_UNREADABLE[name]}"
         return
     entry = TNX[name]
     if not entry.continuous_batching:
-        yield "static batches: when a sequence joins, all are encoded anew"
+        yield "static batches: when a sequence joins, all are prefilled again"
     for defect, reason in entry.defects.items():
         names = ", ".join(f"`{option}`" for option in options_of(defect))
         yield f"{reason} ({names}; {_ACCEPTED})"
     for trait in TRAITS["tnx"].get(name, ()):
-        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'refused'})"
+        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'an error'})"
     if entry.collectives_follow:
         yield f"{entry.collectives_follow}: `collectives_layout=BSH` needs `attention_layout=BSH`"
-    yield from (f"`{option}` is refused: {reason}" for option, reason in entry.refused.items())
+    yield from (f"`{option}` is an error: {reason}" for option, reason in entry.refused.items())
 
 
 def descriptions() -> Mapping[str, str]:
-    """Option name to the text below its field, on one line."""
+    """Option name -> text below its field, on one line."""
     texts = {name: text for group in ServingOptions.__bases__ for name, text in _documented(group)}
     return {name: texts[name] for name in ServingOptions.model_fields}
 
 
 def options_page() -> str:
-    """The whole of docs/options.md."""
+    """Contents of docs/options.md."""
     texts = descriptions()
     chapters = "\n".join(
         f"## {title}\n\n" + "\n".join(_section(name, texts[name]) for name in names)
@@ -178,7 +196,7 @@ def options_page() -> str:
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
     translated = {
         name: ", ".join(
-            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "nothing")
+            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "no effect")
             for value, meant in entry.values.items()
             if value in {"true", "false"}
         )
@@ -192,13 +210,13 @@ def options_page() -> str:
         f"{_TRANSLATED_HEAD}\n{_table('name', 'its values', translated)}",
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
         f"{_IGNORED_HEAD}\n{_table('name', 'why', ignored)}",
-        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values, which ask for nothing', accepted)}",
+        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values, without effect', accepted)}",
     )
     return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))
 
 
 def example_file() -> str:
-    """The whole of serving.properties.example."""
+    """Contents of serving.properties.example."""
     texts = descriptions()
     blocks = []
     for title, names in SECTIONS.items():
@@ -214,18 +232,20 @@ def example_file() -> str:
 
 
 def equivalents(name: str) -> str:
-    """What an option is in each library, in words; empty for an option that is ours alone."""
+    """Return the option's name in each library, in words; empty for an option of this package alone."""
     marker = option(name)
-    missing = "left out" if marker.tunes else "refused"
+    missing = "ignored" if marker.tunes else "error"
     return ", ".join(
-        f"{loader} `{marker.to[loader]}`" if loader in marker.to else f"{loader} none ({missing})"
+        f"{loader} `{marker.to[loader]}`"
+        if loader in marker.to
+        else f"{loader} not supported ({missing})"
         for loader in LIBRARIES
         if marker.to
     )
 
 
 def _documented(group: type) -> Iterator[tuple[str, str]]:
-    """The fields of one class with the texts below them."""
+    """Yield the fields of one class with the texts below them."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(group)))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     for node, below in pairwise(body):
@@ -247,9 +267,13 @@ def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
 
 
 def _section(name: str, text: str) -> str:
-    wrapped = "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
-    facts = "".join(f"- {fact}\n" for fact in _facts(name, option(name)))
+    wrapped = _PARAGRAPH.fill(text)
+    facts = "".join(map(_bullet, _facts(name, option(name))))
     return f"### {name}\n\n{wrapped}\n\n{facts}"
+
+
+def _bullet(text: str) -> str:
+    return _BULLET.fill(text) + "\n"
 
 
 def _facts(name: str, marker: Option) -> Iterator[str]:
@@ -258,11 +282,11 @@ def _facts(name: str, marker: Option) -> Iterator[str]:
     yield f"Values: {allowed_values(name)}{file}."
     yield f"Default: {f'`{default}`' if default else 'not set'}."
     if marker.aliases:
-        yield f"Also written {', '.join(f'`{alias}`' for alias in marker.aliases)}."
+        yield f"Aliases: {', '.join(f'`{alias}`' for alias in marker.aliases)}."
     if marker.env:
-        yield f"Stand-in variable: {', '.join(f'`{variable}`' for variable in marker.env)}."
+        yield f"Environment: {', '.join(f'`{variable}`' for variable in marker.env)}."
     if words := equivalents(name):
-        yield f"Library: {words}."
+        yield f"Libraries: {words}."
 
 
 def _shown(default: object) -> str:

@@ -57,14 +57,14 @@ def test_an_option_tells_its_values_names_variables_and_equivalents(name):
     assert "\n- Default: " in section
     for word in (*marker.aliases, *marker.env, *marker.to.values()):
         assert f"`{word}`" in section
-    library = re.search(r"^- Library: (.*)\.$", section, re.MULTILINE)
+    library = re.search(r"^- Libraries: (.*)\.$", section, re.MULTILINE)
     assert (library is not None) == bool(marker.to)
     for loader in ("tnx", "nxdi") if library else ():
         if loader in marker.to:
             assert f"{loader} `{marker.to[loader]}`" in library[1]
         else:
-            outcome = "left out" if marker.tunes else "refused"
-            assert f"{loader} none ({outcome})" in library[1]
+            outcome = "ignored" if marker.tunes else "error"
+            assert f"{loader} not supported ({outcome})" in library[1]
 
 
 def taken(name, value):
