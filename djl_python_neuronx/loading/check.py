@@ -33,6 +33,7 @@ from djl_python_neuronx.loading.outline import (
 from djl_python_neuronx.planning import device, instances, nodes
 from djl_python_neuronx.planning.advice import NOT_SERVED
 from djl_python_neuronx.planning.assess import assess, examine
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
@@ -126,8 +127,8 @@ def check(
     place = _place(resolved, here, loader, process, problems, explicit=machine is not None)
     _missing(loader, here if machine is None else None, problems)
     draft = None if draft_model is None else ModelFacts.from_config(draft_model.config)
-    resolved, unsuitable = assess(
-        resolved, model.config, place.machine, loader, model.dtype, draft=draft
+    resolved, case, unsuitable = assess(
+        resolved, Case(resolved.options, facts, place.machine, loader, draft)
     )
     _add_errors(problems, resolved, unsuitable)
     _add_findings(problems, resolved)
@@ -139,9 +140,7 @@ def check(
         kind = facts.model_type or "(config.json names none)"
         doubt = "whether transformers can load it, and what it takes, shows when it is loaded"
         problems.add("warning", f"the model_type {kind} is not known here: {doubt}")
-    plan = make_plan(
-        resolved, facts, place.machine, loader, artifact_format=model.format, draft=draft
-    )
+    plan = make_plan(case, artifact_format=model.format)
     lacking = tuple(_lacking(loader, model, resolved.options, process))
     return Report(name, resolved, model, facts, plan, draft_plan, tuple(problems), lacking)
 
@@ -220,14 +219,16 @@ def _draft_plan(
     examined, invalid = examine(None, None, {}, settings, overrides_from=ORIGIN)
     examined = recorded(examined, draft, place.loader, problems)
     examined = replace(examined, options=alone(examined.options))
-    finished, unsuitable = assess(examined, draft.config, place.machine, place.loader, draft.dtype)
+    facts = ModelFacts.from_config(draft.config, draft.dtype)
+    finished, case, unsuitable = assess(
+        examined, Case(examined.options, facts, place.machine, place.loader)
+    )
     for problem in (*invalid, *unsuitable):
         problems.add("error", f"{whose}{problem}", ("speculative_draft_model",))
     if invalid or unsuitable:
         return None
     judge_graphs(draft, finished.options, place, problems, whose)
-    facts = ModelFacts.from_config(draft.config, draft.dtype)
-    return make_plan(finished, facts, place.machine, place.loader)
+    return make_plan(case)
 
 
 def _loader(

@@ -30,6 +30,7 @@ from djl_python_neuronx.loading.fitting import check_fit, graph_target, proved, 
 from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.planning import device
 from djl_python_neuronx.planning.assess import assess, examine
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import library_facts
@@ -132,21 +133,15 @@ def _prepare(
     draft = None
     if draft_dir is not None:
         draft = ModelFacts.from_config(formats.read_json(draft_dir / fetch.CONFIG))
-    resolved, unsuitable = assess(
-        recorded, artifact.config, machine, loader, artifact.dtype, draft=draft
+    facts = ModelFacts.from_config(artifact.config, artifact.dtype)
+    resolved, case, unsuitable = assess(
+        recorded, Case(recorded.options, facts, machine, loader, draft)
     )
     _log_settings(resolved, told=settings)
     if problems or unsuitable:
         raise ConfigError.collect([*problems, *unsuitable])
-    planned = make_plan(
-        resolved,
-        ModelFacts.from_config(artifact.config, artifact.dtype),
-        machine,
-        loader,
-        artifact_format=artifact.format,
-        draft=draft,
-    )
-    _log_plan(artifact, planned)
+    planned = make_plan(case, artifact_format=artifact.format)
+    _log_plan(artifact, planned, facts)
     options = resolved.options
     fits = check_fit(artifact, options, loader, _surroundings(artifact, loader, machine))
     tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
@@ -290,9 +285,8 @@ def _log_settings(resolved: Resolved, told: Resolved | None = None) -> None:
         logger.log(level, "option_finding level=%s %s", finding.level, resolved.describe(finding))
 
 
-def _log_plan(artifact: Artifact, planned: ServingPlan) -> None:
+def _log_plan(artifact: Artifact, planned: ServingPlan, facts: ModelFacts) -> None:
     """What is about to be compiled and loaded, so that the log of a start that was killed tells why."""
-    facts = ModelFacts.from_config(artifact.config, artifact.dtype)
     logger.info(
         "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
         planned.loader,

@@ -12,8 +12,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.resolve import Resolved, judge, read_settings
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import defaults, plan, suitability
-from djl_python_neuronx.planning.device import DeviceInfo
-from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.rules import conflicts
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -37,39 +36,22 @@ def examine(
     return resolved, problems + conflicting
 
 
-def assess(
-    resolved: Resolved,
-    model_config: Mapping[str, Any],
-    device: DeviceInfo,
-    loader: str,
-    checkpoint_dtype: str | None = None,
-    *,
-    draft: ModelFacts | None = None,
-) -> tuple[Resolved, list[ConfigError]]:
-    """The same options with every value that follows from the model and the machine filled in, and every problem.
+def assess(resolved: Resolved, case: Case) -> tuple[Resolved, Case, list[ConfigError]]:
+    """Settings and case with every option filled in that follows from the model and the machine, and all errors.
 
-    `model_config` is the content of the model's `config.json`, `loader` the answer of `choose_loader`,
-    `checkpoint_dtype` torch's word for what the weight files hold, if they tell, `draft` the facts of the
-    draft model, if they are known.
+    `case.options` are those of `resolved`, before they are filled in.
     """
-    facts = ModelFacts.from_config(model_config, checkpoint_dtype)
-    filled = defaults.fill(resolved.options, facts, device, loader, draft=draft)
-    options = resolved.options.model_copy(
-        update={name: value for name, (value, _) in filled.items()}
+    filled = defaults.fill(case)
+    case = replace(
+        case.with_options(**{name: value for name, (value, _) in filled.items()}), filled=(*filled,)
     )
     origins = {
         **resolved.origins,
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
-    resolved = replace(resolved, options=options, origins=MappingProxyType(origins))
-    minutes = plan.compile_minutes(plan.graphs(options, facts, loader), facts, draft)
-    found = suitability.findings(
-        options,
-        facts,
-        device,
-        loader,
-        draft=draft,
-        estimated_load_s=60 * minutes or None,
-        filled=filled,
+    resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
+    minutes = plan.compile_minutes(plan.graphs(case), case.model, case.draft)
+    resolved, errors = judge(
+        resolved, suitability.findings(case, estimated_load_s=60 * minutes or None)
     )
-    return judge(resolved, found)
+    return resolved, case, errors

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.planning import division, memory
 from djl_python_neuronx.planning.capabilities import capability_of
-from djl_python_neuronx.planning.instances import DeviceInfo, legal_degrees, on_single_cores
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.instances import DeviceInfo, legal_degrees
 from djl_python_neuronx.planning.intent import honoured
 from djl_python_neuronx.planning.memory import CoreMemory, Load
 from djl_python_neuronx.planning.model import ModelFacts
@@ -26,23 +27,21 @@ Filled = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
 
 
-def fill(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    *,
-    draft: ModelFacts | None = None,
-) -> Filled:
+def fill(case: Case) -> Filled:
     """A value for every option that is still None, `auto` or `max` and follows from facts.
 
     In this order, each within what the ones before leave: dtype, tensor_parallel_degree, n_positions,
     max_rolling_batch_size, context_length_estimate. Where nothing fits they are the smallest; `suitability` says so.
     What the device chooses among is no more than the vocabulary, which the libraries' graphs take for granted.
-    `draft`: the facts of the draft model, if they are known.
     """
     filled: Filled = {}
-    device = on_single_cores(device, options.logical_nc_config)
+    options, facts, device, loader, draft = (
+        case.options,
+        case.model,
+        case.device,
+        case.backend,
+        case.draft,
+    )
     whose = "the model's limit"
     if draft and draft.max_positions and draft.max_positions < (facts.max_positions or sys.maxsize):
         # Both models read the same sequence.

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from djl_python_neuronx.planning import instances, memory
-from djl_python_neuronx.planning.capabilities import capability_of
+from djl_python_neuronx.planning import memory
+from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import (
-    continuous_batching,
-    drafting,
-    honoured,
-    speculating,
-)
+from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.intent import drafting, speculating
 from djl_python_neuronx.planning.mapping import library_arguments
-from djl_python_neuronx.planning.memory import Load
+from djl_python_neuronx.planning.memory import CoreMemory, Load
+from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.tnx.arguments import context_lengths
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.config.options import ServingOptions
-    from djl_python_neuronx.config.resolve import Resolved
-    from djl_python_neuronx.planning.arguments import LibraryArguments
-    from djl_python_neuronx.planning.device import DeviceInfo
-    from djl_python_neuronx.planning.memory import CoreMemory
-    from djl_python_neuronx.planning.model import ModelFacts
 
 Kind: TypeAlias = Literal[
     "prefill", "decode", "mixed", "speculation", "draft prefill", "draft decode"
@@ -70,29 +60,18 @@ class ServingPlan:
     """What the library is given; None: the loader is no library's."""
 
 
-def make_plan(
-    resolved: Resolved,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    *,
-    artifact_format: str = "huggingface",
-    draft: ModelFacts | None = None,
-) -> ServingPlan:
-    """The plan for options that `assess` has filled in. `draft`: the facts of the draft model, if they are known."""
-    options = resolved.options
-    device = instances.on_single_cores(device, options.logical_nc_config)
-    planned = tuple(graphs(options, facts, loader))
-    capability = capability_of(loader, facts.model_type)
-    arguments = library_arguments(options, loader, capability=capability)
+def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
+    """The plan for a case whose options `assess` has filled in."""
+    planned = tuple(graphs(case))
+    arguments = library_arguments(case.options, case.backend, capability=case.capability)
     return ServingPlan(
-        loader=loader,
+        loader=case.backend,
         format=artifact_format,
         graphs=planned,
-        estimated_compile_s=60.0 * compile_minutes(planned, facts, draft),
-        memory=_memory(options, facts, device, loader, draft),
-        device=device,
-        arguments=None if loader == "cpu" else arguments,
+        estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
+        memory=_memory(case),
+        device=case.device,
+        arguments=None if case.on_cpu else arguments,
     )
 
 
@@ -111,7 +90,7 @@ def compile_minutes(
     return layers * _SECONDS_PER_LAYER / 60.0
 
 
-def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[Graph]:
+def graphs(case: Case) -> Iterator[Graph]:
     """The programs that a load compiles; none on a CPU, and none before n_positions is known.
 
     Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
@@ -122,13 +101,11 @@ def graphs(options: ServingOptions, facts: ModelFacts, loader: str) -> Iterator[
     (modules/autobucketing.py) makes a prefill for each length of a cached prefix, none included, and a decode graph for
     each number of sequences.
     """
-    if loader == "cpu" or options.max_model_len is None:
+    options, loader, slots = case.effective, case.backend, case.slots
+    if case.on_cpu or options.max_model_len is None:
         return
-    capability = capability_of(loader, facts.model_type)
-    slots = options.max_rolling_batch_size or 1
-    continuous = continuous_batching(options, capability)
+    continuous = case.continuous_batching
     rows = 1 if continuous else slots
-    options = honoured(options, capability)
     length = options.max_model_len or 0
     lengths = options.token_buckets or make_buckets(length)
     prompts = options.context_length_estimate or ()
@@ -164,26 +141,18 @@ def _mixed(
         yield from (Graph("mixed", tokens, blocks) for tokens in steps)
 
 
-def _memory(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None,
-) -> CoreMemory | None:
-    on_cpu = loader == "cpu"
-    told = options.tensor_parallel_degree
-    degree = told if isinstance(told, int) and not on_cpu else 1
-    if facts.num_parameters is None:
+def _memory(case: Case) -> CoreMemory | None:
+    if case.model.num_parameters is None:
         return None
-    options = honoured(options, capability_of(loader, facts.model_type))
     return memory.needed(
-        facts,
-        Load.of(options, loader, draft),
-        degree=degree,
-        core_memory_bytes=_host_memory(device) if on_cpu else device.core_memory_bytes,
-        loader=loader,
-        cores=0 if on_cpu else device.cores_for(degree),
+        case.model,
+        Load.of(case.effective, case.backend, case.draft),
+        degree=case.degree,
+        core_memory_bytes=_host_memory(case.device)
+        if case.on_cpu
+        else case.device.core_memory_bytes,
+        loader=case.backend,
+        cores=0 if case.on_cpu else case.device.cores_for(case.degree),
     )
 
 

@@ -10,8 +10,9 @@ from djl_python_neuronx.planning import architecture, defects, host, overrides, 
 from djl_python_neuronx.planning import draft as drafts
 from djl_python_neuronx.planning.advice import ways
 from djl_python_neuronx.planning.capabilities import LIBRARIES, Capability, capability_of
-from djl_python_neuronx.planning.instances import DeviceInfo, on_single_cores
-from djl_python_neuronx.planning.intent import continuous_batching, honoured
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.intent import continuous_batching
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 
@@ -22,22 +23,13 @@ _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
 
 
-def findings(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    *,
-    draft: ModelFacts | None = None,
-    estimated_load_s: float | None = None,
-    filled: Collection[str] = (),
-) -> Iterator[Finding]:
+def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[Finding]:
     """Everything that needs facts, and the rules of the library that was chosen.
 
-    `options` are filled in, `filled` names the values that `defaults.fill` gave. `draft` are the facts of the draft
-    model where they are known, `estimated_load_s` the seconds that loading is expected to take without a cache.
+    `estimated_load_s`: the seconds that loading is expected to take without a cache.
     """
-    capability = capability_of(loader, facts.model_type)
+    options, facts, loader, draft = case.options, case.model, case.backend, case.draft
+    device, filled, capability = case.device, case.filled, case.capability
     yield from _lengths(options, facts, filled)
     yield from _useless(options, loader, capability)
     yield from _steps(options, loader)
@@ -46,8 +38,7 @@ def findings(
         yield from drafts.findings(options, facts, draft, loader)
         yield from host.findings(options, facts, device, draft)
         return
-    device = on_single_cores(device, options.logical_nc_config)
-    used = honoured(options, capability)
+    used = case.effective
     if placement.fits(used, facts, device, loader, draft) is not False:
         # What is only good to know of a plan is not worth a word where there is no plan.
         yield from _djl(options, filled)

@@ -18,6 +18,7 @@ from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
+from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
 from djl_python_neuronx.planning.instances import named  # noqa: E402
 from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
@@ -106,7 +107,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
-    value, _ = fill(options, facts, named("inf2.xlarge"), "tnx")["on_device_generation"]
+    value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
     options = options.model_copy(update={"on_device_generation": value})
     arguments = library_arguments(options, "tnx", continuous=True)
     plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)

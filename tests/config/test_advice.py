@@ -9,6 +9,7 @@ from djl_python_neuronx.config.findings import asked
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import advice
 from djl_python_neuronx.planning.capabilities import CAPABILITIES, LIBRARIES
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.instances import named
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.suitability import findings
@@ -64,6 +65,6 @@ def test_no_finding_names_a_loader_that_cannot_load(loader):
     every = {kind for library in CAPABILITIES.values() for kind in library}
     for kind in sorted(every | {"t5"}):
         facts = ModelFacts(model_type=kind, attention_bias=True, activation="gelu")
-        for found in findings(everything, facts, named("inf2.48xlarge"), loader):
+        for found in findings(Case(everything, facts, named("inf2.48xlarge"), loader)):
             for other in advice.NOT_SERVED:
                 assert f"model_loader={other}" not in found.problem

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import defaults
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill, make_buckets, make_steps
 from djl_python_neuronx.planning.instances import (
     GIB,
@@ -48,7 +49,7 @@ def filled(name, machine, loader="tnx", **values):
     facts = facts_of(name) if isinstance(name, str) else name
     device = named(machine) if isinstance(machine, str) else machine
     options = options_with(**values)
-    found = fill(options, facts, device, loader)
+    found = fill(Case(options, facts, device, loader))
     assert all(why for _, why in found.values())
     return options.model_copy(update={option: value for option, (value, _) in found.items()})
 
@@ -158,7 +159,7 @@ class TestOnDevices:
     def test_a_model_of_unknown_size_is_filled_without_a_look_at_memory(self):
         facts = ModelFacts(model_type="other", max_positions=65536)
         assert chosen(facts, "inf2.xlarge") == (2, 4096, 32)
-        found = fill(options_with(), facts, named("inf2.xlarge"), "tnx")
+        found = fill(Case(options_with(), facts, named("inf2.xlarge"), "tnx"))
         assert "nothing tells whether memory suffices" in found["max_rolling_batch_size"][1]
 
 
@@ -184,7 +185,7 @@ class TestDegree:
         assert padding.tensor_parallel_degree == 24
 
     def test_the_reason_names_the_heads_that_decide(self):
-        found = fill(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx")
+        found = fill(Case(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx"))
         assert "64 heads" in found["tensor_parallel_degree"][1]
 
     def test_a_larger_degree_that_needs_more_memory_on_each_core_is_only_taken_as_max(self):
@@ -299,7 +300,7 @@ class TestBuckets:
         assert options.context_length_estimate == (4096,)
 
     def test_architectures_that_take_none_get_none(self):
-        found = fill(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx")
+        found = fill(Case(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx"))
         assert "context_length_estimate" not in found
 
     @given(longest=st.integers(1, 2**20))
@@ -376,10 +377,10 @@ class TestDtype:
         assert filled(TINY, "inf2.xlarge", loader, dtype=dtype).dtype == dtype
 
     def test_a_cpu_computes_float16_in_float32_and_says_so(self):
-        found = fill(options_with(dtype="fp16"), facts_of(TINY), CPU, "cpu")
+        found = fill(Case(options_with(dtype="fp16"), facts_of(TINY), CPU, "cpu"))
         assert found["dtype"][0] == "float32"
         assert "float16" in found["dtype"][1]
-        assert "dtype" not in fill(options_with(dtype="bf16"), facts_of(TINY), CPU, "cpu")
+        assert "dtype" not in fill(Case(options_with(dtype="bf16"), facts_of(TINY), CPU, "cpu"))
 
 
 class TestOnCpu:
@@ -463,7 +464,7 @@ def test_every_value_is_sensible_whatever_was_set(name, loader, machine, values)
 def test_filling_what_is_filled_changes_nothing():
     for name in NAMES:
         options = filled(name, "inf2.48xlarge", "nxdi")
-        assert fill(options, facts_of(name), named("inf2.48xlarge"), "nxdi") == {}
+        assert fill(Case(options, facts_of(name), named("inf2.48xlarge"), "nxdi")) == {}
 
 
 class TestWhatTheReasonsSay:
@@ -473,7 +474,7 @@ class TestWhatTheReasonsSay:
 
     def reasons(self, facts, machine, loader="tnx", **values):
         draft = values.pop("draft", None)
-        found = fill(options_with(**values), facts, named(machine), loader, draft=draft)
+        found = fill(Case(options_with(**values), facts, named(machine), loader, draft=draft))
         return {name: (value, why) for name, (value, why) in found.items()}
 
     def test_where_nothing_fits(self):

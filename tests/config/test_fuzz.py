@@ -14,10 +14,11 @@ from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED,
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import instances
-from djl_python_neuronx.planning.assess import assess, examine
+from djl_python_neuronx.planning.assess import examine
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
-from tests.config.settings import resolve
+from tests.config.settings import assess, resolve
 
 MODELS = [
     json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "models").glob("*"))
@@ -217,7 +218,7 @@ def test_options_that_are_fine_alone_are_judged_for_any_model_and_machine(
 ):
     resolved, _ = examine(None, Path("/opt/ml/model"), {}, overrides)
     done = judged(resolved, config, machine, loader)
-    make_plan(done, ModelFacts.from_config(config), machine, loader)
+    make_plan(Case(done.options, ModelFacts.from_config(config), machine, loader))
 
 
 JSON = st.one_of(
@@ -260,4 +261,4 @@ def test_any_config_of_a_model(base, changes, machine, loader):
     resolved, _ = examine(None, Path("/opt/ml/model"), {})
     config = {**base, **changes}
     done = judged(resolved, config, machine, loader)
-    make_plan(done, ModelFacts.from_config(config), machine, loader)
+    make_plan(Case(done.options, ModelFacts.from_config(config), machine, loader))

@@ -10,6 +10,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import instances, memory
 from djl_python_neuronx.planning.assess import assess
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import Graph, compile_minutes, graphs, make_plan
@@ -28,17 +29,15 @@ def config(name):
     return json.loads((MODELS / f"{name}.json").read_text())
 
 
+INF2 = instances.named("inf2.48xlarge")
+
+
 def facts(name):
     return ModelFacts.from_config(config(name))
 
 
-def resolved(**options):
-    return Resolved(
-        ServingOptions(**{**BASE, **options}),
-        MappingProxyType({}),
-        MappingProxyType({}),
-        MappingProxyType({}),
-    )
+def options_with(**values):
+    return ServingOptions(**{**BASE, **values})
 
 
 def prefill(*buckets, rows=1, kind="prefill"):
@@ -156,13 +155,13 @@ CASES = [
 @pytest.mark.parametrize(("model", "loader", "options", "expected"), CASES)
 def test_the_graphs_that_are_compiled(model, loader, options, expected):
     known = ModelFacts(model_type="new") if model is None else facts(model)
-    found = list(graphs(resolved(**options).options, known, loader))
+    found = list(graphs(Case(options_with(**options), known, INF2, loader)))
     assert found == expected
 
 
 def test_no_graph_is_told_before_lengths_are_known():
     options = ServingOptions(n_positions=None)
-    assert list(graphs(options, facts("llama-3-8b"), "tnx")) == []
+    assert list(graphs(Case(options, facts("llama-3-8b"), INF2, "tnx"))) == []
 
 
 def test_compiling_takes_longer_for_more_graphs_and_more_layers():
@@ -191,7 +190,7 @@ def test_a_model_of_unknown_depth_has_an_estimate_too():
 @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
 def test_the_plan_of_a_neuron_loader(loader):
     device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
-    plan = make_plan(resolved(), known, device, loader, artifact_format="split")
+    plan = make_plan(Case(options_with(), known, device, loader), artifact_format="split")
     assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
     alone = memory.per_core(
@@ -213,9 +212,9 @@ def test_the_plan_of_a_neuron_loader(loader):
 
 def test_quantised_weights_and_caches_take_less():
     device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
-    plain = make_plan(resolved(), known, device, "tnx").memory
-    quantised = resolved(quantize="static_int8", kv_cache_quantize="fp8")
-    less = make_plan(quantised, known, device, "tnx").memory
+    plain = make_plan(Case(options_with(), known, device, "tnx")).memory
+    quantised = options_with(quantize="static_int8", kv_cache_quantize="fp8")
+    less = make_plan(Case(quantised, known, device, "tnx")).memory
     assert less.weights < plain.weights
     assert 2 * less.kv_cache == plain.kv_cache
 
@@ -223,26 +222,26 @@ def test_quantised_weights_and_caches_take_less():
 def test_the_plan_of_the_cpu_is_the_whole_machine():
     device = DeviceInfo(None, 0, 0, 64 * 2**30, 8, "a laptop")
     known = facts("llama-3-8b")
-    plan = make_plan(resolved(tensor_parallel_degree=2), known, device, "cpu")
+    plan = make_plan(Case(options_with(tensor_parallel_degree=2), known, device, "cpu"))
     assert plan.graphs == ()
     assert plan.estimated_compile_s == 0
     assert plan.arguments is None
     assert plan.memory.capacity == 64 * 2**30
     assert plan.memory.weights == 2 * known.num_parameters
-    on_neuron = make_plan(resolved(), known, instances.named("inf2.xlarge"), "cpu")
+    on_neuron = make_plan(Case(options_with(), known, instances.named("inf2.xlarge"), "cpu"))
     assert on_neuron.memory.capacity == 0  # the devices' memory is not the host's
 
 
 def test_no_memory_is_told_of_an_unknown_architecture():
     unknown = ModelFacts(model_type="new")
-    plan = make_plan(resolved(), unknown, instances.named("inf2.xlarge"), "nxdi")
+    plan = make_plan(Case(options_with(), unknown, instances.named("inf2.xlarge"), "nxdi"))
     assert plan.memory is None
 
 
 def test_static_batching_reaches_the_librarys_arguments():
     device = instances.named("inf2.24xlarge")
-    able = make_plan(resolved(), facts("llama-3-8b"), device, "tnx").arguments
-    unable = make_plan(resolved(), facts("opt-13b"), device, "tnx").arguments
+    able = make_plan(Case(options_with(), facts("llama-3-8b"), device, "tnx")).arguments
+    unable = make_plan(Case(options_with(), facts("opt-13b"), device, "tnx")).arguments
     assert "continuous_batching" in able.neuron_config
     assert "continuous_batching" not in unable.neuron_config
 
@@ -254,13 +253,11 @@ def test_static_batching_reaches_the_librarys_arguments():
 def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
     device, known = instances.named(machine), facts(model)
     loader = "nxdi" if known.model_type in {"llama", "mixtral"} else "tnx"
-    empty = Resolved(
-        ServingOptions(model_id="owner/model", model_loader=loader),
-        *(MappingProxyType({}) for _ in range(3)),
-    )
-    found, problems = assess(empty, config(model), device, loader)
-    plan = make_plan(found, known, device, loader)
-    degree = found.options.tensor_parallel_degree
+    options = ServingOptions(model_id="owner/model", model_loader=loader)
+    empty = Resolved(options, *(MappingProxyType({}) for _ in range(3)))
+    _, case, problems = assess(empty, Case(options, known, device, loader))
+    plan = make_plan(case)
+    degree = case.options.tensor_parallel_degree
     assert degree in instances.legal_degrees(device.family, device.visible_cores)
     if plan.memory.fits:
         assert problems == []

@@ -24,8 +24,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading import check
 from djl_python_neuronx.planning import instances
-from djl_python_neuronx.planning.assess import assess, examine
-from tests.config.settings import complete, resolve
+from djl_python_neuronx.planning.assess import examine
+from tests.config.settings import assess, complete, resolve
 
 TINY = {
     "model_type": "llama",

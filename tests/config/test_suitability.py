@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import capabilities, defaults, instances
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.instances import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.suitability import findings
@@ -57,7 +58,9 @@ def say(**values):
     told = {name: values.pop(name) for name in SITUATION if name in values}
     options = ServingOptions.model_validate({**FILLED, **values})
     facts, device = told.pop("facts", LLAMA), told.pop("device", INF2)
-    return [*findings(options, facts, device, told.pop("loader", "tnx"), **told)]
+    estimated_load_s = told.pop("estimated_load_s", None)
+    case = Case(options, facts, device, told.pop("loader", "tnx"), **told)
+    return [*findings(case, estimated_load_s=estimated_load_s)]
 
 
 def matching(values, name, level, text):
@@ -1045,9 +1048,9 @@ class TestEveryModel:
     def test_has_an_answer_with_every_loader(self, model_type, loader, device):
         facts = of(model_type)
         options = ServingOptions(model_id="m")
-        filled = defaults.fill(options, facts, device, loader)
+        filled = defaults.fill(Case(options, facts, device, loader))
         options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
-        found = [*findings(options, facts, device, loader, filled=filled)]
+        found = [*findings(Case(options, facts, device, loader, filled=filled))]
         unknown = loader != "cpu" and model_type not in CAPABILITIES[loader]
         errors = [entry for entry in found if entry.level == "error"]
         if unknown:
@@ -1105,7 +1108,7 @@ def test_every_option_without_an_equivalent_is_told(loader):
         if field.annotation in {bool, bool | None}
     }
     options = ServingOptions.model_validate({**FILLED, **values})
-    found = [*findings(options, LLAMA, INF2, loader)]
+    found = [*findings(Case(options, LLAMA, INF2, loader))]
     told = {
         name: entry.level
         for entry in found
