@@ -61,8 +61,7 @@ METRICS: dict[str, Metric] = {
         "counter", "Prompt columns computed for nothing, up to the bucket's length."
     ),
     "reencoded_tokens_total": Metric(
-        "counter",
-        "Tokens encoded again although they were cached: in static batches a joiner costs that.",
+        "counter", "Cached tokens prefilled again because a request joined a static batch."
     ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
@@ -83,9 +82,11 @@ METRICS: dict[str, Metric] = {
     "slots_in_use": Metric("gauge", "Sequences that hold a slot."),
     "waiting_requests": Metric("gauge", "Sequences that wait for a slot."),
     "compile_cache_hits_total": Metric(
-        "counter", "Compiled models that were found, on this machine or in the remote store."
+        "counter", "Compiled models found in the store, local or remote."
     ),
-    "compile_cache_misses_total": Metric("counter", "Models that had to be compiled."),
+    "compile_cache_misses_total": Metric(
+        "counter", "Models compiled because the store lacked them."
+    ),
     "load_seconds": Metric("gauge", "Time that loading the model took."),
 }
 
