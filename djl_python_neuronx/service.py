@@ -1,4 +1,4 @@
-"""The one composition root: settings → artifact → backend → engine → Service. Doors get a Service and nothing else."""
+"""The composition root: settings → artifact → backend → engine → `Service`, which every request handler is given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +37,7 @@ from djl_python_neuronx.types import Tokenizer
 logger = logging.getLogger(__name__)
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
-"""Ids that are taken over from clients: what can stand in a header and on a line of a log."""
+"""Client ids that are used as they are: those that fit into a header and a log line."""
 
 
 class Service:
@@ -54,9 +53,10 @@ class Service:
         warm_up: bool = False,
         on_death: Callable[[ServingError], None] | None = None,
     ) -> None:
-        """Start the engine, after a first run of every graph if asked. `on_death`: see `EngineLoop`.
+        """Start the engine; with `warm_up`, run every graph once before. `on_death`: see `EngineLoop`.
 
-        `proposer` drafts for a backend that verifies, and is closed with it.
+        `proposer` proposes tokens for a backend that verifies them. Both are closed with the service, and also if the
+        warm-up fails.
         """
         self.options = options
         self.backend = backend
@@ -73,7 +73,11 @@ class Service:
             proposer=proposer,
         )
         if warm_up:
-            self._warm_up(engine)
+            try:
+                _warm_up(engine)
+            except BaseException:
+                self._close_models()
+                raise
         self.loop = EngineLoop(
             engine,
             tokenizer,
@@ -86,20 +90,6 @@ class Service:
         self.metrics["waiting_requests"].set_function(lambda: engine.num_waiting)
         self.loop.start()
 
-    def _warm_up(self, engine: Engine) -> None:
-        started_s = time.monotonic()
-        try:
-            cold = run_every_graph(engine)
-        except StepError as error:
-            self._close_models()
-            msg = f"the first run of every graph failed: {error}"
-            raise BackendError(msg) from error
-        except BaseException:
-            self._close_models()
-            raise
-        seconds = time.monotonic() - started_s
-        logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
-
     @classmethod
     def load(
         cls,
@@ -111,34 +101,27 @@ class Service:
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> Service:
-        """Fetch, compile and load the model that the settings name, and start to serve it; seconds to hours.
+        """Fetch, compile and load the model that the settings name, and start serving it. Takes seconds to hours.
 
-        `properties` is what DJL Serving passes (None outside it), `overrides` the command line's.
+        `properties` come from DJL Serving (None outside it), `overrides` from the command line.
 
         Raises:
-            ServingError: what is wrong with the settings, the model's files or the machine.
+            ServingError: the settings, the model's files or the machine do not allow it.
         """
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         prepared = prepare(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
         )
-        counts = Counter[str]()
-
-        def graphs(one: Prepared) -> Compiled:
-            return obtain(
-                one,
-                environ=environ,
-                count=lambda metric: counts.update([metric]),
-                listener=progress.compile,
-            )
-
+        draft = prepared.draft
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled, draft = graphs(prepared), prepared.draft
-        compiled_draft = None if draft is None else graphs(draft)
+        compiled = obtain(prepared, environ=environ, listener=progress.compile)
+        compiled_draft = (
+            None if draft is None else obtain(draft, environ=environ, listener=progress.compile)
+        )
         backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
         try:
-            proposer = _proposer(prepared, backend.spec, compiled_draft)
+            proposer = _load_proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
             backend.close()
             raise
@@ -160,8 +143,10 @@ class Service:
             warm_up=not options.skip_warmup,
             on_death=on_death,
         )
-        for metric, number in counts.items():
-            service.metrics[metric].inc(number)
+        for graphs in (compiled, compiled_draft):
+            if graphs is not None and graphs.cache_hit is not None:
+                outcome = "hits" if graphs.cache_hit else "misses"
+                service.metrics[f"compile_cache_{outcome}_total"].inc()
         service.metrics["load_seconds"].set(time.monotonic() - started_s)
         return service
 
@@ -172,10 +157,10 @@ class Service:
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
-        """Parse and validate a request body; any thread. `request_id` is the client's, for the echo and for logs.
+        """Parse and validate a request body. Any thread. `request_id` is the client's, for the response and for logs.
 
         Raises:
-            RequestError: what is wrong with the request.
+            RequestError: the request is invalid.
         """
         context = ParseContext(
             tokenizer=self.tokenizer,
@@ -194,7 +179,7 @@ class Service:
 
     @property
     def speculation(self) -> dict[str, object] | None:
-        """Who drafts, how many tokens at a time, and whether still, in plain values; None: nobody."""
+        """The speculation in use, as plain values: number of drafts, their source, whether it is active. Or None."""
         if self._proposer is None:
             return None
         from_model = isinstance(self._proposer, DraftModel)
@@ -204,23 +189,39 @@ class Service:
             "active": self.loop.engine.proposer is not None,
         }
 
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
+        if not self.loop.close(drain_s):
+            logger.error(
+                "device_left_open reason='a call has not returned; closing it now could crash the process'"
+            )
+            return
+        self._close_models()
+
     def _close_models(self) -> None:
         self.backend.close()
         if self._proposer is not None:
             self._proposer.close()
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
-        if self.loop.close(drain_s):
-            self._close_models()
-        else:
-            logger.error(
-                "device_left_open reason='a call has not returned; closing it now could crash the process'"
-            )
+
+def _warm_up(engine: Engine) -> None:
+    started_s = time.monotonic()
+    try:
+        cold = run_every_graph(engine)
+    except StepError as error:
+        msg = f"the first run of every graph failed: {error}"
+        raise BackendError(msg) from error
+    seconds = time.monotonic() - started_s
+    logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
 
 
-def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Compiled | None) -> Proposer | None:
-    """Who drafts for a model that verifies drafts; a draft model, of which `compiled` are the graphs, is loaded now."""
+def _load_proposer(
+    prepared: Prepared, spec: ModelSpec, compiled: Compiled | None
+) -> Proposer | None:
+    """The source of proposed tokens for a model that verifies them, or None.
+
+    A draft model, whose graphs are `compiled`, is loaded here.
+    """
     draft = prepared.draft
     if not spec.max_drafts:
         return None
@@ -230,21 +231,21 @@ def _proposer(prepared: Prepared, spec: ModelSpec, compiled: Compiled | None) ->
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (
-            f"gives logits of {backend.spec.vocab_size} tokens and the model of {spec.vocab_size}"
+            f"has a vocabulary of {backend.spec.vocab_size} tokens, the model of {spec.vocab_size}"
         )
     elif Want.LOGITS not in backend.spec.outputs:
-        problem = "samples on the device and gives no logits"
+        problem = "samples on the device and returns no logits"
     if problem is not None:
         backend.close()
-        msg = f"the draft model {problem}. Take another speculative_draft_model"
+        msg = f"the draft model {problem}; set another speculative_draft_model"
         raise IncompatibleOptionsError(msg)
     return DraftModel(backend)
 
 
 def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
-    """Characters that no prompt which fits can have; None if the tokenizer does not say how long a token can be.
+    """A number of characters above that of any prompt that fits. None if the length of tokens is unknown.
 
-    Generous by a factor of four, for normalisers that make the text shorter.
+    It leaves a factor of four for normalisers that shorten the text.
     """
     if tokenizer.pieces is None:
         return None

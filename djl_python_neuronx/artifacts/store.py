@@ -217,14 +217,10 @@ OnMismatch = Literal["error", "recompile"]
 _ROLES: tuple[Role, ...] = get_args(Role)
 
 
-def _count_nothing(_metric: str) -> None: ...
-
-
 class CompileStore:
     """Finished compiles under `root`, shared by any number of processes.
 
-    `root` may be read-only: what is there is used in place, what is not is made in `fallback`. `count` gets the name
-    of a metric when `build` finds (`compile_cache_hits_total`) or compiles (`compile_cache_misses_total`).
+    `root` may be read-only: what is there is used in place, what is not is made in `fallback`.
     """
 
     def __init__(
@@ -233,12 +229,10 @@ class CompileStore:
         *,
         fallback: Path | None = None,
         mirror: Mirror | None = None,
-        count: Callable[[str], None] = _count_nothing,
     ) -> None:
         """Touches nothing."""
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
-        self._count = count
 
     def find(self, facts: CompileFacts) -> Path | None:
         """The finished compile for these facts, proved whole; None if there is none on this machine.
@@ -326,7 +320,6 @@ class CompileStore:
         if found is not None and (
             self._is_noted(found, role) or not any(map(is_writable, self._roots))
         ):
-            self._count("compile_cache_hits_total")
             return found
         root = self._writable_root()
         with ExitStack() as stack:
@@ -335,7 +328,6 @@ class CompileStore:
                 stack.enter_context(held(root / ".locks" / facts.key, what=f"compile {facts.key}"))
             # Whoever held the lock before may have made it.
             found = self._look(facts, on_mismatch) or self._pull(facts, root, on_mismatch)
-            self._count(f"compile_cache_{'misses' if found is None else 'hits'}_total")
             if found is None:
                 self._explain_miss(facts, on_mismatch, role)
                 self._probe()

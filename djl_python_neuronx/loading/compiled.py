@@ -53,18 +53,17 @@ class Compiled:
     """All options in force, as JSON has them."""
     packages: Mapping[str, str]
     """Versions of the libraries."""
+    cache_hit: bool | None = None
+    """Whether the compile cache had the graphs; None if they were not looked up there."""
 
 
 def obtain(
     prepared: Prepared,
     *,
     environ: Mapping[str, str],
-    count: Callable[[str], None],
     listener: Callable[[CompileProgress], None] | None = None,
 ) -> Compiled:
     """The compiled graphs for a prepared model; takes minutes to hours if they must be made.
-
-    `count` gets the name of a metric: the store had them, or not.
 
     Raises:
         ArtifactMismatchError: there are graphs, but for other settings; see `CompileStore.build`.
@@ -78,6 +77,7 @@ def obtain(
     }
     packages = _packages()
     folder: Path | None = None
+    cache_hit: bool | None = None
     compiler = backends.compiler(prepared.loader)
     if compiler is None:
         pass
@@ -91,13 +91,12 @@ def obtain(
             folder = folder or _checked(named, facts)
         elif folder is None:
             place = locate(named, _origin(prepared), environ, NEURON_CACHE)
-            folder = _from_store(
-                prepared, place, facts, options, packages,
-                environ=environ, count=count, listener=listener,
-            )  # fmt: skip
+            folder, cache_hit = _from_store(
+                prepared, place, facts, options, packages, environ=environ, listener=listener
+            )
         logger.info("compiled folder=%s", folder)
     plan = replace(prepared.plan, foreign_graphs=folder is not None and not _is_ours(folder))
-    return Compiled(folder, plan, facts, options, packages)
+    return Compiled(folder, plan, facts, options, packages, cache_hit)
 
 
 def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
@@ -188,17 +187,15 @@ def _from_store(
     packages: Mapping[str, str],
     *,
     environ: Mapping[str, str],
-    count: Callable[[str], None],
     listener: Callable[[CompileProgress], None] | None,
-) -> Path:
+) -> tuple[Path, bool]:
+    """The folder of the graphs, and whether the store had them."""
     writable = fetch.download_root(environ) / "compiled"
     mirror = None
     if place.is_remote:
         mirror = Mirror(place.store, _transport(place.store, environ))
     root = writable if place.is_remote else Path(place.store)
-    store = CompileStore(
-        root, fallback=None if root == writable else writable, mirror=mirror, count=count
-    )
+    store = CompileStore(root, fallback=None if root == writable else writable, mirror=mirror)
     logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     planned = prepared.planned
     # A draft model is compiled by itself.
@@ -206,7 +203,11 @@ def _from_store(
     share = len(own) / max(1, len(planned.graphs))
     forecast = Forecast(len(own), share * planned.estimated_compile_s, listener)
 
+    cache_hit = True
+
     def make(target: Path) -> None:
+        nonlocal cache_hit
+        cache_hit = False
         cache = (
             place.neff_cache
             if place.is_remote
@@ -224,7 +225,7 @@ def _from_store(
             forecast=forecast,
         )
 
-    return store.build(
+    folder = store.build(
         facts,
         make,
         effective_options=options,
@@ -232,6 +233,7 @@ def _from_store(
         on_mismatch=prepared.options.on_mismatch,
         role=prepared.role,
     )
+    return folder, cache_hit
 
 
 def _transport(uri: str, environ: Mapping[str, str]) -> S3Transport:

@@ -28,8 +28,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import graph_options
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 if TYPE_CHECKING:
     from djl_python_neuronx.artifacts.s3 import Settings
@@ -133,7 +133,7 @@ def _write(
     # What is served elsewhere needs the draft model's weights too, or neither's.
     included = draft is not None and weights != "none"
     options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
-    compiled = obtain(prepared, environ=environ, count=_log_count, listener=progress.compile)
+    compiled = obtain(prepared, environ=environ, listener=progress.compile)
 
     def write(destination: Path) -> Manifest:
         with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
@@ -232,7 +232,3 @@ def _source(prepared: Prepared) -> Path:
         )
         raise ArtifactNotFoundError(msg)
     return model
-
-
-def _log_count(metric: str) -> None:
-    logger.info("counted metric=%s", metric)
