@@ -31,7 +31,7 @@ from djl_python_neuronx.planning.memory import CoreMemory
 from tests import remote_doubles
 
 ROOT = Path(__file__).parent.parent
-MODELS = Path(__file__).parent / "config" / "models"
+MODELS = Path(__file__).parent / "planning" / "models"
 TINY = ROOT / "examples" / "tiny-llama"
 HUB = {
     "EleutherAI/gpt-j-6b": "gpt-j-6b",
