@@ -54,3 +54,10 @@ def test_files_that_guides_name_exist(document: str) -> None:
     named += [ROOT / "djl_python_neuronx" / name for name in re.findall(SHORT, text)]
     assert named
     assert [str(path) for path in named if not path.exists()] == []
+
+
+def test_the_life_of_an_option_has_at_most_12_files() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    life = text.partition("## Life of an option\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`", life, re.MULTILINE)
+    assert 8 <= len(steps) <= 12

@@ -52,7 +52,7 @@ def test_the_contents_lead_to_the_sections():
 
 @pytest.mark.parametrize("name", ServingOptions.model_fields)
 def test_an_option_tells_its_values_names_variables_and_equivalents(name):
-    section, marker = SECTION[name], option(name)
+    section, marker = SECTION[name].replace("\n  ", " "), option(name)
     assert f"- Values: {allowed_values(name)}" in section
     assert "\n- Default: " in section
     for word in (*marker.aliases, *marker.env, *marker.to.values()):
