@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
     "padding_tokens_total": Metric("counter", "Padding computed in prefills, in tokens."),
     "reencoded_tokens_total": Metric(
-        "counter", "Cached tokens prefilled again when a request joins a static batch."
+        "counter", "Tokens prefilled again when a request joins a static batch."
     ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
