@@ -39,7 +39,7 @@ import orjson
 from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.protocol.base import Formatter, ParseContext
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.sampling import SamplingParams
@@ -220,7 +220,7 @@ def _generate(
     tokenizer = TableTokenizer(case.vocab)
     loop = EngineLoop(Engine(backend), tokenizer, max_waiting=0, observer=Recorder(Metrics()))
     body = {"inputs": "-", "stream": case.format == "jsonlines"}
-    inbox = Inbox()
+    inbox = BlockingQueue()
     formatters: dict[str, Formatter] = {}
     requests: list[GenerationRequest] = []
     for i in range(case.batch):

@@ -59,7 +59,7 @@ OURS = """
 import sys
 from pathlib import Path
 from djl_python_neuronx.artifacts import s3
-s3.fetch("s3://bench/model", Path(sys.argv[1]))
+s3.fetch("s3://bench/model", Path(sys.argv[1]), {})
 """
 NEAR = 0.9
 """At this share of curl's rate the server, not the client, sets the pace."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Union
 
-from djl_python_neuronx.engine.outlets import Inbox, Outlet
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.streams import BlockingQueue, OutputQueue
 from djl_python_neuronx.errors import QueueFullError, ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
@@ -122,7 +122,7 @@ class Replies:
     def __init__(self, service: Serving) -> None:
         self.rows: list[Row] = []
         self._service = service
-        self._inbox = Inbox()
+        self._inbox = BlockingQueue()
 
     def admit(self, row: Input) -> None:
         """Submit a request. If it is invalid, the error is its answer."""
@@ -196,7 +196,7 @@ def _one_line(error: ServingError) -> str:
     return " ".join(str(error).split())
 
 
-def _submit(service: Serving, row: Input, outlet: Outlet) -> ParsedRequest:
+def _submit(service: Serving, row: Input, outlet: OutputQueue) -> ParsedRequest:
     body, headers = read(row)
     try:
         parsed = service.parse(body, request_id=headers.get("requestid"), headers=headers)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING
 
-from djl_python_neuronx.engine.outlets import Generation
+from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import RequestError, RequestTimeoutError, ServingError
 from djl_python_neuronx.protocol.base import Serving, generate
 from djl_python_neuronx.protocol.djl import (
