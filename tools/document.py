@@ -1,7 +1,7 @@
-"""Generated pages: serving.properties.example, docs/options.md, docs/architectures.md and docs/metrics.md.
+"""Generator of serving.properties.example and of docs/options.md, architectures.md and metrics.md.
 
-``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to
-standard output; `make docs` writes all four files.
+``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to standard output; `make
+docs` writes all files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
@@ -25,31 +24,31 @@ from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 _OPTIONS_HEAD = """\
 # Options
 
-Generated from the option fields in `djl_python_neuronx/config/` by `make docs`. Edit the fields, not this page.
+Generated from the option fields in `djl_python_neuronx/config/` by `make docs`. Edit the fields there, not this file.
 
-In `serving.properties` an option is `option.<name>=<value>`, in the environment `OPTION_<NAME>`. The first of these
-sources that gives a value wins:
+In `serving.properties` an option is written `option.<name>=<value>`, in the environment `OPTION_<NAME>`. Precedence,
+highest first:
 
-1. the command line (`-o name=value`)
-2. SageMaker's variables (`SAGEMAKER_*`)
-3. `option.*` in `serving.properties`
-4. `HF_MODEL_ID` and the hub's other variables
-5. `OPTION_*`
-6. keys without the prefix, and `ARGS_*` (DJL Serving's arguments, such as `batch_size`)
-7. the environment variables listed below
-8. a value derived from model and machine
-9. the default
+1. the command line,
+2. SageMaker's variables (`SAGEMAKER_*`),
+3. `option.*` in `serving.properties`,
+4. `HF_MODEL_ID`, `HF_REVISION` and `HF_TASK`,
+5. `OPTION_*` variables,
+6. keys without the prefix, then `ARGS_*` variables (arguments of DJL Serving, such as `batch_size`),
+7. the environment variables listed with the options below,
+8. a value derived from the model and the machine, then the default.
 
-An empty value counts as not set, and so does `None` if the option has no default. An unknown name is an error.
+An empty value counts as not set, and so does `None` where the default is not set. A name that is not listed here is an
+error.
 
 Lists are written `256,512,1024`, as JSON or as a Python literal; objects as JSON or as a Python literal. Booleans are
-`true` or `false` (`1`, `yes`, `on`; `0`, `no`, `off`). Words are case-insensitive.
+`true` or `false` (also `1`, `yes`, `on`; `0`, `no`, `off`). Words are not case-sensitive.
 
-- **Not set** leaves the value to the library, or to model and machine if the text says so.
-- **Libraries** names the option in transformers-neuronx (`tnx`) and NxD Inference (`nxdi`): a keyword, `keyword.field`,
-  a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option that only changes speed
-  or memory is *ignored* with a note; any other option is an *error*.
-- The `cpu` backend needs none of the options that belong to a library.
+*Not set* means that the library chooses the value, or that it is derived from the model and the machine where the text
+says so. The last lines of an option name its equivalent in transformers-neuronx (TNX) and in NxD Inference (NxDI): a
+keyword, `keyword.field`, a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option
+that only changes speed or memory is *ignored*, with a note, and any other is an *error*. The cpu backend ignores
+options of the libraries.
 """
 
 _TRANSLATED_HEAD = """\
@@ -61,8 +60,8 @@ Names of the old engine that stand for a value of an option.
 _VARIABLES_HEAD = """\
 ## Other variables
 
-Variables set by SageMaker or used by the hub's own containers. The `SAGEMAKER_*` ones overrule
-`serving.properties`; the others apply to options that are not set.
+Variables of SageMaker, of the Hugging Face hub and of TGI. The `SAGEMAKER_*` ones override `serving.properties`. The
+others apply only if the option is not set there.
 """
 
 _IGNORED_HEAD = """\
@@ -72,16 +71,16 @@ Options of the old engine and of DJL Serving. They are accepted and have no effe
 """
 
 _UNSUPPORTED_HEAD = """\
-## Options that this version does not support
+## Unsupported options
 
-Options of the old engine. A value without effect is accepted; any other value is an error.
+Options of the old engine. Values that turn the option off are accepted, any other value is an error.
 """
 
 _EXAMPLE_HEAD = """\
-# Every option with its default. Copy to serving.properties beside the model and uncomment what you change.
+# Every option with its default. Copy this file to serving.properties beside the model and uncomment what you change.
 # Generated from the option fields in djl_python_neuronx/config/ by `make docs`.
 
-# For DJL Serving: the handler, and one of the two ways to batch (`auto` would serve one request at a time).
+# For DJL Serving: the handler, and one of the two ways to batch (`auto` serves one request at a time).
 engine=Python
 option.entryPoint=djl_python_neuronx.handler
 option.async_mode=true
@@ -91,11 +90,11 @@ option.async_mode=true
 _ARCHITECTURES_HEAD = """\
 # Architectures of transformers-neuronx
 
-Generated from `djl_python_neuronx/planning/capabilities.py` by `make docs`. Edit that file, not this page.
+Generated from `djl_python_neuronx/planning/capabilities.py` by `make docs`. Edit that file, not this one.
 
-What version 0.13 of the library supports for each `model_type`, compared with Hugging Face's logits on tiny models with
-random weights and an emulated device. An unsupported option is an error; if it only changes speed or memory it is
-ignored with a note. `djl-neuronx check` reports both. [options.md](options.md) explains the options.
+Features of version 0.13 of the library for each `model_type`, compared with Hugging Face's logits on tiny models with
+random weights and an emulated device. An option that an architecture does not support is an error or, if it only
+changes speed or memory, ignored with a note: see `djl-neuronx check`. [options.md](options.md) explains the options.
 """
 
 _METRICS_HEAD = """\
@@ -103,8 +102,8 @@ _METRICS_HEAD = """\
 
 Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Edit that table, not this page.
 
-The embedded server serves these at `/metrics`, in Prometheus' text format; under DJL Serving they are log lines
-`[METRICS]`. A histogram has `_bucket`, `_sum` and `_count`. Times are in seconds.
+The embedded server exposes these on `/metrics`, in Prometheus' text format; under DJL Serving they are log lines
+`[METRICS]`. A histogram has `_bucket`, `_sum` and `_count`; times are in seconds.
 """
 
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
@@ -127,19 +126,11 @@ _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
     "`speculative_draft_model`": lambda entry: entry.speculation,
 }
 
-_PARAGRAPH: Final = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)
-_BULLET: Final = textwrap.TextWrapper(
-    118,
-    initial_indent="- ",
-    subsequent_indent="  ",
-    break_on_hyphens=False,
-    break_long_words=False,
-)
-_ACCEPTED = "an error unless `allow_known_defects=true`"
+_ACCEPTED = "refused unless `allow_known_defects=true`"
 
 
 def architectures_page() -> str:
-    """Contents of docs/architectures.md."""
+    """Text of docs/architectures.md."""
     columns = [*TNX, *TNX_UNREADABLE]
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for title, can in _CAPABILITIES.items():
@@ -154,8 +145,8 @@ def architectures_page() -> str:
 
 
 def metrics_page() -> str:
-    """Contents of docs/metrics.md."""
-    lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
+    """Text of docs/metrics.md."""
+    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
     for name, metric in METRICS.items():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
@@ -163,31 +154,31 @@ def metrics_page() -> str:
 
 
 def _notes(name: str) -> Iterator[str]:
-    """Limits and defects of an architecture that the table does not show."""
+    """Limits and defects of an architecture."""
     if name in TNX_UNREADABLE:
         yield f"not served; {TNX_UNREADABLE[name]}"
         return
     entry = TNX[name]
     if not entry.continuous_batching:
-        yield "static batches: when a sequence joins, all are prefilled again"
+        yield "static batches: when a sequence joins, all are encoded anew"
     for defect, reason in entry.defects.items():
         names = ", ".join(f"`{option}`" for option in options_of(defect))
         yield f"{reason} ({names}; {_ACCEPTED})"
     for trait in TRAITS["tnx"].get(name, ()):
-        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'an error'})"
+        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'refused'})"
     if entry.collectives_follow:
         yield f"{entry.collectives_follow}: `collectives_layout=BSH` needs `attention_layout=BSH`"
-    yield from (f"`{option}` is an error: {reason}" for option, reason in entry.refused.items())
+    yield from (f"`{option}` is refused: {reason}" for option, reason in entry.refused.items())
 
 
 def descriptions() -> Mapping[str, str]:
-    """Option name -> text below its field, on one line."""
+    """Option name to the docstring below its field, on one line."""
     texts = {name: text for group in ServingOptions.__bases__ for name, text in _documented(group)}
     return {name: texts[name] for name in ServingOptions.model_fields}
 
 
 def options_page() -> str:
-    """Contents of docs/options.md."""
+    """Text of docs/options.md."""
     texts = descriptions()
     chapters = "\n".join(
         f"## {title}\n\n" + "\n".join(_section(name, texts[name]) for name in names)
@@ -196,7 +187,7 @@ def options_page() -> str:
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
     translated = {
         name: ", ".join(
-            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "no effect")
+            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "nothing")
             for value, meant in entry.values.items()
             if value in {"true", "false"}
         )
@@ -207,16 +198,16 @@ def options_page() -> str:
     ignored = {name: entry.reason for name, entry in IGNORED.items()}
     accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
     tables = (
-        f"{_TRANSLATED_HEAD}\n{_table('name', 'its values', translated)}",
+        f"{_TRANSLATED_HEAD}\n{_table('name', 'values', translated)}",
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
-        f"{_IGNORED_HEAD}\n{_table('name', 'why', ignored)}",
-        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values, without effect', accepted)}",
+        f"{_IGNORED_HEAD}\n{_table('name', 'reason', ignored)}",
+        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values', accepted)}",
     )
     return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))
 
 
 def example_file() -> str:
-    """Contents of serving.properties.example."""
+    """Text of serving.properties.example."""
     texts = descriptions()
     blocks = []
     for title, names in SECTIONS.items():
@@ -232,20 +223,18 @@ def example_file() -> str:
 
 
 def equivalents(name: str) -> str:
-    """Return the option's name in each library, in words; empty for an option of this package alone."""
+    """Each library's equivalent of an option; empty for an option of the server itself."""
     marker = option(name)
-    missing = "ignored" if marker.tunes else "error"
-    return ", ".join(
-        f"{loader} `{marker.to[loader]}`"
-        if loader in marker.to
-        else f"{loader} not supported ({missing})"
-        for loader in LIBRARIES
+    missing = f"not supported ({'ignored' if marker.tunes else 'error'})"
+    return "; ".join(
+        f"{library}: {f'`{marker.to[backend]}`' if backend in marker.to else missing}"
+        for backend, library in LIBRARIES.items()
         if marker.to
     )
 
 
 def _documented(group: type) -> Iterator[tuple[str, str]]:
-    """Yield the fields of one class with the texts below them."""
+    """The fields of one class with the texts below them."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(group)))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     for node, below in pairwise(body):
@@ -267,13 +256,14 @@ def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
 
 
 def _section(name: str, text: str) -> str:
-    wrapped = _PARAGRAPH.fill(text)
+    wrapped = "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
     facts = "".join(map(_bullet, _facts(name, option(name))))
     return f"### {name}\n\n{wrapped}\n\n{facts}"
 
 
 def _bullet(text: str) -> str:
-    return _BULLET.fill(text) + "\n"
+    wrapped = textwrap.wrap(text, 116, break_on_hyphens=False)
+    return "- " + "\n  ".join(wrapped) + "\n"
 
 
 def _facts(name: str, marker: Option) -> Iterator[str]:
@@ -284,9 +274,9 @@ def _facts(name: str, marker: Option) -> Iterator[str]:
     if marker.aliases:
         yield f"Aliases: {', '.join(f'`{alias}`' for alias in marker.aliases)}."
     if marker.env:
-        yield f"Environment: {', '.join(f'`{variable}`' for variable in marker.env)}."
+        yield f"Environment variable: {', '.join(f'`{variable}`' for variable in marker.env)}."
     if words := equivalents(name):
-        yield f"Libraries: {words}."
+        yield f"{words}."
 
 
 def _shown(default: object) -> str:
