@@ -102,8 +102,8 @@ _METRICS_HEAD = """\
 
 Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Edit that table, not this page.
 
-The embedded server exposes these on `/metrics`, in Prometheus' text format; under DJL Serving they are log lines
-`[METRICS]`. A histogram has `_bucket`, `_sum` and `_count`; times are in seconds.
+The embedded server exposes these on `/metrics`, in Prometheus' text format. A histogram has `_bucket`, `_sum` and
+`_count`; times are in seconds.
 """
 
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
