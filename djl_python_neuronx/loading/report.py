@@ -299,5 +299,6 @@ def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
         },
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
+        "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
         "draft_arguments": None if draft is None else jsonable(draft.arguments),
     }
