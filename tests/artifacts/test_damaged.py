@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -466,11 +466,6 @@ def cut_weights_on_the_cpu(path):
     return "cpu", ArtifactError
 
 
-def graphs_that_are_none(path):
-    folders.huggingface(path)
-    return "no compiled graphs", UnknownFormatError
-
-
 def empty_graph(path):
     (folders.presharded(path) / "0123456789abcdef0123.neff").write_bytes(b"")
     return "0123456789abcdef0123.neff", ArtifactError
@@ -482,7 +477,7 @@ CASES = {
     for name, one in list(globals().items())
     if inspect.isfunction(one) and one.__module__ == __name__ and name not in HELPERS
 }
-GRAPHS = {"graphs_that_are_none", "empty_graph"}
+GRAPHS = {"empty_graph"}
 
 
 def fail(name, path):
@@ -496,7 +491,7 @@ def fail(name, path):
 def look(name, path, wanted):
     """All that is asked of a folder before the cpu backend loads it."""
     if name in GRAPHS:
-        detect_graphs(path)
+        holds_graphs(path)
         return
     artifact = detect(path)
     artifact.check_fit(wanted)
