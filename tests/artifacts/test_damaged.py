@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -247,6 +249,27 @@ def pickle_with_newer_instructions(path):
         archive.writestr("archive/data.pkl", pickle.dumps(Hostile(), protocol=4))
         archive.writestr("archive/version", "3\n")
     return "STACK_GLOBAL", ArtifactError
+
+
+def pickle_that_is_torchscript(path):
+    """Which torch.load hands to torch.jit.load, `weights_only` or not, before torch 2.6."""
+    file = folders.huggingface(path) / "pytorch_model.bin"
+    (path / "model.safetensors").unlink()
+    folders.pickled(file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/constants.pkl", pickle.dumps((), protocol=2))
+    return "torch.jit.load", ArtifactError
+
+
+def pickle_in_a_tar_file(path):
+    """As before torch 0.1.10; CVE-2025-32434 is in the loader of these."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    with tarfile.open(file, "w") as archive:
+        member = tarfile.TarInfo("storages")
+        content = pickle.dumps(Hostile(), protocol=2)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return "not a whole file of torch.save", ArtifactError
 
 
 def cut_pickle(path):

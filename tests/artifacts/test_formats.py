@@ -14,7 +14,7 @@ from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.artifact import READS
 from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.tensor_files import BITS, read_header, torch_name
+from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header, torch_name
 from djl_python_neuronx.artifacts.weights import check_tensors
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -130,11 +130,11 @@ def test_types_of_the_safetensors_library_are_known():
     names = getattr(library, "_TYPES", None)
     if names is None:
         pytest.skip("this safetensors keeps its table of types elsewhere")
-    unknown = set(names) - BITS.keys()
+    unknown = set(names) - DTYPES.keys()
     assert not unknown
     assert {torch.empty(0, dtype=names[name]).element_size() * 8 for name in ("BF16", "F64")} == {
-        BITS["BF16"],
-        BITS["F64"],
+        DTYPES["BF16"][0],
+        DTYPES["F64"][0],
     }
 
 
@@ -463,7 +463,7 @@ def test_tied_quantised_and_headless_models_lack_what_they_may(folder):
         },
     )
     folders.edit_json(folder / "config.json", **CONFIG, quantization_config={"bits": 4})
-    assert detect(folder).dtype == "u8"
+    assert detect(folder).dtype == "uint8"
 
 
 # Nothing fits, or not everything is there.
@@ -522,7 +522,7 @@ def test_a_truncated_file_names_both_sizes(sharded, kept):
     ) as caught:
         detect(sharded)
     if kept == -1:
-        assert f"asks for {len(whole)} bytes" in str(caught.value)
+        assert f"requires {len(whole)} bytes" in str(caught.value)
 
 
 def test_a_file_with_bytes_to_spare_is_damaged_too(folder):
