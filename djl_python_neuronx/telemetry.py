@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from djl_python_neuronx.engine.detokenizer import Delta
     from djl_python_neuronx.engine.runner import StepInfo
     from djl_python_neuronx.engine.streams import Stream
-    from djl_python_neuronx.engine.text import Delta
     from djl_python_neuronx.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Recorder:
         self._reencoded.inc(info.num_reencoded)
         if info.drafts_s:
             self._metrics["draft_seconds"].observe(info.drafts_s)
-        if info.draft_failed:
+        if info.draft_error is not None:
             self._metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:
             self._metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)

@@ -50,7 +50,7 @@ def usage():
     engine = service.loop.engine
     return {
         "rows": getattr(door, "num_rows", 0),
-        "streams": service.loop.num_streams,
+        "streams": len(service.loop.streams),
         "running": engine.num_running,
         "waiting": engine.num_waiting,
         "slots": len(getattr(service.backend, "acquired", ())),

@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.neuron_machine import GRAPHS, TINY, load
-from tests.test_readme import Inbox, rounded
+from tests.test_readme import BlockingQueue, rounded
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
@@ -45,7 +45,7 @@ def answer(model, **overrides):
     """What the model in a folder says, and the options of its service."""
     service = Service.load(None, model, overrides=overrides)
     try:
-        parsed, inbox = service.parse(BODY), Inbox()
+        parsed, inbox = service.parse(BODY), BlockingQueue()
         service.loop.submit(parsed.request, inbox)
         text, finished = b"", False
         while not finished:

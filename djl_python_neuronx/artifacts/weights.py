@@ -110,8 +110,8 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
     if main and not main.startswith(("F", "BF")) and "quantization_config" not in config:
         msg = (
             f"{folder.path / min(files.values())}: most of the weights are of type {torch_name(main)}, and config.json "
-            "has no quantization_config; expected floating point. Save the model again in bfloat16, or add the configuration "
-            "it was quantised with."
+            "has no quantization_config; expected floating point. Save the model again in bfloat16, or add the "
+            "configuration it was quantised with."
         )
         raise ArtifactError(msg)
     return Weights(folder.path, kind, torch_name(main) if main else dtype)
