@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from djl_python_neuronx.loading.compile_process import CompileProgress
     from djl_python_neuronx.loading.prepare import LoadProgress
-    from djl_python_neuronx.planning.device import DeviceInfo
+    from djl_python_neuronx.planning.machines import DeviceInfo
 
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -266,7 +266,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _instance(name: str) -> DeviceInfo:
-    from djl_python_neuronx.planning.instances import named
+    from djl_python_neuronx.planning.machines import named
 
     try:
         return named(name)

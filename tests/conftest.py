@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from djl_python_neuronx.planning import device, loader
+from djl_python_neuronx.planning import loader, machines
 
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("patient", **PATIENT)
@@ -51,7 +51,7 @@ def _missing(marker, config):
         case "nxdi":
             return _missing_library("neuronx-distributed-inference")
         case "neuron":
-            found = device.detect()
+            found = machines.detect()
             return None if found.has_neuron else f"no Neuron device: {found.seen}"
         case "djl_src":
             source = os.environ.get("DJL_SRC")

@@ -9,7 +9,7 @@ import pytest
 
 from djl_python_neuronx import backends, errors
 from djl_python_neuronx.config.options import ServingOptions, allowed_values
-from tests.config.settings import resolve
+from tests.planning.settings import resolve
 from tools import document
 
 ROOT = Path(__file__).parents[1]

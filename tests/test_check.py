@@ -24,14 +24,14 @@ from djl_python_neuronx.loading import outline
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.report import as_json, bar, gib, shown
 from djl_python_neuronx.loading.terminal import render
-from djl_python_neuronx.planning import instances
-from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.loader import Library
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from tests import remote_doubles
 
 ROOT = Path(__file__).parent.parent
-MODELS = Path(__file__).parent / "config" / "models"
+MODELS = Path(__file__).parent / "planning" / "models"
 TINY = ROOT / "examples" / "tiny-llama"
 HUB = {
     "EleutherAI/gpt-j-6b": "gpt-j-6b",
@@ -82,7 +82,7 @@ def process(environ, monkeypatch):
 @pytest.fixture
 def laptop(monkeypatch):
     """A machine without Neuron, whatever runs the tests."""
-    monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: LAPTOP)
+    monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: LAPTOP)
 
 
 def folder(path, text="", config=None):
@@ -95,7 +95,7 @@ def folder(path, text="", config=None):
 
 
 def run(target, environ=None, machine=None, **options):
-    machine = instances.named(machine) if isinstance(machine, str) else machine
+    machine = machines.named(machine) if isinstance(machine, str) else machine
     return check(str(target), environ=environ or {}, overrides=options, machine=machine)
 
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):
     assert run(TINY).plan.memory.fits
     for machine in (small, dataclasses.replace(LAPTOP, memory_bytes=0)):
         monkeypatch.setattr(
-            check_module.device, "detect", lambda machine=machine, **kwargs: machine
+            check_module.machines, "detect", lambda machine=machine, **kwargs: machine
         )
         report = run(TINY)
         assert report.ok == report.plan.memory.fits == (machine is not small)
@@ -358,7 +358,7 @@ def test_a_draft_model_by_a_wrong_path_is_told_by_its_own_option(environ):
         assert "option.model_id" not in error
 
 
-INF2 = instances.named("inf2.xlarge")
+INF2 = machines.named("inf2.xlarge")
 BOTH = {"nxdi": "installed", "tnx": "installed"}
 LOADERS = [
     # options, the machine at hand, --instance, what is installed, model_type, loader
@@ -395,7 +395,7 @@ def test_which_loader_is_planned_for(
     states["neuronx-cc"] = "missing"
     found = {name: Library(name, None, state) for name, state in states.items()}
     monkeypatch.setattr(check_module, "libraries", lambda: found)
-    monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: here)
+    monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
     report = run(folder(tmp_path, config=config), machine=machine, **options)
     assert report.plan.loader == loader

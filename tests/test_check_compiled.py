@@ -65,7 +65,7 @@ def at_hand(monkeypatch):
             name: Library(name, version, "installed" if version else "missing")
             for name, version in versions.items()
         }
-        monkeypatch.setattr(check_module.device, "detect", lambda **kwargs: machine)
+        monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: machine)
         for module in (check_module, graph_facts):
             monkeypatch.setattr(module, "libraries", lambda: found)
 

@@ -24,7 +24,7 @@ from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import LoadProgress, prepare
-from djl_python_neuronx.planning import graph_facts, instances
+from djl_python_neuronx.planning import graph_facts, machines
 from djl_python_neuronx.planning import loader as loaders
 from djl_python_neuronx.planning.loader import Library
 from tests.artifacts.s3_proxy import wait_until
@@ -131,15 +131,15 @@ def test_another_version_of_the_library_names_itself(machine, options, monkeypat
 
 
 def test_a_machine_of_another_kind_names_itself(machine, options):
-    compiled(machine, options, machine=instances.named("inf2.xlarge"))
+    compiled(machine, options, machine=machines.named("inf2.xlarge"))
     with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, options, machine=instances.named("trn2.48xlarge"))
+        compiled(machine, options, machine=machines.named("trn2.48xlarge"))
     assert caught.value.differences["target"] == ("inf2", "trn2")
 
 
 def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, options):
     environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "4-7", "NEURON_RT_NUM_CORES": ""}
-    for named in (None, instances.named("inf2.48xlarge")):
+    for named in (None, machines.named("inf2.48xlarge")):
         prepared = prepare(None, TINY, environ=environ, overrides=options, machine=named)
         assert prepared.machine.limited_by == "NEURON_RT_VISIBLE_CORES=4-7"
     assert prepared.machine.visible_cores == 4
@@ -148,7 +148,7 @@ def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, opt
 def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
     environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "zero", "NEURON_RT_NUM_CORES": ""}
     prepared = prepare(
-        None, TINY, environ=environ, overrides=options, machine=instances.named("inf2.48xlarge")
+        None, TINY, environ=environ, overrides=options, machine=machines.named("inf2.48xlarge")
     )
     assert prepared.machine.limited_by is None
     assert "NEURON_RT_VISIBLE_CORES=zero is not understood" in caplog.text

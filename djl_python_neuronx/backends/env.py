@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
-from djl_python_neuronx.planning import nodes
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.device import CoreLimit, core_limit
+from djl_python_neuronx.planning.machines import CoreLimit, core_limit
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
         IncompatibleOptionsError: variables say that the model lies on several machines.
         BackendUnavailableError: the process has fewer cores, by its variables or since its runtime was started.
     """
-    if reason := nodes.obstacle(num_cores, os.environ):
+    if reason := machines.obstacle(num_cores, os.environ):
         raise IncompatibleOptionsError(reason)
     wanted = variables(arguments, num_cores, os.environ)
     limit = core_limit({**os.environ, **wanted})

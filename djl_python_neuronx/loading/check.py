@@ -30,15 +30,15 @@ from djl_python_neuronx.loading.outline import (
     model_of,
     recorded,
 )
-from djl_python_neuronx.planning import device, instances, nodes
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.advice import NOT_SERVED
 from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
 from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries, preferred
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan, make_plan
 
@@ -121,7 +121,7 @@ def check(
         _add_findings(problems, resolved)
         return Report(name, resolved=resolved, findings=tuple(problems))
     facts = ModelFacts.from_config(model.config, model.dtype)
-    here = device.detect(environ=process) if machine is None else machine
+    here = machines.detect(environ=process) if machine is None else machine
     loader = _loader(resolved.options, facts, model, here, explicit=machine is not None)
     resolved, draft_model = completed(resolved, model, loader, process, problems)
     place = _place(resolved, here, loader, process, problems, explicit=machine is not None)
@@ -301,8 +301,8 @@ def _machine(
     if loader == "cpu" or here.has_neuron:
         if loader != "cpu" and here.assumed:
             problems.add("note", here.assumed)
-        return device.for_process(here, environ)
-    candidates = [device.for_process(instances.named(name), environ) for name in ASSUMED_INSTANCES]
+        return machines.for_process(here, environ)
+    candidates = [machines.for_process(machines.named(name), environ) for name in ASSUMED_INSTANCES]
     chosen = next((one for one in candidates if _suits(options, one)), candidates[0])
     problems.add(
         "note",
@@ -316,7 +316,7 @@ def _suits(options: ServingOptions, machine: DeviceInfo) -> bool:
     degrees = [options.tensor_parallel_degree]
     if drafting(options):
         degrees.append(options.draft_model_tp_size)
-    legal = instances.legal_degrees(machine.family, machine.neuron_cores)
+    legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     numbers = [degree for degree in degrees if isinstance(degree, int)]
     return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
 
@@ -325,7 +325,7 @@ def _tell_limit(
     machine: DeviceInfo, environ: Mapping[str, str], resolved: Resolved, problems: Problems
 ) -> None:
     """Which cores a variable leaves to the process that serves, and where it is set."""
-    limit = device.core_limit(environ)
+    limit = machines.core_limit(environ)
     if limit is None:
         return
     setting = resolved.worker_variables.get(limit.name)
@@ -373,7 +373,11 @@ def _lacking(
     if not _has_backend(loader):
         yield f"this version cannot load with {loader} yet"
     degree = options.tensor_parallel_degree
-    if loader != "cpu" and isinstance(degree, int) and (found := nodes.spanning(degree, environ)):
+    if (
+        loader != "cpu"
+        and isinstance(degree, int)
+        and (found := machines.spanning(degree, environ))
+    ):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if model.artifact is None or not model.artifact.weights:
         yield "its weights are not here and were not looked at"

@@ -19,9 +19,9 @@ from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options
 from djl_python_neuronx.planning.loader import NEURON_LOADERS
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from djl_python_neuronx.loading.fitting import (
     weights_to_load,
     with_recorded,
 )
-from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 _DRAFT = "speculative_draft_model"
 

@@ -28,8 +28,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.graph_facts import graph_options
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 if TYPE_CHECKING:
     from djl_python_neuronx.artifacts.s3 import Settings

@@ -28,14 +28,14 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.fitting import check_fit, graph_target, proved, with_recorded
 from djl_python_neuronx.loading.load_plan import load_plan
-from djl_python_neuronx.planning import device
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import library_facts
 from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import choose_loader, libraries
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan, make_plan
 from djl_python_neuronx.types import Tokenizer
@@ -99,11 +99,11 @@ def prepare(
     """
     examined = examine(properties, model_dir, environ, overrides)
     _log_settings(examined[0])
-    machine = device.detect(environ=environ) if machine is None else machine
-    machine = device.for_process(machine, environ)
+    machine = machines.detect(environ=environ) if machine is None else machine
+    machine = machines.for_process(machine, environ)
     if machine.assumed:
         logger.warning("device_assumed reason=%r", machine.assumed)
-    limit = device.core_limit(environ)
+    limit = machines.core_limit(environ)
     if limit is not None and (problem := limit.problem or limit.beyond(machine)):
         logger.warning("core_limit reason=%r", problem)
     return _prepare(examined, environ, machine, progress)

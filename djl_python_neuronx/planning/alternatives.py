@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
 from djl_python_neuronx.planning.division import takes
-from djl_python_neuronx.planning.instances import INSTANCES, DeviceInfo, legal_degrees, named
+from djl_python_neuronx.planning.machines import INSTANCES, DeviceInfo, legal_degrees, named
 from djl_python_neuronx.planning.memory import Load, needed
 from djl_python_neuronx.planning.model import ModelFacts
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import intent
 from djl_python_neuronx.planning.capabilities import LIBRARIES, Capability, capability_of
-from djl_python_neuronx.planning.instances import DeviceInfo, on_single_cores
+from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
 
 

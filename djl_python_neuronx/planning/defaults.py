@@ -9,8 +9,8 @@ from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.planning import division, memory
 from djl_python_neuronx.planning.capabilities import capability_of
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.instances import DeviceInfo, legal_degrees
 from djl_python_neuronx.planning.intent import honoured
+from djl_python_neuronx.planning.machines import DeviceInfo, legal_degrees
 from djl_python_neuronx.planning.memory import CoreMemory, Load
 from djl_python_neuronx.planning.model import ModelFacts
 

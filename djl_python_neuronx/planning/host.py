@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from djl_python_neuronx.config.findings import Finding, asked
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import memory
-from djl_python_neuronx.planning.instances import GIB, DeviceInfo
+from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.memory import Load
 from djl_python_neuronx.planning.model import ModelFacts
 

@@ -14,8 +14,8 @@ from djl_python_neuronx.config.findings import asked
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.intent import speculating, unmapped
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.rules import LIBRARY_RULES, OPEN
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
 from djl_python_neuronx.planning.division import keeps, padded_heads, round_up, takes
-from djl_python_neuronx.planning.instances import GIB
 from djl_python_neuronx.planning.intent import drafting
+from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.model import ModelFacts
 
 HEADROOM_BYTES = GIB

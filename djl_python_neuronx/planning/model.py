@@ -1,12 +1,14 @@
-"""What a model's `config.json` tells about it, whatever its architecture calls it."""
+"""Facts of a model from its `config.json`, whatever its architecture calls them, and its number of parameters.
+
+Source of the parameter counts: the modelling code of transformers 5.23, which tests/planning/test_parameters.py builds
+and compares with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from djl_python_neuronx.planning.parameters import Dimensions, count, first_size
+from typing import Any, Final, NamedTuple
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _KNOWN_DTYPES = ("float32", "float16", "bfloat16")
@@ -130,3 +132,322 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
+
+
+_DEFAULT_HEAD_DIMS = {
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gpt_oss": 64,
+    "qwen3": 128,
+}
+_TIED_BY_DEFAULT = frozenset(
+    ("bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "opt")
+)
+_FOUR_TIMES_WIDE = frozenset(("bloom", "gpt2", "gpt_bigcode", "gptj"))
+"""Architectures whose feed-forward network is four times the hidden size unless told otherwise."""
+
+
+def first_size(config: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of `keys` that holds a positive whole number."""
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and 0 < value < 2**63), None)
+
+
+def model_type(config: Mapping[str, Any]) -> str:
+    """The architecture's name in `config.json`; empty: there is none."""
+    told = config.get("model_type")
+    return told if isinstance(told, str) else ""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes that tensors have; None where the configuration does not say."""
+
+    layers: int | None
+    hidden: int | None
+    intermediate: int | None
+    vocab: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    experts: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Dimensions:
+        """Sizes from the content of `config.json`, under any of the names that architectures give them."""
+        kind = model_type(config)
+        attention, experts = _part(config, "attn_config"), _part(config, "ffn_config")
+        hidden = first_size(config, "n_embed", "hidden_size", "n_embd", "d_model")
+        heads = first_size(config, "num_attention_heads", "n_head", "n_heads")
+        head_dim = first_size(config, "head_dim") or _DEFAULT_HEAD_DIMS.get(kind)
+        if head_dim is None and hidden and heads:
+            head_dim = hidden // heads
+        intermediate = first_size(config, "intermediate_size", "ffn_dim", "n_inner")
+        intermediate = intermediate or first_size(experts, "ffn_hidden_size")
+        if intermediate is None and hidden and kind in _FOUR_TIMES_WIDE:
+            intermediate = 4 * hidden
+        num_experts = first_size(config, "num_local_experts", "num_experts")
+        if num_experts and kind == "qwen3_moe":
+            intermediate = first_size(config, "moe_intermediate_size") or intermediate
+        return cls(
+            layers=first_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+            hidden=hidden,
+            intermediate=intermediate,
+            vocab=first_size(config, "vocab_size"),
+            heads=heads,
+            kv_heads=_kv_heads(config, attention, heads),
+            head_dim=head_dim,
+            experts=num_experts or first_size(experts, "moe_num_experts") or 1,
+            tied=_flag(config, "tie_word_embeddings", kind in _TIED_BY_DEFAULT),
+        )
+
+
+class Tensors(NamedTuple):
+    """Numbers in a model's tensors, by where they are kept."""
+
+    embedding: int
+    """Tables of tokens and learned positions."""
+    layers: int
+    """All layers and what lies around them, norms included."""
+    head: int
+    """The output projection; 0 where it is the token embedding."""
+
+    @property
+    def total(self) -> int:
+        """All of them, tied ones once."""
+        return self.embedding + self.layers + self.head
+
+
+def count(config: Mapping[str, Any], dimensions: Dimensions) -> Tensors | None:
+    """The numbers in all tensors; None for an architecture that is not known here or a size that is missing."""
+    counter = _COUNTERS.get(model_type(config))
+    sizes = _Sizes.of(dimensions)
+    return counter(config, sizes) if counter and sizes else None
+
+
+class _Sizes(NamedTuple):
+    """`Dimensions` of which none is missing."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    tied: bool
+
+    @classmethod
+    def of(cls, found: Dimensions) -> _Sizes | None:
+        values = tuple(getattr(found, name) for name in cls._fields)
+        return None if None in values else cls(*values)
+
+    @property
+    def table(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def head(self) -> int:
+        return 0 if self.tied else self.table
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def _kv_heads(
+    config: Mapping[str, Any], attention: Mapping[str, Any], heads: int | None
+) -> int | None:
+    kind = model_type(config)
+    if kind == "falcon" and config.get("new_decoder_architecture") is True:
+        return first_size(config, "num_kv_heads") or heads
+    if heads and _flag(config, "multi_query", kind in {"gpt_bigcode", "falcon"}):
+        return 1
+    if kind == "dbrx":
+        return first_size(attention, "kv_n_heads") or (1 if heads else None)
+    return first_size(config, "num_key_value_heads") or heads
+
+
+def _attention(sizes: _Sizes, *, qkv_bias: bool = False, out_bias: bool = False) -> int:
+    projections = sizes.hidden * (2 * sizes.query + 2 * sizes.keys)
+    biases = qkv_bias * (sizes.query + 2 * sizes.keys) + out_bias * sizes.hidden
+    return projections + biases
+
+
+def _attention_of(config: Mapping[str, Any], sizes: _Sizes, *, default: bool = False) -> int:
+    """Attention with a bias on every projection or on none, as the configuration says."""
+    biased = _flag(config, "attention_bias", default)
+    return _attention(sizes, qkv_bias=biased, out_bias=biased)
+
+
+def _gated(sizes: _Sizes, intermediate: int, *, bias: bool = False) -> int:
+    """A feed-forward network with a gate: three matrices."""
+    biases = bias * (2 * intermediate + sizes.hidden)
+    return 3 * sizes.hidden * intermediate + biases
+
+
+def _plain(sizes: _Sizes, *, bias: bool = True) -> int:
+    """A feed-forward network without a gate: two matrices."""
+    biases = bias * (sizes.intermediate + sizes.hidden)
+    return 2 * sizes.hidden * sizes.intermediate + biases
+
+
+def _rms_normed(sizes: _Sizes, attention: int, network: int, norms: int = 2) -> Tensors:
+    """A decoder of equal layers with norms that only scale, and one more at the end."""
+    layer = attention + network + norms * sizes.hidden
+    return Tensors(sizes.table, sizes.layers * layer + sizes.hidden, sizes.head)
+
+
+def _llama(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    network = _gated(sizes, sizes.intermediate, bias=_flag(config, "mlp_bias", default=False))
+    return _rms_normed(sizes, _attention_of(config, sizes), network)
+
+
+def _unbiased(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    """Mistral; and Phi-3, whose fused projections are the same matrices."""
+    return _rms_normed(sizes, _attention(sizes), _gated(sizes, sizes.intermediate))
+
+
+def _experts(sizes: _Sizes, *, bias: bool = False) -> int:
+    router = (sizes.hidden + bias) * sizes.experts
+    return router + sizes.experts * _gated(sizes, sizes.intermediate, bias=bias)
+
+
+def _mixtral(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    return _rms_normed(sizes, _attention(sizes), _experts(sizes))
+
+
+def _gpt_oss(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    sinks = sizes.heads
+    attention = _attention_of(config, sizes, default=True) + sinks
+    return _rms_normed(sizes, attention, _experts(sizes, bias=True))
+
+
+def _qwen2(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    return _rms_normed(sizes, _attention(sizes, qkv_bias=True), _gated(sizes, sizes.intermediate))
+
+
+def _qwen3_attention(config: Mapping[str, Any], sizes: _Sizes) -> int:
+    # One norm for the queries' heads and one for the keys'.
+    return _attention_of(config, sizes) + 2 * sizes.head_dim
+
+
+def _qwen3(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    return _rms_normed(sizes, _qwen3_attention(config, sizes), _gated(sizes, sizes.intermediate))
+
+
+def _qwen3_moe(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+    dense = config.get("mlp_only_layers") or []
+    step = first_size(config, "decoder_sparse_step") or 1
+    width = first_size(config, "intermediate_size")
+    if not isinstance(dense, list) or width is None:
+        return None
+    if step == 1:
+        sparse = sizes.layers - len({n for n in dense if type(n) is int and 0 <= n < sizes.layers})
+    elif dense:
+        return None  # both at once: no published model
+    else:
+        sparse = sizes.layers // step
+    networks = sparse * _experts(sizes) + (sizes.layers - sparse) * _gated(sizes, width)
+    layers = sizes.layers * (_qwen3_attention(config, sizes) + 2 * sizes.hidden)
+    return Tensors(sizes.table, layers + networks + sizes.hidden, sizes.head)
+
+
+def _gemma2(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    attention = _attention_of(config, sizes)
+    return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
+
+
+def _gemma3(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    attention = _qwen3_attention(config, sizes)
+    return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
+
+
+def _layer_normed(sizes: _Sizes, layer: int, embedding: int, around: int = 0) -> Tensors:
+    """A decoder of equal layers, and a norm with scale and shift at the end; `around`: numbers beside the layers."""
+    return Tensors(embedding, sizes.layers * layer + 2 * sizes.hidden + around, sizes.head)
+
+
+def _gpt2(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+    positions = first_size(config, "n_positions", "max_position_embeddings")
+    if positions is None:
+        return None
+    attention = _attention(sizes, qkv_bias=True, out_bias=True)
+    layer = attention + _plain(sizes) + 4 * sizes.hidden
+    return _layer_normed(sizes, layer, sizes.table + positions * sizes.hidden)
+
+
+def _gptj(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    layer = _attention(sizes) + _plain(sizes) + 2 * sizes.hidden
+    found = _layer_normed(sizes, layer, sizes.table)
+    return found._replace(head=found.head + sizes.vocab)  # the only head with a bias, tied or not
+
+
+def _gpt_neox(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    attention = _attention_of(config, sizes, default=True)
+    return _layer_normed(sizes, attention + _plain(sizes) + 4 * sizes.hidden, sizes.table)
+
+
+def _bloom(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+    attention = _attention(sizes, qkv_bias=True, out_bias=True)
+    layer = attention + _plain(sizes) + 4 * sizes.hidden
+    return _layer_normed(sizes, layer, sizes.table, around=2 * sizes.hidden)  # the embedding's norm
+
+
+def _opt(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+    positions = first_size(config, "max_position_embeddings")
+    if positions is None:
+        return None
+    width = first_size(config, "word_embed_proj_dim") or sizes.hidden
+    biased = _flag(config, "enable_bias", default=True)
+    norm = 2 * sizes.hidden if _flag(config, "layer_norm_elementwise_affine", default=True) else 0
+    attention = _attention(sizes, qkv_bias=biased, out_bias=biased)
+    layer = attention + _plain(sizes, bias=biased) + 2 * norm
+    last = _flag(config, "do_layer_norm_before", default=True)
+    last = last and not _flag(config, "_remove_final_layer_norm", default=False)
+    projections = 0 if width == sizes.hidden else 2 * width * sizes.hidden
+    table = sizes.vocab * width
+    return Tensors(
+        embedding=table + (positions + 2) * sizes.hidden,  # two positions more than it says
+        layers=sizes.layers * layer + last * norm + projections,
+        head=0 if sizes.tied else table,
+    )
+
+
+_COUNTERS: Final[Mapping[str, Callable[[Mapping[str, Any], _Sizes], Tensors | None]]] = {
+    "bloom": _bloom,
+    "dbrx": _mixtral,
+    "gemma": _llama,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
+    "gptj": _gptj,
+    "llama": _llama,
+    "mistral": _unbiased,
+    "mixtral": _mixtral,
+    "opt": _opt,
+    "phi3": _unbiased,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    return value if isinstance(value, bool) else default

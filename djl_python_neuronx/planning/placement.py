@@ -8,8 +8,8 @@ from djl_python_neuronx.config.findings import Finding, listed
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import alternatives, division, memory, shares
 from djl_python_neuronx.planning.capabilities import LIBRARIES
-from djl_python_neuronx.planning.instances import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
 from djl_python_neuronx.planning.intent import drafting
+from djl_python_neuronx.planning.machines import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
 from djl_python_neuronx.planning.model import ModelFacts
 
 

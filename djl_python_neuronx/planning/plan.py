@@ -10,8 +10,8 @@ from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.instances import DeviceInfo
 from djl_python_neuronx.planning.intent import drafting, speculating
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.mapping import library_arguments
 from djl_python_neuronx.planning.memory import CoreMemory, Load
 from djl_python_neuronx.planning.model import ModelFacts

@@ -11,8 +11,8 @@ from djl_python_neuronx.planning import draft as drafts
 from djl_python_neuronx.planning.advice import ways
 from djl_python_neuronx.planning.capabilities import LIBRARIES, Capability, capability_of
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.instances import DeviceInfo
 from djl_python_neuronx.planning.intent import continuous_batching
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 

@@ -21,7 +21,7 @@ from djl_python_neuronx.artifacts.output import properties_file, write_output
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.store_worker import make_facts
-from tests.config.settings import resolve
+from tests.planning.settings import resolve
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny-llama"

@@ -12,11 +12,11 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.prepare import prepare
 from djl_python_neuronx.loading.report import calls
-from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning import machines
 from tests.backends import tnx_double
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
-MACHINE = instances.named("inf2.xlarge")
+MACHINE = machines.named("inf2.xlarge")
 SETTINGS = {
     "model_loader": "tnx",
     "tensor_parallel_degree": "1",

@@ -16,7 +16,7 @@ from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
 from djl_python_neuronx.planning import placement  # noqa: E402
-from djl_python_neuronx.planning.instances import named  # noqa: E402
+from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402

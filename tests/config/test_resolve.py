@@ -23,9 +23,9 @@ from djl_python_neuronx.errors import (
     UnknownOptionError,
 )
 from djl_python_neuronx.loading import check
-from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import examine
-from tests.config.settings import assess, complete, resolve
+from tests.planning.settings import assess, complete, resolve
 
 TINY = {
     "model_type": "llama",
@@ -1115,7 +1115,7 @@ class TestExamine:
         assert value is None
         for words in ("default; 'many' (", "line 1) is not allowed"):
             assert words in origin
-        done, _ = assess(resolved, TINY, instances.named(INF2), "tnx")
+        done, _ = assess(resolved, TINY, machines.named(INF2), "tnx")
         (origin,) = [place for name, _, place in done.explain() if name == "n_positions"]
         assert "'many' (" in origin
         assert done.options.n_positions
@@ -1149,7 +1149,7 @@ class TestExamine:
 class TestAssess:
     def test_what_follows_is_filled_in_with_its_reason(self, folder):
         resolved = resolve(None, folder("option.n_positions=64"), {})
-        machine = instances.named(INF2)
+        machine = machines.named(INF2)
         done, problems = assess(resolved, TINY, machine, "tnx")
         assert problems == []
         assert (done.options.dtype, done.options.n_positions) == ("bfloat16", 64)
@@ -1161,27 +1161,27 @@ class TestAssess:
     def test_every_misfit_is_told_at_once(self, folder):
         lines = ("option.n_positions=8192", "option.tensor_parallel_degree=3")
         resolved = resolve(None, folder(*lines), {})
-        done, problems = assess(resolved, TINY, instances.named(INF2), "tnx")
+        done, problems = assess(resolved, TINY, machines.named(INF2), "tnx")
         said = "\n".join(map(str, problems))
         for words in ("n_positions=8192 (", "line 1)", "tensor_parallel_degree=3 (", "line 2)"):
             assert words in said
         assert all(isinstance(problem, IncompatibleOptionsError) for problem in problems)
         assert done.options.n_positions == 8192
         with pytest.raises(ConfigError) as caught:
-            complete(resolved, TINY, instances.named(INF2), "tnx")
+            complete(resolved, TINY, machines.named(INF2), "tnx")
         assert list(map(str, caught.value.problems)) == list(map(str, problems))
 
     def test_findings_of_both_stages_are_kept(self, folder):
         model_dir = folder("engine=Python", "option.n_positions=64", "option.fuse_qkv=true")
         resolved = resolve(None, model_dir, {})
-        done = complete(resolved, TINY, instances.named(INF2), "tnx")
+        done = complete(resolved, TINY, machines.named(INF2), "tnx")
         assert done.findings[: len(resolved.findings)] == resolved.findings
         assert all(finding.level in {"warning", "note"} for finding in done.findings)
         assert all(done.describe(finding) for finding in done.findings)
 
     def test_time_to_compile_is_held_against_the_limit(self, folder):
         config = {**TINY, "num_hidden_layers": 80, "hidden_size": 128}
-        machine = instances.named(INF2)
+        machine = machines.named(INF2)
         for limit, warned in (("60", True), ("100000", False)):
             model_dir = folder(f"option.model_loading_timeout={limit}", "option.n_positions=64")
             done = complete(resolve(None, model_dir, {}), config, machine, "tnx")

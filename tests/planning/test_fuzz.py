@@ -13,22 +13,22 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.errors import ConfigError
-from djl_python_neuronx.planning import instances
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
-from tests.config.settings import assess, resolve
+from tests.planning.settings import assess, resolve
 
 MODELS = [
     json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "models").glob("*"))
 ]
 MACHINES = [
-    instances.named("inf2.xlarge"),
-    instances.named("trn1.32xlarge"),
-    instances.named("trn2.48xlarge"),
-    instances.DeviceInfo(None, 0, 0, 2**34, 8, "a CPU"),
-    instances.DeviceInfo(None, 1, 0, 0, 1, "a device that nothing tells of"),
+    machines.named("inf2.xlarge"),
+    machines.named("trn1.32xlarge"),
+    machines.named("trn2.48xlarge"),
+    machines.DeviceInfo(None, 0, 0, 2**34, 8, "a CPU"),
+    machines.DeviceInfo(None, 1, 0, 0, 1, "a device that nothing tells of"),
 ]
 LOADERS = ["cpu", "tnx", "nxdi"]
 

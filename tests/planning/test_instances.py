@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from djl_python_neuronx.errors import ConfigError
-from djl_python_neuronx.planning.device import for_process
-from djl_python_neuronx.planning.instances import (
+from djl_python_neuronx.planning.machines import (
     FAMILIES,
     GIB,
     INSTANCES,
     DeviceInfo,
+    for_process,
     known,
     legal_degrees,
     named,

@@ -8,7 +8,6 @@ import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError
-from djl_python_neuronx.planning.device import DeviceInfo
 from djl_python_neuronx.planning.loader import (
     NEURON_LOADERS,
     Library,
@@ -16,6 +15,7 @@ from djl_python_neuronx.planning.loader import (
     libraries,
     preferred,
 )
+from djl_python_neuronx.planning.machines import DeviceInfo
 
 CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
 INF2 = DeviceInfo("inf2.xlarge", 1, 2, 2**35, 4, "1 devices under /dev, no neuron-ls")

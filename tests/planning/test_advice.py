@@ -10,7 +10,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import advice
 from djl_python_neuronx.planning.capabilities import CAPABILITIES, LIBRARIES
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.instances import named
+from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.suitability import findings
 from tests.config.option_table import TABLE

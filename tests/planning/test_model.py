@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.parameters import Dimensions
+from djl_python_neuronx.planning.model import Dimensions, ModelFacts
 
 MODELS = Path(__file__).parent / "models"
 

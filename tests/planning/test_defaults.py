@@ -13,7 +13,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import defaults
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill, make_buckets, make_steps
-from djl_python_neuronx.planning.instances import (
+from djl_python_neuronx.planning.machines import (
     GIB,
     INSTANCES,
     DeviceInfo,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.parameters import Dimensions, count
+from djl_python_neuronx.planning.model import Dimensions, ModelFacts, count
 
 MODELS = Path(__file__).parent / "models"
 

@@ -8,10 +8,10 @@ import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.planning import instances, memory
+from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.assess import assess
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.device import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import Graph, compile_minutes, graphs, make_plan
 
@@ -29,7 +29,7 @@ def config(name):
     return json.loads((MODELS / f"{name}.json").read_text())
 
 
-INF2 = instances.named("inf2.48xlarge")
+INF2 = machines.named("inf2.48xlarge")
 
 
 def facts(name):
@@ -189,7 +189,7 @@ def test_a_model_of_unknown_depth_has_an_estimate_too():
 
 @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
 def test_the_plan_of_a_neuron_loader(loader):
-    device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
+    device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
     plan = make_plan(Case(options_with(), known, device, loader), artifact_format="split")
     assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
@@ -211,7 +211,7 @@ def test_the_plan_of_a_neuron_loader(loader):
 
 
 def test_quantised_weights_and_caches_take_less():
-    device, known = instances.named("inf2.xlarge"), facts("llama-3-8b")
+    device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
     plain = make_plan(Case(options_with(), known, device, "tnx")).memory
     quantised = options_with(quantize="static_int8", kv_cache_quantize="fp8")
     less = make_plan(Case(quantised, known, device, "tnx")).memory
@@ -228,37 +228,37 @@ def test_the_plan_of_the_cpu_is_the_whole_machine():
     assert plan.arguments is None
     assert plan.memory.capacity == 64 * 2**30
     assert plan.memory.weights == 2 * known.num_parameters
-    on_neuron = make_plan(Case(options_with(), known, instances.named("inf2.xlarge"), "cpu"))
+    on_neuron = make_plan(Case(options_with(), known, machines.named("inf2.xlarge"), "cpu"))
     assert on_neuron.memory.capacity == 0  # the devices' memory is not the host's
 
 
 def test_no_memory_is_told_of_an_unknown_architecture():
     unknown = ModelFacts(model_type="new")
-    plan = make_plan(Case(options_with(), unknown, instances.named("inf2.xlarge"), "nxdi"))
+    plan = make_plan(Case(options_with(), unknown, machines.named("inf2.xlarge"), "nxdi"))
     assert plan.memory is None
 
 
 def test_static_batching_reaches_the_librarys_arguments():
-    device = instances.named("inf2.24xlarge")
+    device = machines.named("inf2.24xlarge")
     able = make_plan(Case(options_with(), facts("llama-3-8b"), device, "tnx")).arguments
     unable = make_plan(Case(options_with(), facts("opt-13b"), device, "tnx")).arguments
     assert "continuous_batching" in able.neuron_config
     assert "continuous_batching" not in unable.neuron_config
 
 
-@pytest.mark.parametrize("machine", sorted(instances.INSTANCES))
+@pytest.mark.parametrize("machine", sorted(machines.INSTANCES))
 @pytest.mark.parametrize(
     "model", ["llama-3-8b", "llama-3-70b", "mixtral-8x7b", "gpt-neox-20b", "opt-66b", "bloom-176b"]
 )
 def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
-    device, known = instances.named(machine), facts(model)
+    device, known = machines.named(machine), facts(model)
     loader = "nxdi" if known.model_type in {"llama", "mixtral"} else "tnx"
     options = ServingOptions(model_id="owner/model", model_loader=loader)
     empty = Resolved(options, *(MappingProxyType({}) for _ in range(3)))
     _, case, problems = assess(empty, Case(options, known, device, loader))
     plan = make_plan(case)
     degree = case.options.tensor_parallel_degree
-    assert degree in instances.legal_degrees(device.family, device.visible_cores)
+    assert degree in machines.legal_degrees(device.family, device.visible_cores)
     if plan.memory.fits:
         assert problems == []
     else:

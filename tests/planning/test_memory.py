@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.alternatives import Fit, savings, smallest_fit
 from djl_python_neuronx.planning.division import Heads, keeps, padded_heads, takes
-from djl_python_neuronx.planning.instances import GIB, INSTANCES, DeviceInfo, named
+from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
     CoreMemory,

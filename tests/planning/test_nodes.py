@@ -2,7 +2,7 @@
 
 import pytest
 
-from djl_python_neuronx.planning.nodes import local_degree, obstacle
+from djl_python_neuronx.planning.machines import local_degree, obstacle
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.planning import capabilities, defaults, instances
+from djl_python_neuronx.planning import capabilities, defaults, machines
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.instances import DeviceInfo
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.suitability import findings
 
@@ -31,10 +31,10 @@ LLAMA = ModelFacts(
     cache_values_per_token=65536,
 )
 MHA = replace(LLAMA, num_kv_heads=32, cache_values_per_token=262144)
-INF2 = instances.named("inf2.48xlarge")
-SMALL = instances.named("inf2.xlarge")
-TRN1 = instances.named("trn1.32xlarge")
-TRN2 = instances.named("trn2.48xlarge")
+INF2 = machines.named("inf2.48xlarge")
+SMALL = machines.named("inf2.xlarge")
+TRN1 = machines.named("trn1.32xlarge")
+TRN2 = machines.named("trn2.48xlarge")
 NOWHERE = DeviceInfo(None, 0, 0, 2**36, 8, "")
 UNSAID = DeviceInfo(None, 1, 0, 0, 8, "")
 FILLED = {
@@ -1209,7 +1209,7 @@ def test_an_option_that_is_left_out_breaks_no_rule_of_the_library():
 
 
 def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
-    pairs = {"loader": "nxdi", "device": instances.named("trn2.3xlarge"), DEGREE: 8}
+    pairs = {"loader": "nxdi", "device": machines.named("trn2.3xlarge"), DEGREE: 8}
     assert matching(pairs, DEGREE, "error", "and 4 can be used")
     assert not matching({**pairs, "logical_nc_config": 1}, DEGREE, "error", "can be used")
     full = {**pairs, DEGREE: 1}

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from djl_python_neuronx.planning.device import DeviceInfo, core_limit, detect, for_process
-from djl_python_neuronx.planning.instances import INSTANCES, named
+from djl_python_neuronx.planning.machines import (
+    INSTANCES,
+    DeviceInfo,
+    core_limit,
+    detect,
+    for_process,
+    named,
+)
 
 GIB = 2**30
 
