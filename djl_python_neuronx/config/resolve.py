@@ -222,7 +222,9 @@ class _Reader:
             self.findings.append(Finding((name,), problem, "note"))
             return
         if name == "model_dir" and setting.by_user:
-            self._refuse(setting, "nothing: it is set by the server; name a model with option.model_id")
+            self._refuse(
+                setting, "nothing: it is set by the server; name a model with option.model_id"
+            )
         other, other_value = self._firsts.setdefault((setting.source, name), (setting, value))
         winner, winning = self.chosen.setdefault(name, (setting, value))
         if _contradicts(name, (other, other_value), (setting, value)):
@@ -310,9 +312,7 @@ def _overrules(denied: Setting, setting: Setting, value: object) -> bool:
     return weaker and (setting.name in TRANSLATED or truth(value) is True)
 
 
-def _contradicts(
-    name: str, first: tuple[Setting, object], other: tuple[Setting, object]
-) -> bool:
+def _contradicts(name: str, first: tuple[Setting, object], other: tuple[Setting, object]) -> bool:
     """True for two names of one option with two values in one source, both by the user.
 
     Spellings of one value agree; values that are not allowed are not compared.
