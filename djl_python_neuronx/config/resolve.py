@@ -17,7 +17,13 @@ from pydantic import ValidationError
 
 from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.findings import Finding, Problems
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import (
+    DJL_ARGUMENTS,
+    IGNORED,
+    TRANSLATED,
+    UNSUPPORTED,
+    Unsupported,
+)
 from djl_python_neuronx.config.options import (
     INVALID,
     NAMES,
@@ -104,14 +110,7 @@ def read_settings(
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))
-    in_file: list[Setting] = []
-    try:
-        if file is not None:
-            in_file = sources.from_properties(file)
-        elif model_dir is not None:
-            in_file = sources.from_file(model_dir)
-    except ConfigError as error:
-        problems.add_error(error)
+    in_file = _read_file(model_dir, file, problems)
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
     written = sources.read_written(inputs)
     reader = _Reader(problems)
@@ -132,18 +131,11 @@ def read_settings(
             origins["rolling_batch"] = sources.DJL
     else:
         about_djl = [*djl_serving.inside(properties, written, options)]
-    # A name with a warning is not listed as ignored too.
-    warned = {
-        name
-        for finding in (*about_djl, *reader.findings)
-        if finding.level == "warning"
-        for name in finding.names
-    }
-    ignored = {
-        name: why
-        for name, why in reader.ignored.items()
-        if name in ServingOptions.model_fields or name not in warned
-    }
+    # A name with a warning about it is not listed as ignored too.
+    warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
+    if any("entryPoint" in finding.names for finding in about_djl):
+        warned.add("entryPoint")
+    ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
     resolved = Resolved(
         options,
         MappingProxyType(origins),
@@ -158,6 +150,16 @@ def read_settings(
     ]
     resolved.report([*about_djl, *unused, *reader.findings], problems)
     return resolved
+
+
+def _read_file(model_dir: Path | None, file: Path | None, problems: Problems) -> list[Setting]:
+    try:
+        if file is not None:
+            return sources.from_properties(file)
+        return [] if model_dir is None else sources.from_file(model_dir)
+    except ConfigError as error:
+        problems.add_error(error)
+        return []
 
 
 class _Reader:
@@ -263,13 +265,7 @@ class _Reader:
         name, origin = str(shortened(setting.name)), setting.origin
         in_file = setting.source == sources.FILE_NAME
         if name in UNSUPPORTED:
-            neutral = UNSUPPORTED[name].accepts(shortened(setting.value))
-            if neutral or not (setting.by_user or in_file):
-                self.ignored[name] = "not supported in this version, and off"
-            elif setting.by_user:
-                self._refuse(setting, UNSUPPORTED[name].expected)
-            else:
-                self._warn(name, f"{origin}: not supported in this version")
+            self._unsupported(setting, UNSUPPORTED[name])
         elif name in IGNORED:
             self.ignored[name] = IGNORED[name].reason
         elif name in DJL_ARGUMENTS and setting.by_user:
@@ -289,6 +285,16 @@ class _Reader:
                 name,
                 f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}",
             )
+
+    def _unsupported(self, setting: Setting, entry: Unsupported) -> None:
+        if entry.accepts(shortened(setting.value)):
+            self.ignored[setting.name] = "not supported in this version, and off"
+        elif setting.by_user:
+            self._refuse(setting, entry.expected)
+        elif setting.source == sources.FILE_NAME:
+            self._warn(setting.name, f"{setting.origin}: not supported in this version")
+        else:
+            self.ignored[setting.name] = "not supported in this version"
 
     def _refuse(self, setting: Setting, expected: str) -> None:
         self._problems.add_error(

@@ -234,7 +234,7 @@ def read_all(inputs: Inputs, written: Sequence[Setting]) -> list[Setting]:
     folder: list[Setting] = []
     if inputs.model_dir is not None:
         folder = [Setting("model_dir", inputs.model_dir, "the model folder", "argument", False)]
-    return [*folder, *stripped(from_djl(inputs.properties or {}, written)), *written]
+    return [*folder, *from_djl(inputs.properties or {}, written), *written]
 
 
 def stripped(settings: Iterable[Setting]) -> Iterator[Setting]:
@@ -259,12 +259,18 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
         NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
         for setting in written
     )
-    found = []
-    for name in sorted(properties, key=lambda name: (ranks.get(name, len(ranks)), name)):
-        origin = _origin(written, firsts.get(name), name, properties[name])
-        setting = Setting(name, properties[name], origin, DJL, by_user=False)
-        found.append(replace(setting, unused=_unused(setting, all_cores=all_cores)))
-    return found
+    names = sorted(properties, key=lambda name: (ranks.get(name, len(ranks)), name))
+    settings = stripped(
+        Setting(
+            name,
+            properties[name],
+            _origin(written, firsts.get(name), name, properties[name]),
+            DJL,
+            by_user=False,
+        )
+        for name in names
+    )
+    return [replace(setting, unused=_unused(setting, all_cores=all_cores)) for setting in settings]
 
 
 def written_by_djl(inputs: Inputs) -> bool:
@@ -444,7 +450,7 @@ def _unseen(origin: str, *, marked: bool) -> Iterator[tuple[Level, str]]:
 
 def _again(earlier: Setting | None) -> Iterator[tuple[Level, str]]:
     if earlier is not None:
-        yield "note", f"{earlier.origin} sets it too, and the last one counts"
+        yield "note", f"also set in {earlier.origin}; the last line counts"
 
 
 def content(value: object, folder: Path) -> tuple[object, str]:

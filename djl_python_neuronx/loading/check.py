@@ -18,8 +18,8 @@ from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
 from djl_python_neuronx.loading.prepare import Prepared, prepare
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.assess import examine
-from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan
 
@@ -197,7 +197,11 @@ def _lacking(prepared: Prepared, environ: Mapping[str, str]) -> Iterator[str]:
     backend, degree = prepared.loader, prepared.options.tensor_parallel_degree
     if backend not in backends.names():
         yield f"this version cannot load with {backend} yet"
-    if backend != "cpu" and isinstance(degree, int) and (found := machines.spanning(degree, environ)):
+    if (
+        backend != "cpu"
+        and isinstance(degree, int)
+        and (found := machines.spanning(degree, environ))
+    ):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if not prepared.artifact.weights:
         yield "the weights were not downloaded or checked"

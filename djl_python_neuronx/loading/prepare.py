@@ -40,9 +40,9 @@ from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
-from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
+from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan, make_plan
 from djl_python_neuronx.types import Tokenizer
