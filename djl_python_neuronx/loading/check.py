@@ -107,6 +107,7 @@ def check(
     try:
         settings = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
+        problems = Problems()  # of no settings nothing else is worth reporting
         problems.add_error(error)
         return Report(name, problems)
     # The process that serves will have the variables of `option.env` too.

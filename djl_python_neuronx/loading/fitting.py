@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -10,9 +9,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
-from djl_python_neuronx.artifacts.folder import some, unreadable
 from djl_python_neuronx.artifacts.formats import OwnOutput
-from djl_python_neuronx.artifacts.manifest import FILE_NAME, sha256_of_each
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
@@ -25,40 +22,6 @@ _FLAGS = "cc_flags"
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
 """What graphs depend on beside options and flags."""
 _NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
-_WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
-
-
-def proved(artifact: Artifact) -> Artifact:
-    """The artifact, with the backend that an output of this package was made for.
-
-    Of such an output the contents of all listed files but weights are compared with its manifest; weights can take
-    minutes to read, and sizes were compared when the folder was detected. Links are followed, as a hub's cache has
-    them. An output of DJL's partition script does not list `serving.properties`, which that script writes last.
-
-    Raises:
-        ArtifactAccessError: a file cannot be read.
-        ArtifactError: the files that were changed.
-    """
-    if artifact.format != OwnOutput.name:
-        return artifact
-    manifest = read_manifest(artifact.path)
-    expected = {
-        name: entry.sha256 for name, entry in manifest.files.items() if not _WEIGHTS.search(name)
-    }
-    try:
-        actual = sha256_of_each(artifact.path / name for name in expected)
-    except OSError as error:
-        raise unreadable(artifact.path, error) from error
-    pairs = zip(expected.items(), actual, strict=True)
-    changed = sorted(name for (name, sha256), found in pairs if sha256 != found)
-    if changed:
-        msg = (
-            f"the files in {artifact.path} are not those of its {FILE_NAME}: changed {some(changed)}. "
-            "Copy the folder again, or compile again."
-        )
-        raise ArtifactError(msg)
-    loader = manifest.effective_options.get("model_loader")
-    return replace(artifact, backend=loader) if isinstance(loader, str) else artifact
 
 
 def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolved:

@@ -16,6 +16,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
@@ -224,8 +225,10 @@ class _Preparation:
             self.problems.add_error(error)
             return None
         self._check_vocabulary(model, options)
+        # A draft model that an artifact records is relative to the artifact.
+        base = options.model_dir if _DRAFT in settings.origins else model.artifact.path
         settings = self._with_recorded(settings, model.artifact, backend)
-        draft = self._find_draft(settings, model)
+        draft = self._find_draft(settings, base, weights_needed=model.whole)
         machine = self._serving_machine(settings, backend)
         return self._plan(settings, model, backend, machine, draft)
 
@@ -278,13 +281,16 @@ class _Preparation:
         name = model_id or str(folder)
         try:
             artifact = formats.detect(folder, origin="model_dir" if model_id is None else origin)
-            return _Model(name, str(folder), fitting.proved(artifact), whole=True)
+            return _Model(name, str(folder), artifact, whole=True)
         except ArtifactNotFoundError as error:
             path = folder / fetch.CONFIG
-            if self.fetch_weights or weights_needed or not path.is_file():
+            if self.fetch_weights or not path.is_file():
                 raise
-            self.problems.add("warning", f"{error} It is only planned")
-            return _without_weights(folder, name, str(path), formats.read_json(path))
+            if weights_needed:
+                self.problems.add_error(error)
+            else:
+                self.problems.add("warning", f"{error} It is only planned")
+            return _without_weights(folder, name, str(path), read_json(path))
 
     def _choose_backend(self, options: ServingOptions, artifact: Artifact) -> str:
         """Choose the backend; a dry run only prefers libraries that are installed."""
@@ -459,20 +465,22 @@ class _Preparation:
         if on_mismatch == "error":
             self.problems.add_error(mismatch, names)
         else:
-            message = f"what is compiled in {artifact.path} differs in {', '.join(names)}: it is compiled again"
+            message = (
+                f"what is compiled in {artifact.path} is not used: it differs in {', '.join(names)}, so that the "
+                "model is compiled again"
+            )
             self.problems.add("warning", message, names)
 
-    def _find_draft(self, settings: Resolved, model: _Model) -> _Model | None:
+    def _find_draft(
+        self, settings: Resolved, base: Path | None, *, weights_needed: bool
+    ) -> _Model | None:
         """Find the draft model. Returns None if none is named, or if it cannot be read."""
         name = settings.options.speculative_draft_model
         if name is None:
             return None
-        # A name that an artifact records is relative to the artifact.
-        recorded = _DRAFT not in settings.origins
-        base = model.artifact.path if recorded else settings.options.model_dir
         own = replace(self, problems=Problems())
         try:
-            return own._find(name, base, _DRAFT, settings, weights_needed=model.whole)
+            return own._find(name, base, _DRAFT, settings, weights_needed=weights_needed)
         except ServingError as error:
             own.problems.add_error(error)
             return None
