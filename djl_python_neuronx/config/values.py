@@ -233,7 +233,8 @@ def _hyphenated(value: object) -> object:
     return value.strip().lower().replace("_", "-") if isinstance(value, str) else value
 
 
-def _long_dtype(value: object) -> object:
+def long_dtype(value: object) -> object:
+    """Torch's name of a dtype however a library spells it: `bfloat16` for `bf16` or `torch.bfloat16`."""
     if not isinstance(value, str):
         return value
     name = value.strip().lower().removeprefix("torch.")
@@ -309,9 +310,9 @@ Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
 Lower = BeforeValidator(_lower)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype)]
 AutoDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)
+    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(long_dtype)
 ]
 Buckets = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)
