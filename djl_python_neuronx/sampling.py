@@ -1,4 +1,4 @@
-"""SamplingParams: how a request wants its tokens chosen. The rules themselves are `engine.sampler`'s."""
+"""Sampling parameters of a request. The rules themselves are in `engine.sampler`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from djl_python_neuronx.errors import RequestError
 _T = TypeVar("_T")
 
 
-def _rule(default: _T, allowed: str, holds: Callable[[float], bool], *types: type) -> _T:
-    """A field of SamplingParams that knows which values it takes."""
+def _rule(
+    default: _T,
+    allowed: str,
+    holds: Callable[[float], bool],
+    *types: type,
+    greedy: bool = False,
+) -> _T:
+    """A field of SamplingParams with its allowed values. `greedy`: it applies to greedy requests as well."""
     metadata = {"allowed": allowed, "holds": holds, "types": types or (int, float)}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "greedy": greedy})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; the defaults are greedy, and so is top_k 1.
+    """Parameters for sampling the next token. The defaults are greedy, and so is top_k 1.
 
     Raises:
         RequestError: a value of the wrong type or out of its range, by name.
@@ -31,14 +37,20 @@ class SamplingParams:
     top_k: int = _rule(0, "an integer >= 1, or 0 for off", lambda v: v >= 0, int)
     top_p: float = _rule(1.0, "a number > 0 and <= 1 (1: off)", lambda v: 0 < v <= 1)
     min_p: float = _rule(0.0, "a number from 0 to 1 (0: off)", lambda v: 0 <= v <= 1)
-    repetition_penalty: float = _rule(1.0, "a finite number > 0 (1: off)", lambda v: 0 < v < inf)
-    seed: int | None = _rule(None, "an integer from 0 to 2**64 - 1", lambda v: 0 <= v < 2**64, int)
+    repetition_penalty: float = _rule(
+        1.0, "a finite number > 0 (1: off)", lambda v: 0 < v < inf, greedy=True
+    )
+    seed: int | None = _rule(
+        None, "an integer from 0 to 2**64 - 1", lambda v: 0 <= v < 2**64, int, greedy=True
+    )
 
     WIRE_NAMES: ClassVar[tuple[str, ...]]
-    """What requests call the fields: every protocol reads the parameters by these names."""
+    """The names of the fields in requests of every protocol."""
+    GREEDY_NAMES: ClassVar[tuple[str, ...]]
+    """The fields that apply to greedy requests as well; the others imply sampling."""
 
     def __post_init__(self) -> None:
-        """Refuse what no rule can honour."""
+        """Reject values outside the allowed range."""
         for rule in fields(self):
             value = getattr(self, rule.name)
             if value is None and rule.default is None:
@@ -55,10 +67,13 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """The parameters among a request's `values`; other names are the caller's, None counts as left out."""
+        """The sampling parameters among a request's `values`. Other names are ignored; None means unset."""
         return cls(
             **{name: values[name] for name in cls.WIRE_NAMES if values.get(name) is not None}
         )
 
 
 SamplingParams.WIRE_NAMES = tuple(rule.name for rule in fields(SamplingParams))
+SamplingParams.GREEDY_NAMES = tuple(
+    rule.name for rule in fields(SamplingParams) if rule.metadata["greedy"]
+)
