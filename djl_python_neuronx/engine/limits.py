@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
-from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
-_DEVICE_PARAMETERS = ("top_k", "top_p", "temperature")
-"""The parameters of sampling on the device, in the order of `ModelSpec.fixed_sampling`."""
 _GREEDY = (1.0, 1.0, 1.0)
 
 
@@ -62,7 +59,7 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
         facts["mode"] = "greedy"
     elif spec.fixed_sampling is not None:
         facts["mode"] = "fixed"
-        facts.update(zip(_DEVICE_PARAMETERS, spec.fixed_sampling, strict=True))
+        facts.update(zip(("top_k", "top_p", "temperature"), spec.fixed_sampling, strict=True))
     else:
         facts["mode"] = "dynamic"
         facts["largest_top_k"] = spec.largest_top_k
@@ -72,12 +69,7 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
 
 def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     sampling = request.sampling
-    unset = SamplingParams()
-    refused = [
-        name
-        for name in SamplingParams.WIRE_NAMES
-        if name not in _DEVICE_PARAMETERS and getattr(sampling, name) != getattr(unset, name)
-    ]
+    refused = sampling.unsupported_on_device()
     if request.logprobs:
         refused.append("details (log-probabilities)")
     if refused:

@@ -190,7 +190,7 @@ def _stop_strings(given: _Parameters) -> tuple[str, ...]:
 
 
 def _sampling(values: Mapping[str, Any], given: _Parameters) -> SamplingParams:
-    """`do_sample` decides; without it, any parameter except `SamplingParams.GREEDY_NAMES` turns sampling on.
+    """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on.
 
     Temperature 0 is greedy in any case.
     """
