@@ -10,10 +10,9 @@ from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import drafting, speculating
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.mapping import library_arguments
-from djl_python_neuronx.planning.memory import CoreMemory, Load
+from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.tnx.arguments import context_lengths
 
@@ -69,7 +68,7 @@ def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPla
         format=artifact_format,
         graphs=planned,
         estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
-        memory=_memory(case),
+        memory=memory.core_memory(case),
         device=case.device,
         arguments=None if case.on_cpu else arguments,
     )
@@ -121,7 +120,7 @@ def graphs(case: Case) -> Iterator[Graph]:
             prompts = tuple(
                 prompt for prompt in prompts for _ in (0, *(options.prefix_buckets or ()))
             )
-    speculative = speculating(options)
+    speculative = options.speculating
     # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
     separate = speculative and loader == "tnx"
     decode: Kind = "speculation" if speculative and not separate else "decode"
@@ -129,7 +128,7 @@ def graphs(case: Case) -> Iterator[Graph]:
     yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
     if separate:
         yield from (Graph("speculation", bucket, slots) for bucket in lengths)
-    if separate and drafting(options):
+    if separate and options.drafting:
         yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
         yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
 
@@ -139,23 +138,3 @@ def _mixed(
 ) -> Iterator[Graph]:
     for blocks in sorted({memory.blocks_of(length, slots, block_size) for length in lengths}):
         yield from (Graph("mixed", tokens, blocks) for tokens in steps)
-
-
-def _memory(case: Case) -> CoreMemory | None:
-    if case.model.num_parameters is None:
-        return None
-    return memory.needed(
-        case.model,
-        Load.of(case.effective, case.backend, case.draft),
-        degree=case.degree,
-        core_memory_bytes=_host_memory(case.device)
-        if case.on_cpu
-        else case.device.core_memory_bytes,
-        loader=case.backend,
-        cores=0 if case.on_cpu else case.device.cores_for(case.degree),
-    )
-
-
-def _host_memory(device: DeviceInfo) -> int:
-    """Bytes of the host; 0 (unknown) on a Neuron machine, whose facts tell the devices' memory instead."""
-    return 0 if device.has_neuron else device.memory_bytes

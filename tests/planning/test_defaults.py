@@ -63,10 +63,10 @@ def fits(options, name, machine, loader):
     device = named(machine)
     return needed(
         facts_of(name),
-        Load.of(options, loader),
+        Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), loader)),
         degree=options.tensor_parallel_degree,
         core_memory_bytes=device.core_memory_bytes,
-        loader=loader,
+        backend=loader,
     ).fits
 
 
@@ -143,7 +143,7 @@ class TestOnDevices:
             return
         smallest = Load(128, 1, options.dtype)
         sizes = (
-            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, loader=loader)
+            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, backend=loader)
             for d in legal
         )
         assert all(size.needed > device.core_memory_bytes for size in sizes)
@@ -274,14 +274,16 @@ class TestSlots:
         slots = options.max_rolling_batch_size
         if slots == defaults.MAX_ROLLING_BATCH_SIZE:
             return
-        more = replace(Load.of(options, "tnx"), num_slots=2 * slots)
+        more = replace(
+            Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), "tnx")), num_slots=2 * slots
+        )
         core = named(machine).core_memory_bytes
         found = needed(
             facts_of(name),
             more,
             degree=options.tensor_parallel_degree,
             core_memory_bytes=core,
-            loader="tnx",
+            backend="tnx",
         )
         assert found.needed > core * 0.95
 
