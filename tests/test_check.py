@@ -870,7 +870,7 @@ class TestLimit:
     def test_more_cores_than_it_leaves_are_refused_by_its_name(self, both):
         report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
         (error,) = report.errors
-        assert "24 NeuronCores are asked for and 8 can be used" in error
+        assert "24 NeuronCores are needed and 8 can be used" in error
         assert "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process" in error
 
     def test_option_env_sets_it_and_is_named(self, both):

@@ -160,7 +160,7 @@ class TestOnDevices:
         facts = ModelFacts(model_type="other", max_positions=65536)
         assert chosen(facts, "inf2.xlarge") == (2, 4096, 32)
         found = fill(Case(options_with(), facts, named("inf2.xlarge"), "tnx"))
-        assert "nothing tells whether memory suffices" in found["max_rolling_batch_size"][1]
+        assert "whether it fits in memory is not known" in found["max_rolling_batch_size"][1]
 
 
 class TestDegree:
@@ -483,11 +483,11 @@ class TestWhatTheReasonsSay:
         found = self.reasons(self.TOO_LARGE, "inf2.xlarge")
         assert found["n_positions"][0] == 128
         assert found["max_rolling_batch_size"][0] == 1
-        assert "not enough memory" in found["n_positions"][1]
-        assert "no memory" in found["max_rolling_batch_size"][1]
+        assert "does not fit in memory" in found["n_positions"][1]
+        assert "does not fit in memory" in found["max_rolling_batch_size"][1]
         for name in ("n_positions", "max_rolling_batch_size"):
-            assert "had room" not in found[name][1]
-            assert "have room" not in found[name][1]
+            assert "fitted" not in found[name][1]
+            assert "largest power" not in found[name][1]
 
     def test_cores_that_are_left_over(self):
         small = facts_of("llama-2-7b")
@@ -495,7 +495,7 @@ class TestWhatTheReasonsSay:
             "tensor_parallel_degree"
         ]
         assert degree == 8
-        assert "4 of 12 cores are left over, of which guides use more: 12" in why
+        assert "4 of 12 cores are left over; guides use a larger degree: 12" in why
         everything = self.reasons(small, "inf2.xlarge", tensor_parallel_degree="max")
         assert "left over" not in everything["tensor_parallel_degree"][1]
 
@@ -511,7 +511,7 @@ class TestWhatTheReasonsSay:
             degree, why = found["tensor_parallel_degree"]
             assert degree == 8
             assert what in why
-            assert "12 is taken" not in why or facts_of(name).num_heads % 12 == 0
+            assert "12 is accepted" not in why or facts_of(name).num_heads % 12 == 0
 
     def test_the_draft_models_limit_counts_too(self):
         facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
@@ -522,7 +522,7 @@ class TestWhatTheReasonsSay:
         long = self.reasons(facts, "inf2.48xlarge", draft=facts_of("llama-2-7b"), **values)
         assert long["n_positions"] == (
             4096,
-            "the limit of the draft model (d), but unasked at most 4096",
+            "the limit of the draft model (d), but by default at most 4096",
         )
         same = self.reasons(facts, "inf2.48xlarge", draft=facts, **values)
         assert "draft" not in same["n_positions"][1]

@@ -431,20 +431,20 @@ class TestCache:
     @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
     def test_blocks(self, changes, tokens, loader):
         load = Load(1024, 4, "bfloat16", **changes)
-        assert self.cache(load, backend=loader) == tokens * self.TOKEN // 8
+        assert self.cache(load, loader=loader) == tokens * self.TOKEN // 8
 
     @pytest.mark.parametrize(("num_blocks", "tokens"), [(None, 33 * 128), (40, 40 * 128)])
     def test_blocks_that_an_option_counts_hold_the_one_for_padding(self, num_blocks, tokens):
         chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, "pa_num_blocks": num_blocks}
         shape = {"n_positions": 1024, "max_rolling_batch_size": 4, "dtype": "bfloat16"}
         load = Load.of(case_of(ServingOptions(**shape, **chunks)))
-        assert self.cache(load, backend="tnx") == tokens * self.TOKEN // 8
+        assert self.cache(load, loader="tnx") == tokens * self.TOKEN // 8
 
     def test_a_window_is_all_that_some_keep(self):
         windowed = replace(facts_of("mistral-7b-v0.1"), sliding_window=512)
         load = Load(4096, 4, "bfloat16")
         assert self.cache(load, facts=windowed) == 4 * 512 * self.TOKEN // 8
-        assert self.cache(load, facts=windowed, backend="tnx") == 4 * 4096 * self.TOKEN // 8
+        assert self.cache(load, facts=windowed, loader="tnx") == 4 * 4096 * self.TOKEN // 8
         assert self.cache(load, facts=replace(windowed, model_type="llama")) == (
             4 * 4096 * self.TOKEN // 8
         )

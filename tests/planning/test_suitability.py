@@ -121,7 +121,7 @@ LENGTHS = [
     (
         "max_rolling_batch_size",
         "note",
-        "anew, token by token",
+        "again, token by token",
         {"facts": of("gpt_neox")},
         {"facts": of("gpt2")},
     ),
@@ -177,7 +177,7 @@ LENGTHS = [
 ]
 ON_CPU = [
     *(
-        (name, "note", "cpu loader", {"loader": "cpu", **values}, {name: None})
+        (name, "note", "cpu backend", {"loader": "cpu", **values}, {name: None})
         for name, values in {
             "fuse_qkv": {"fuse_qkv": True},
             "quantize": {"quantize": "static_int8"},
@@ -227,7 +227,7 @@ EQUIVALENTS = [
     (
         "quantize",
         "error",
-        "take more cores",
+        "use more cores",
         {"facts": of("gpt_neox"), "quantize": "static_int8"},
         {"quantize": None},
     ),
@@ -241,15 +241,15 @@ EQUIVALENTS = [
     (
         "compiled_graph_path",
         "warning",
-        "transformers-neuronx compiled do not fit it: they would all be compiled anew. If they are its graphs, set "
-        "model_loader=tnx; else leave it out (NxD Inference supports it",
+        "cannot use graphs that transformers-neuronx compiled: all would be compiled again. If they are graphs of "
+        "transformers-neuronx, set model_loader=tnx; else leave it out (NxD Inference supports it",
         {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
         {"model_loader": "nxdi"},
     ),
     (
         "compiled_graph_path",
         "warning",
-        "compiled anew",
+        "compiled again",
         {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
         {"facts": of("qwen2")},
     ),
@@ -300,7 +300,7 @@ EQUIVALENTS = [
     (
         "model_loader",
         "note",
-        "never seen",
+        "never run",
         {"loader": "nxdi", "facts": of("dbrx")},
         {"facts": LLAMA},
     ),
@@ -379,14 +379,14 @@ BATCHES = [
     (
         "max_rolling_batch_size",
         "note",
-        "encoded anew",
+        "prefilled again",
         {"facts": of("opt")},
         {"max_rolling_batch_size": 1},
     ),
     (
         "max_rolling_batch_size",
         "note",
-        "encoded anew",
+        "prefilled again",
         {"facts": of("opt"), "batch_size": 8, "rolling_batch": "disable", "async_mode": True},
         {"async_mode": False},
     ),
@@ -588,7 +588,7 @@ CORES = [
     (DEGREE, "error", "set one of them", {DEGREE: 5, "device": UNSAID}, {DEGREE: 64}),
     (DEGREE, "note", "used in practice", {DEGREE: 12}, {DEGREE: 8}),
     (DEGREE, "error", "on trn1", {DEGREE: 12, "device": TRN1}, {"device": INF2}),
-    (DEGREE, "error", "8 NeuronCores are asked for and 2", {"device": SMALL}, {DEGREE: 2}),
+    (DEGREE, "error", "8 NeuronCores are needed and 2", {"device": SMALL}, {DEGREE: 2}),
     (
         DEGREE,
         "error",
@@ -596,7 +596,7 @@ CORES = [
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
-    (DEGREE, "error", "asked for", {"device": SMALL}, {"device": UNSAID}),
+    (DEGREE, "error", "are needed", {"device": SMALL}, {"device": UNSAID}),
     (
         DEGREE,
         "error",
@@ -607,14 +607,14 @@ CORES = [
     (
         DEGREE,
         "error",
-        "64 NeuronCores are asked for and 32 can be used",
+        "64 NeuronCores are needed and 32 can be used",
         {DEGREE: 64, "device": TRN1},
         {"device": replace(TRN1, local_degree=32)},
     ),
     (
         DEGREE,
         "error",
-        "64 NeuronCores are asked for and 32 can be used on 2 machines",
+        "64 NeuronCores are needed and 32 can be used on 2 machines",
         {DEGREE: 64, "device": replace(TRN1, local_degree=32, visible_cores=16)},
         {"device": replace(TRN1, local_degree=16, visible_cores=16)},
     ),
@@ -679,14 +679,14 @@ CORES = [
         DEGREE,
         "error",
         "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
-        "lower it, or take more cores (smallest that fits: tensor_parallel_degree=2)",
+        "lower it, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
     (
         DEGREE,
         "error",
-        "nothing known holds it",
+        "no known machine holds it",
         {"device": SMALL, "facts": replace(LLAMA, num_parameters=10**13)},
         {"facts": LLAMA},
     ),
@@ -845,7 +845,7 @@ LAYOUT = [
     (
         "pa_num_blocks",
         "error",
-        "take 1025 blocks of 32 tokens",
+        "need 1025 blocks of 32 tokens",
         {"enable_chunked_prefill": True, "pa_num_blocks": 1024, "pa_block_size": 32},
         {"pa_num_blocks": 1025},
     ),
@@ -925,7 +925,7 @@ LAYOUT = [
     (
         DEGREE,
         "error",
-        "nothing known holds it; take a smaller model",
+        "no known machine holds it; use a smaller model",
         {"facts": replace(LLAMA, num_parameters=10**13)},
         {"device": replace(INF2, core_memory_bytes=0)},
     ),
@@ -951,7 +951,7 @@ LAYOUT = [
     (
         DEGREE,
         "note",
-        "nothing tells whether it fits",
+        "whether it fits is not checked",
         {"facts": replace(LLAMA, num_parameters=None)},
         {"facts": LLAMA},
     ),
