@@ -39,7 +39,7 @@ import orjson
 from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.protocol.lmi import JsonFormatter, LinesFormatter
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.telemetry import Metrics, Recorder
@@ -223,7 +223,7 @@ def _generate(
         observer=Recorder(Metrics()),
     )
     lines = case.format == "jsonlines"
-    inbox = Inbox()
+    inbox = BlockingQueue()
     formatters: dict[str, JsonFormatter | LinesFormatter] = {}
     requests = []
     for i in range(case.batch):

@@ -59,7 +59,7 @@ OURS = """
 import sys
 from pathlib import Path
 from djl_python_neuronx.artifacts import s3
-s3.fetch("s3://bench/model", Path(sys.argv[1]), settings=s3.Settings(client=sys.argv[2]))
+s3.fetch("s3://bench/model", Path(sys.argv[1]), {})
 """
 NEAR = 0.9
 """At this share of curl's rate the server, not the client, sets the pace."""
@@ -110,7 +110,6 @@ def main() -> int:
     parser.add_argument("--aws", default=shutil.which("aws"), help="the AWS command line")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--crt", action="store_true", help="a row for the native client too")
     parser.add_argument("--work", type=Path, help="a folder on the disk to write to")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -131,10 +130,8 @@ def measure(
     object_url, uri = f"{url}/bench/model/model.safetensors", "s3://bench/model/model.safetensors"
     commands: dict[str, list[str | Path]] = {
         "curl": ["curl", "-s", "-o", target / "file", object_url],
-        "ours": [sys.executable, "-c", OURS, target, "classic"],
+        "ours": [sys.executable, "-c", OURS, target],
     }
-    if arguments.crt:
-        commands["ours, CRT"] = [sys.executable, "-c", OURS, target, "crt"]
     if arguments.aws:
         commands["aws s3 cp"] = [arguments.aws, "s3", "cp", "--quiet", uri, target / "file"]
     else:

@@ -33,14 +33,14 @@ DEFAULT_PORT = 8080
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit status."""
+    """Run a command and return the exit status of the process."""
     arguments = _parser().parse_args(argv)
     setup_logging(arguments.log_level.upper())
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except ServingError as error:
-        print(f"djl-neuronx: {error}", file=sys.stderr)  # noqa: T201  (this is the program's own voice)
+        sys.stderr.write(f"djl-neuronx: {error}\n")
         return 1
 
 
@@ -66,100 +66,106 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Commands) -> None:
-    serve = commands.add_parser(
+    command = commands.add_parser(
         "serve",
-        help="load a model and answer over HTTP",
-        description="Load a model and answer on /invocations, /predictions/{model}, /ping and /metrics "
-        "(SageMaker's container contract). Options come from -o, serving.properties in the folder and OPTION_* "
-        "environment variables, in that order.",
+        help="load a model and serve it over HTTP",
+        description="Load a model and serve /invocations, /predictions/{model}, /ping, /info and /metrics (SageMaker's "
+        "container contract). Options are read from -o, then from serving.properties in the folder, then from OPTION_* "
+        "environment variables; the first source that sets an option wins.",
     )
-    serve.add_argument(
+    command.add_argument(
         "model",
         nargs="?",
         default=str(MODEL_DIR),
         help="folder with the model or with a serving.properties that names one, Hugging Face id or s3:// URI "
-        f"(default {MODEL_DIR})",
+        "(default %(default)s)",
     )
-    everywhere = "0.0.0.0"  # noqa: S104  (what SageMaker's container contract asks for)
-    serve.add_argument(
+    everywhere = "0.0.0.0"  # noqa: S104  (SageMaker's container contract requires it)
+    command.add_argument(
         "--host", default=everywhere, help="address to listen on (default %(default)s)"
     )
-    serve.add_argument(
-        "--port", type=_port, help=f"default {DEFAULT_PORT}, or SAGEMAKER_BIND_TO_PORT"
+    command.add_argument(
+        "--port",
+        type=_port,
+        help=f"port to listen on (default SAGEMAKER_BIND_TO_PORT, or else {DEFAULT_PORT})",
     )
-    serve.add_argument(
+    command.add_argument(
         "--drain",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="seconds for running requests to end",
+        help="seconds that running requests have to end at shutdown (default %(default)g)",
     )
-    _add_common(serve, log_level="info")
-    serve.set_defaults(run=_serve)
+    _add_options(command)
+    _add_log_level(command, "info")
+    command.set_defaults(run=_serve)
 
 
 def _add_check(commands: Commands) -> None:
-    check = commands.add_parser(
+    command = commands.add_parser(
         "check",
-        help="tell what serving a model would do, in a second, without weights, device or compiler",
-        description="Print every option with its value and where it comes from, the plan (backend, graphs to compile, "
-        "memory per core), and all that is wrong, each with what to do. Reads config.json only. Exit status: 0 if "
-        "nothing stands in the way of the plan, 1 if something does, 2 for a wrong command line.",
+        help="dry run of a start: print options, plan and problems; needs no weights, device or compiler",
+        description="Print every option with its value and source, the plan (backend, graphs to compile, memory per "
+        "core) and every problem with its fix. Reads config.json, no weights. Exit status: 0 if the plan is possible, "
+        "1 if it is not, 2 for a wrong command line.",
     )
-    check.add_argument(
+    command.add_argument(
         "target",
         nargs="?",
         help="model folder, .properties file, Hugging Face id or s3:// URI "
-        f"(default {MODEL_DIR}, or, without it, the model that HF_MODEL_ID or OPTION_MODEL_ID names)",
+        f"(default {MODEL_DIR} if it exists, or else the model in HF_MODEL_ID or OPTION_MODEL_ID)",
     )
-    _add_instance(check)
-    check.add_argument("--all", action="store_true", help="list options at their default too")
-    check.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
-    _add_common(check, log_level="warning")
-    check.set_defaults(run=_check)
+    _add_instance(command)
+    command.add_argument("--all", action="store_true", help="also list options at their default")
+    command.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
+    _add_options(command)
+    _add_log_level(command, "warning")
+    command.set_defaults(run=_check)
 
 
 def _add_compile(commands: Commands) -> None:
-    compile = commands.add_parser(
+    command = commands.add_parser(
         "compile",
         help="compile a model ahead of time into a folder that is served as it is",
         description="Compile the graphs of a model and write them with its configuration, tokenizer and options to a "
-        "folder or to S3, from which it is served without compiling. Started again after it was killed, it goes on at "
-        "the next graph. For the cpu backend there is nothing to compile: the options are pinned.",
+        "folder or to S3. The result is served without compiling. If compile is killed and started again, it continues "
+        "with the next graph. The cpu backend has no graphs: only the options are fixed.",
     )
-    compile.add_argument("model", help="model folder, Hugging Face id or s3:// URI")
-    compile.add_argument(
+    command.add_argument("model", help="model folder, Hugging Face id or s3:// URI")
+    command.add_argument(
         "--output",
         required=True,
         metavar="DIR",
-        help="folder or s3://bucket/folder: new, empty, or an unchanged output of this package, which is replaced",
+        help="folder or s3://bucket/folder; it must be new or empty, or an unchanged output of this command, which is "
+        "replaced",
     )
-    compile.add_argument(
+    command.add_argument(
         "--weights",
         choices=["none", "link", "copy"],
         default="link",
-        help="the model's weights in the output: hard links where the disk has them (default), copies, or left out",
+        help="how the weights get into the output: as hard links if on the same disk (default), as copies, or not",
     )
-    compile.add_argument(
-        "--overwrite", action="store_true", help="replace an output folder whatever it holds"
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace the output folder whatever its content"
     )
-    _add_instance(compile)
-    _add_common(compile, log_level="info")
-    compile.set_defaults(run=_compile)
+    _add_instance(command)
+    _add_options(command)
+    _add_log_level(command, "info")
+    command.set_defaults(run=_compile)
 
 
 def _add_convert(commands: Commands) -> None:
-    convert = commands.add_parser(
+    command = commands.add_parser(
         "convert",
         help="write a checkpoint in another layout",
-        description="Write a whole checkpoint as safetensors, or split as transformers-neuronx has it (one file for "
-        "each tensor). One tensor is in memory at a time, and each is compared with its original.",
+        description="Write a whole checkpoint as safetensors, or split as in transformers-neuronx (one file for each "
+        "tensor). One tensor is in memory at a time, and each is compared with its original.",
     )
-    convert.add_argument("source", type=Path, help="model folder")
-    convert.add_argument("destination", type=Path, help="new folder")
-    convert.add_argument("--to", required=True, choices=["safetensors", "split"])
-    _add_log_level(convert, "info")
-    convert.set_defaults(run=_convert)
+    command.add_argument("source", type=Path, help="model folder")
+    command.add_argument("destination", type=Path, help="new folder")
+    command.add_argument("--to", required=True, choices=["safetensors", "split"])
+    _add_log_level(command, "info")
+    command.set_defaults(run=_convert)
 
 
 def _add_instance(command: argparse.ArgumentParser) -> None:
@@ -167,11 +173,11 @@ def _add_instance(command: argparse.ArgumentParser) -> None:
         "--instance",
         type=_instance,
         metavar="TYPE",
-        help="plan for this machine instead of the one at hand; for example inf2.48xlarge",
+        help="plan for this instance type instead of this machine, for example inf2.48xlarge",
     )
 
 
-def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
+def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-o",
         "--option",
@@ -179,14 +185,13 @@ def _add_common(command: argparse.ArgumentParser, *, log_level: str) -> None:
         type=_pair,
         default=[],
         metavar="NAME=VALUE",
-        help="set option.NAME",
+        help="set option.NAME; may be repeated",
     )
-    _add_log_level(command, log_level)
 
 
-def _add_log_level(command: argparse.ArgumentParser, log_level: str) -> None:
+def _add_log_level(command: argparse.ArgumentParser, default: str) -> None:
     levels = ["debug", "info", "warning", "error"]
-    command.add_argument("--log-level", choices=levels, default=log_level)
+    command.add_argument("--log-level", choices=levels, default=default)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -194,7 +199,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.server.app import serve
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
-            raise  # a fault of this package, which no installation mends
+            raise  # a bug of this package: no installation helps
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
     from djl_python_neuronx.service import Service
@@ -213,7 +218,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _model(target: str) -> tuple[Path | None, dict[str, str]]:
-    """The model folder, or the option that names a model which lies elsewhere: a path would eat a URI's slash."""
+    """The model folder, or the option for a model elsewhere. As a `Path`, a URI would lose a slash."""
     from djl_python_neuronx.artifacts import fetch
 
     folder = fetch.local_folder(target, None)
@@ -311,11 +316,12 @@ def _port_from_environment() -> int:
 
 @contextmanager
 def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
-    """Bars below the log for as long as something is transferred or compiled."""
+    """Progress bars for transfers and compilation, below the log. None if `stream` is no terminal, or without rich."""
     from djl_python_neuronx.loading.prepare import SILENT, LoadProgress
 
     try:
         from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         yield SILENT
         return
@@ -323,69 +329,44 @@ def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
     if not console.is_terminal:
         yield SILENT
         return
-    with _log_above(console), _Bars(console) as shown:
-        yield LoadProgress(shown.transfer, shown.compile)
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )
+    bars = Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+    transfers = bars.add_task("transfer", total=None, visible=False, state="")
+    graphs = bars.add_task("compile", total=None, visible=False, state="")
 
+    def transfer(done: int, total: int) -> None:
+        state = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
+        bars.update(transfers, completed=done, total=total, visible=done < total, state=state)
 
-class _Bars:
-    """Two bars that come with their first number."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._rich = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
+    def compiled(progress: CompileProgress) -> None:
+        done, total = progress.num_done, progress.num_graphs
+        state = (
+            f"graph {done}/{total}, {progress.elapsed_s / 60:.0f} min, "
+            f"about {progress.remaining_s / 60:.0f} min left"
         )
-        self._transfer = self._rich.add_task("transfer", total=None, visible=False, told="")
-        self._compile = self._rich.add_task("compile", total=None, visible=False, told="")
+        bars.update(graphs, completed=done, total=total, visible=done < total, state=state)
 
-    def __enter__(self) -> _Bars:
-        self._rich.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rich.stop()
-
-    def transfer(self, done: int, total: int) -> None:
-        """See `Progress`."""
-        told = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
-        self._rich.update(
-            self._transfer, completed=done, total=total, visible=done < total, told=told
-        )
-
-    def compile(self, progress: CompileProgress) -> None:
-        """See `LoadProgress`."""
-        told = (
-            f"graph {progress.num_done}/{progress.num_graphs}, {progress.elapsed_s / 60:.0f} min, "
-            f"some {progress.remaining_s / 60:.0f} min left"
-        )
-        self._rich.update(
-            self._compile,
-            completed=progress.num_done,
-            total=progress.num_graphs,
-            visible=progress.num_done < progress.num_graphs,
-            told=told,
-        )
+    with _log_above(console), bars:
+        yield LoadProgress(transfer, compiled)
 
 
 @contextmanager
 def _log_above(console: Console) -> Iterator[None]:
-    """The log's lines go through the console, which keeps them above the bars."""
+    """Write log lines through the console, which keeps them above the bars."""
     handlers = [
         handler
         for handler in logging.getLogger("djl_python_neuronx").handlers
         if isinstance(handler, logging.StreamHandler) and handler.stream is console.file
     ]
-    lines = _Lines(console)
     for handler in handlers:
-        handler.setStream(lines)
+        handler.setStream(_Lines(console))
     try:
         yield
     finally:
@@ -394,7 +375,7 @@ def _log_above(console: Console) -> Iterator[None]:
 
 
 class _Lines:
-    """The part of a stream that a log handler needs."""
+    """A stream that writes to a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -403,7 +384,7 @@ class _Lines:
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
-        """Every write is one already."""
+        """Do nothing: every write is flushed."""
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from djl_python_neuronx.backends.base import Backend, ModelSpec, Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.draft_model import DraftModel
-from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
 from djl_python_neuronx.errors import (
     BackendError,
@@ -28,7 +27,7 @@ from djl_python_neuronx.errors import (
     StepError,
 )
 from djl_python_neuronx.loading.compiled import Compiled, obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics, Recorder
@@ -110,14 +109,16 @@ class Service:
         """
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
-        prepared = prepare(
+        prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
         )
-        draft = prepared.draft
+        tokenizer, draft = prepared.load_tokenizer(), prepared.draft
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled = obtain(prepared, environ=environ, listener=progress.compile)
+        compiled = obtain(prepared, tokenizer, environ=environ, listener=progress.compile)
         compiled_draft = (
-            None if draft is None else obtain(draft, environ=environ, listener=progress.compile)
+            None
+            if draft is None
+            else obtain(draft, tokenizer, environ=environ, listener=progress.compile)
         )
         backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
         try:
@@ -138,7 +139,7 @@ class Service:
         service = cls(
             options,
             backend,
-            prepared.tokenizer,
+            tokenizer,
             proposer=proposer,
             warm_up=not options.skip_warmup,
             on_death=on_death,
@@ -186,7 +187,7 @@ class Service:
         return {
             "drafts": self.backend.spec.max_drafts,
             "from": "draft model" if from_model else "prompt lookup",
-            "active": self.loop.engine.proposer is not None,
+            "active": self.loop.engine.speculates,
         }
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -226,7 +227,7 @@ def _load_proposer(
     if not spec.max_drafts:
         return None
     if draft is None or compiled is None:
-        return PromptLookup(spec, prepared.options.ngram_prompt_lookup_max or 1)
+        return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)
     backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:

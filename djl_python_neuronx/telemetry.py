@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from djl_python_neuronx.engine.detokenizer import Delta
     from djl_python_neuronx.engine.runner import StepInfo
     from djl_python_neuronx.engine.streams import Stream
-    from djl_python_neuronx.engine.text import Delta
     from djl_python_neuronx.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "djl_neuronx"
-_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True)
@@ -50,19 +36,14 @@ METRICS: dict[str, Metric] = {
     "requests_total": Metric(
         "counter", "Requests that ended or were aborted.", ("protocol", "finish_reason")
     ),
-    "rejected_requests_total": Metric(
-        "counter", "Requests refused before they were queued.", ("code",)
-    ),
+    "rejected_requests_total": Metric("counter", "Requests rejected before queueing.", ("code",)),
     "generated_tokens_total": Metric(
-        "counter", "Tokens generated, those that a stop string cut off included."
+        "counter", "Generated tokens, including tokens that a stop string removed."
     ),
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
-    "padding_tokens_total": Metric(
-        "counter", "Prompt columns computed for nothing, up to the bucket's length."
-    ),
+    "padding_tokens_total": Metric("counter", "Padding computed in prefills, in tokens."),
     "reencoded_tokens_total": Metric(
-        "counter",
-        "Tokens encoded again although they were cached: in static batches a joiner costs that.",
+        "counter", "Cached tokens prefilled again because a request joined a static batch."
     ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
@@ -70,44 +51,40 @@ METRICS: dict[str, Metric] = {
     ),
     "request_seconds": Metric("histogram", "From submission to the last token."),
     "prefill_seconds": Metric("histogram", "Device time of a prefill call.", ("bucket",)),
-    "decode_seconds": Metric(
-        "histogram", "Device time of a decode step, whether it verifies drafts or not."
-    ),
+    "decode_seconds": Metric("histogram", "Device time of a decode step, with or without drafts."),
     "mixed_seconds": Metric(
         "histogram", "Device time of a step of prompt chunks and decodes.", ("bucket",)
     ),
-    "draft_tokens_total": Metric("counter", "Drafts that were verified."),
-    "accepted_draft_tokens_total": Metric("counter", "Drafts that stand in a text."),
-    "draft_seconds": Metric("histogram", "Time that drafting for a step took."),
-    "draft_failures_total": Metric("counter", "Steps without drafts because drafting failed."),
-    "slots_in_use": Metric("gauge", "Sequences that hold a slot."),
-    "waiting_requests": Metric("gauge", "Sequences that wait for a slot."),
+    "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),
+    "accepted_draft_tokens_total": Metric("counter", "Draft tokens accepted."),
+    "draft_seconds": Metric("histogram", "Time to propose the drafts of a step."),
+    "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
+    "slots_in_use": Metric("gauge", "Sequences with a slot."),
+    "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
     "compile_cache_hits_total": Metric(
-        "counter", "Compiled models that were found, on this machine or in the remote store."
+        "counter", "Compiled models found on this machine or in the remote store."
     ),
-    "compile_cache_misses_total": Metric("counter", "Models that had to be compiled."),
-    "load_seconds": Metric("gauge", "Time that loading the model took."),
+    "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
+    "load_seconds": Metric("gauge", "Time to load the model."),
 }
 
 
 class Metrics:
-    """The table's metrics in a registry of their own, so that two services in one process do not mix."""
+    """The metrics of `METRICS`, in a registry of their own: two services in one process do not share them."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry: CollectorRegistry = CollectorRegistry()
-        self._metrics: dict[str, Any] = {}
-        for name, row in METRICS.items():
-            full = f"{NAMESPACE}_{name}"
-            if row.kind == "counter":
-                self._metrics[name] = Counter(full, row.doc, row.labels, registry=self.registry)
-            elif row.kind == "gauge":
-                self._metrics[name] = Gauge(full, row.doc, row.labels, registry=self.registry)
-            else:
-                self._metrics[name] = Histogram(
-                    full, row.doc, row.labels, registry=self.registry, buckets=_SECONDS
-                )
+        make: dict[str, Callable[..., Any]] = {
+            "counter": Counter,
+            "gauge": Gauge,
+            "histogram": partial(Histogram, buckets=_SECONDS),
+        }
+        self._metrics: dict[str, Any] = {
+            name: make[row.kind](f"{NAMESPACE}_{name}", row.doc, row.labels, registry=self.registry)
+            for name, row in METRICS.items()
+        }
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
@@ -140,7 +117,7 @@ class Recorder:
         self._reencoded.inc(info.num_reencoded)
         if info.drafts_s:
             self._metrics["draft_seconds"].observe(info.drafts_s)
-        if info.draft_failed:
+        if info.draft_error is not None:
             self._metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:
             self._metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)
@@ -188,7 +165,7 @@ class Recorder:
 
 
 def setup_logging(level: str = "INFO") -> None:
-    """One line per event on stderr; for programs that own their process, never called under DJL's engine."""
+    """Log one line per event to stderr. For programs that own their process: never called under DJL's engine."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     package = logging.getLogger("djl_python_neuronx")

@@ -68,8 +68,6 @@ class TokenOutput(NamedTuple):
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
     """float32[len(token_ids), V], only for requests with `logprobs`: log-probabilities are made on the output side."""
-    index: int = 0  # type: ignore[assignment]  # a field may hide tuple.index
-    """Which of the n sequences of the request."""
 
     @property
     def request_id(self) -> str:

@@ -46,11 +46,11 @@ Service.load = staticmethod(load)
 
 def usage():
     """Everything that is in use."""
-    service, door = handler._State.service, handler._State.door
+    service, door = handler._process.service, handler._process.door
     engine = service.loop.engine
     return {
         "rows": getattr(door, "num_rows", 0),
-        "streams": service.loop.num_streams,
+        "streams": len(service.loop.streams),
         "running": engine.num_running,
         "waiting": engine.num_waiting,
         "slots": len(getattr(service.backend, "acquired", ())),
@@ -59,5 +59,5 @@ def usage():
 
 
 signal.signal(signal.SIGUSR1, lambda *_: print("usage", usage(), flush=True))  # noqa: T201
-signal.signal(signal.SIGUSR2, lambda *_: handler._State.service.backend.resume.set())
+signal.signal(signal.SIGUSR2, lambda *_: handler._process.service.backend.resume.set())
 handle = handler.handle

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
-from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import PromptTooLongError
 from djl_python_neuronx.service import Service
 
@@ -29,7 +29,7 @@ def texts(options: dict[str, str]) -> tuple[dict[str, str], str]:
     """Texts by request, and the metrics."""
     service = Service.load(None, TINY, environ={}, overrides=options)
     found: dict[str, str] = {}
-    inbox = Inbox()
+    inbox = BlockingQueue()
     open_requests = set()
     try:
         for prompt in PROMPTS:

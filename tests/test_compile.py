@@ -19,11 +19,10 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     InvalidOptionError,
 )
-from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.neuron_machine import GRAPHS, TINY, load
-from tests.test_readme import Inbox, rounded
+from tests.test_readme import BlockingQueue, rounded
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
@@ -46,7 +45,7 @@ def answer(model, **overrides):
     """What the model in a folder says, and the options of its service."""
     service = Service.load(None, model, overrides=overrides)
     try:
-        parsed, inbox = service.parse(BODY), Inbox()
+        parsed, inbox = service.parse(BODY), BlockingQueue()
         service.loop.submit(parsed.request, inbox)
         text, finished = b"", False
         while not finished:
@@ -112,7 +111,7 @@ def test_the_output_pins_what_followed_from_the_machine(output):
     assert settings["dtype"].value == "float32"
     assert settings["async_mode"].value == "true"
     assert not {"model_dir", "model_id"} & set(settings)
-    artifact = fitting.proved(formats.detect(output))
+    artifact = formats.detect(output)
     assert (artifact.format, artifact.backend) == ("djl_neuronx", "cpu")
 
 

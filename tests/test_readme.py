@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from djl_python_neuronx import cli
-from djl_python_neuronx.engine.outlets import Inbox
+from djl_python_neuronx.engine.streams import BlockingQueue
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def test_the_quick_starts_answers() -> None:
     )
     try:
         for body, lines in examples:
-            parsed, inbox = service.parse(json.dumps(body).encode()), Inbox()
+            parsed, inbox = service.parse(json.dumps(body).encode()), BlockingQueue()
             service.loop.submit(parsed.request, inbox)
             answer, finished = b"", False
             while not finished:

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
-from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
+from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -44,7 +44,7 @@ def answers(
     service = Service.load(None, folder, environ={}, overrides=options)
     texts: dict[str, str] = defaultdict(str)
     reasons: dict[str, str] = {}
-    inbox = Inbox()
+    inbox = BlockingQueue()
     try:
         for body in bodies:
             service.loop.submit(service.parse(json.dumps(body).encode()).request, inbox)

@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all, and are still whole after a crash of the machine."""
+"""Files and folders that appear whole or not at all, locks between processes, and errors of a full disk.
+
+What appears whole here is still whole after a crash of the machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,57 +23,44 @@ from djl_python_neuronx.errors import ArtifactAccessError, ServingError
 
 logger = logging.getLogger(__name__)
 
-_REMIND_S = 10.0
+_GIB = 2**30
+_PARTIAL = ".partial-"
+_LOG_WAIT_S = 10.0
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
-def held(path: Path, *, what: str) -> Iterator[None]:
-    """Hold the lock file `path`, waiting for whoever has it; `what` tells the log what is waited for.
+def hold_lock(path: Path, *, what: str) -> Iterator[None]:
+    """Hold the lock file `path` and wait for it first; the log names `what` while waiting.
 
-    It is a `flock`, so the kernel frees it even after SIGKILL, and the file itself stays. Who holds it is written
-    beside it, as `<path>.json`: for people and logs, never for a decision.
+    It is a `flock`: the kernel frees it even after SIGKILL, and the file itself stays. The holder's process id is
+    written to `<path>.json`, for people and logs, never for a decision.
 
     Raises:
-        OSError: the file cannot be made.
+        ArtifactAccessError: the file cannot be created.
     """
     lock = FileLock(path)
     holder = path.with_name(path.name + ".json")
-    while True:
-        try:
-            lock.acquire(timeout=0)
-            break
-        except Timeout:
-            logger.info("lock_waiting what=%s %s lock=%s", what, _describe(holder), path)
-        try:
-            lock.acquire(timeout=_REMIND_S, poll_interval=0.1)
-            break
-        except Timeout:
-            continue
+    with storing(f"the lock of {what}", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _acquire(lock, holder, what)
     try:
-        holder.write_text(json.dumps(_self()), encoding="utf-8")
+        with storing(f"the lock of {what}", path.parent):
+            since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            holder.write_text(json.dumps({"pid": os.getpid(), "since": since}), encoding="utf-8")
         yield
     finally:
         lock.release()
 
 
-def _self() -> dict[str, object]:
-    return {
-        "pid": os.getpid(),
-        "process_start_ticks": _start_ticks(),
-        "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _start_ticks() -> int | None:
-    """When this process began, in ticks since boot: with the pid it names one process, as pids come round again.
-
-    Source: proc(5), /proc/pid/stat, field 22; the name in field 2 may hold spaces and brackets.
-    """
-    try:
-        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
+def _acquire(lock: FileLock, holder: Path, what: str) -> None:
+    wait_s = 0.0
+    while True:
+        with suppress(Timeout):
+            lock.acquire(timeout=wait_s, poll_interval=0.1)
+            return
+        wait_s = _LOG_WAIT_S
+        logger.info("lock_waiting what=%s %s lock=%s", what, _describe(holder), lock.lock_file)
 
 
 def _describe(holder: Path) -> str:
@@ -78,45 +68,51 @@ def _describe(holder: Path) -> str:
         known = json.loads(holder.read_bytes())
         return f"holder_pid={known['pid']} holder_since={known['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        # The holder has the lock but has not written yet, or is just writing.
+        # The holder has not written the file yet, or is writing it.
         return "holder_pid=unknown"
-
-
-_PARTIAL = ".partial-"
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, whose file takes the place of `path` when the block ends without error."""
+    """A temporary path beside `path`; its file replaces `path` when the block ends without error."""
     temporary = path.with_name(f"{_PARTIAL}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what killed `whole_file` blocks left; for who alone has the folder."""
+    """Remove what killed `whole_file` blocks left. The caller must be the folder's only user."""
     for path in folder.rglob(f"{_PARTIAL}*"):
         path.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:
-    """Return when everything in a folder has reached the disk: a rename may do so before the data does."""
+    """Return when everything in a folder has reached the disk: a rename may get there before the data does."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_folder(new: Path, place: Path, trash: Path) -> None:
-    """Put the folder `new`, which has reached the disk, at `place`; what was there goes by way of `trash`.
+    """Put the folder `new`, which has reached the disk, at `place`, and remove the previous one through `trash`.
 
-    All three are on one file system. Where the kernel cannot exchange two names, there is a moment without any
-    folder at `place`; there is none with a mixture.
+    All three are on one file system. Where the kernel cannot exchange two names there is a moment without a folder
+    at `place`, but never a mixture of both.
     """
     trash.mkdir(parents=True, exist_ok=True)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -127,12 +123,13 @@ def replace_folder(new: Path, place: Path, trash: Path) -> None:
     else:
         place.rename(trash / uuid.uuid4().hex)
         new.rename(place)
-    _sync(place.parent)
-    empty(trash)
+    sync(place.parent)
+    for path in list(trash.iterdir()):
+        remove(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths swap what they name, in one step; False where that cannot be done."""
+    """Exchange the names of two paths in one step; False where that is not possible."""
     try:
         # Numbers as in Linux, include/uapi/linux/fs.h and fcntl.h; glibc has had the function since 2.28.
         renameat2, exchange, here = ctypes.CDLL(None).renameat2, 2, -100
@@ -141,24 +138,26 @@ def _exchange(one: Path, other: Path) -> bool:
     return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
 
 
-def empty(trash: Path) -> None:
-    """Remove what is in a trash folder; what cannot be removed is left for the next time."""
-    for path in list(trash.iterdir()) if trash.is_dir() else []:
-        remove(path)
-
-
 def remove(path: Path) -> None:
-    """Remove a file, link or folder, as far as that can be done."""
+    """Remove a file, link or folder, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def is_writable(folder: Path) -> bool:
-    """True if files can be made in a folder, which is made if it is not there; only trying tells.
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file, or copy it where that is not possible. A link as `source` stands for the file it leads to."""
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
 
-    Access rights say yes to root on a read-only disk. A full disk is not asked about.
+
+def is_writable(folder: Path) -> bool:
+    """True if files can be created in a folder, which is created if missing; only trying shows it.
+
+    Access rights say yes to root on a read-only disk. A full disk counts as writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,13 +165,28 @@ def is_writable(folder: Path) -> bool:
         probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
-        return error.errno in {errno.ENOSPC, errno.EDQUOT}
+        return error.errno in _DISK_FULL
     return True
 
 
+def require_space(what: str, folder: Path, num_bytes: int, remedy: str) -> None:
+    """Refuse to write `num_bytes` for `what` to the disk of `folder` if they do not fit.
+
+    Raises:
+        ArtifactAccessError: they do not; `remedy` completes its message "Make room, or ...".
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        msg = (
+            f"{what} needs {num_bytes / _GIB:.2f} GiB in {folder}, {free / _GIB:.2f} GiB are free there. "
+            f"Make room, or {remedy}."
+        )
+        raise ArtifactAccessError(msg)
+
+
 @contextmanager
-def storing(what: str, place: Path) -> Iterator[None]:
-    """The system's refusals to write `what` at `place` come out as ours.
+def storing(what: str, place: Path, *, only_full: bool = False) -> Iterator[None]:
+    """Translate the system's refusals to write `what` at `place`; with `only_full` only that of a full disk.
 
     Raises:
         ArtifactAccessError: the disk is full, or the place cannot be written.
@@ -180,40 +194,15 @@ def storing(what: str, place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, ServingError):
+        is_full = error.errno in _DISK_FULL
+        # Some of our own errors are OSErrors too.
+        if isinstance(error, ServingError) or (only_full and not is_full):
             raise
-        raise _refused(what, place, error) from error
-
-
-@contextmanager
-def room(what: str, place: Path) -> Iterator[None]:
-    """As `storing`, for a full disk alone: other errors of the block are its own.
-
-    Raises:
-        ArtifactAccessError: the disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise _refused(what, place, error) from error
-
-
-def _refused(what: str, place: Path, error: OSError) -> ArtifactAccessError:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        msg = (
-            f"{what} could not be stored: {place} is full ({error.strerror}). Make room there, or name a folder on a "
-            "larger disk; what was finished is kept."
-        )
-    else:
-        msg = f"{what} could not be stored in {place}: {error}. Give this user a folder that it can write."
-    return ArtifactAccessError(msg)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if is_full:
+            msg = (
+                f"{what} could not be stored: {place} is full ({error.strerror}). Make room there, or name a folder "
+                "on a larger disk, and start again; what was finished is kept."
+            )
+        else:
+            msg = f"{what} could not be stored in {place}: {error}. Give this user a folder that it can write."
+        raise ArtifactAccessError(msg) from error

@@ -1,11 +1,11 @@
-"""The local place of a remote folder: fetched once for all processes, whole or not at all.
+"""Local copies of remote folders: downloaded once for all processes, resumable, whole or not at all.
 
 <root>/<name>-<digest of the identity>/
-    lock  lock.json           held while something is fetched, and by whom
+    lock  lock.json           held during a download, and its holder
     partial/                  an unfinished download, see `PartialFolder`
     versions/<digest of the listing>/
-        files/                what the caller gets
-        manifest.json         what the remote said of each file; written last, moved here with the files
+        files/                what `fetch` returns
+        manifest.json         what the remote listed; moved here with the files, so no version is without one
         durable               the files have reached the disk
 """
 
@@ -28,58 +28,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from djl_python_neuronx.artifacts.atomic import held
-from djl_python_neuronx.errors import ArtifactAccessError, ServingError
+from djl_python_neuronx.artifacts.atomic import hold_lock, require_space, storing, sync, sync_tree
+from djl_python_neuronx.errors import ArtifactAccessError
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Bytes done and bytes in all. Called often, from any thread, one call at a time."""
-
-_LOG_EVERY_S = 10.0
-
-
-class ProgressMeter:
-    """Counts the bytes of one transfer, from `resumed` up to `total`."""
-
-    def __init__(self, uri: str, total: int, resumed: int, progress: Progress | None) -> None:
-        self._uri, self._total, self._done, self._resumed = uri, total, resumed, resumed
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._started_s = self._logged_s = time.monotonic()
-
-    def add(self, count: int) -> None:
-        """`count` more bytes; negative if some must be loaded again. Any thread."""
-        with self._lock:
-            self._done += count
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-            elif time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-                self._logged_s = time.monotonic()
-                self._log("transfer_progress")
-
-    def __enter__(self) -> ProgressMeter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._log("transfer_done" if kind is None else "transfer_stopped")
-
-    def _log(self, event: str) -> None:
-        seconds = time.monotonic() - self._started_s
-        logger.info(
-            "%s uri=%s bytes=%d of=%d percent=%.1f seconds=%.1f mib_per_s=%.1f",
-            event, self._uri, self._done, self._total, 100 * self._done / max(self._total, 1),
-            seconds, (self._done - self._resumed) / 2**20 / max(seconds, 1e-6),
-        )  # fmt: skip
-
+"""Bytes done and bytes in total. Called often, from any thread, one call at a time."""
 
 PIECE_BYTES = 16 * 2**20
-"""What one request asks for, and what a killed download loses per thread at most."""
+"""Bytes of one request, and the most that a killed download loses per thread."""
+_LOG_EVERY_S = 10.0
+_MANIFEST, _DURABLE = "manifest.json", "durable"
+_SCHEMA = 1
+
+# Open descriptors with a shared flock on the manifest of each version that this process uses, until it ends: only a
+# process that gets the exclusive lock removes a version. Forked children share the descriptors, so they count too.
+_in_use: dict[Path, int] = {}
+_in_use_lock = threading.Lock()
+
+
+class RemoteChangedError(Exception):
+    """A file differs from the listing. Never leaves `fetch`."""
 
 
 @dataclass(frozen=True)
@@ -112,219 +82,52 @@ class Piece:
         return self.size == self.file.size
 
 
-def boot_id() -> str:
-    """Names the time since this machine's kernel started; empty where it is not told.
-
-    What a killed process wrote is safe in the page cache; what a crashed machine wrote may be zeros in a file of the
-    right size. A different id says that the second is possible.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-class PartialFolder:
-    """Files being filled piece by piece, and the journal of pieces that are whole. One process at a time.
-
-    A piece enters the journal after its last byte is written, under the ETag that it was fetched with; whatever
-    the journal does not vouch for is fetched again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files = path / "files"
-        self._journal = path / "journal"
-        self._lock = threading.Lock()
-        self._done: set[Piece] = set()
-
-    def missing_bytes(
-        self, wanted: Sequence[RemoteFile], present: Mapping[RemoteFile, Path]
-    ) -> int:
-        """How much `prepare` with these would find missing; changes nothing."""
-        done = self._read_journal(wanted)
-        return sum(file.size for file in wanted if file not in present) - sum(
-            piece.size for piece in done if piece.file not in present
-        )
-
-    def prepare(
-        self, wanted: Sequence[RemoteFile], present: Mapping[RemoteFile, Path]
-    ) -> list[Piece]:
-        """The pieces that are missing; files and journal are made ready for them, what is not wanted goes.
-
-        `present` tells where some files already lie whole: they are linked, not copied.
-        """
-        done = self._read_journal(wanted)
-        if not done:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self.files.mkdir(parents=True, exist_ok=True)
-        self._remove_others({file.name for file in wanted})
-        linked = {file for file in wanted if file in present and self._link(file, present[file])}
-        fresh = {file for file in wanted if file not in linked and self._allot(file)}
-        done = {piece for piece in done if piece.file not in fresh}
-        done |= {piece for file in linked for piece in _pieces(file)}
-        self._write_journal(done)
-        self._done = done
-        return self.missing(wanted)
-
-    def missing(self, wanted: Sequence[RemoteFile]) -> list[Piece]:
-        """The pieces that nobody vouches for, since `prepare`."""
-        return [piece for file in wanted for piece in _pieces(file) if piece not in self._done]
-
-    @contextmanager
-    def open(self, file: RemoteFile) -> Iterator[int]:
-        """A descriptor to write pieces of this file through, at their offsets."""
-        descriptor = os.open(self.files / file.name, os.O_WRONLY | os.O_NOFOLLOW)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def record(self, piece: Piece) -> None:
-        """Vouch for a piece whose bytes are all written. Any thread."""
-        with self._lock, self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(_line(piece))
-            self._done.add(piece)
-
-    def _read_journal(self, wanted: Sequence[RemoteFile]) -> set[Piece]:
-        try:
-            header, *lines = self._journal.read_text(encoding="utf-8").split("\n")
-        except (OSError, ValueError):
-            return set()
-        boot = boot_id()
-        if not boot or header != boot:
-            return set()
-        vouched = set(lines[:-1])  # what follows the last newline was cut off
-        return {
-            piece
-            for file in wanted
-            if file_size(self.files / file.name) == file.size
-            for piece in _pieces(file)
-            if _line(piece).rstrip("\n") in vouched
-        }
-
-    def _write_journal(self, done: Collection[Piece]) -> None:
-        """In one step, and before any byte changes: else pieces of an ETag that came, went and came would count."""
-        temporary = self._journal.with_name("journal.new")
-        temporary.write_text(f"{boot_id()}\n" + "".join(map(_line, done)), encoding="utf-8")
-        temporary.replace(self._journal)
-
-    def _remove_others(self, names: Collection[str]) -> None:
-        for path in sorted(self.files.rglob("*"), reverse=True):  # what lies deeper comes first
-            if path.is_dir() and not path.is_symlink():
-                if not any(path.iterdir()):
-                    path.rmdir()
-            elif path.relative_to(self.files).as_posix() not in names:
-                path.unlink()
-
-    def _link(self, file: RemoteFile, source: Path) -> bool:
-        target = self.files / file.name
-        if file_size(source) != file.size:
-            return False
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:  # a file system without links, or one that is full
-            return False
-        return True
-
-    def _allot(self, file: RemoteFile) -> bool:
-        """Make the file in its full size, empty; False if it is there already."""
-        path = self.files / file.name
-        # A file with a second name belongs to a published version too: never written to.
-        if file_size(path) == file.size and path.stat().st_nlink == 1:
-            return False
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as created:
-            created.truncate(file.size)
-        return True
-
-
-def _pieces(file: RemoteFile) -> Iterator[Piece]:
-    for start in range(0, file.size, PIECE_BYTES):
-        yield Piece(file, start, min(start + PIECE_BYTES, file.size))
-
-
-def _line(piece: Piece) -> str:
-    return json.dumps([piece.file.name, piece.file.etag, piece.start, piece.end]) + "\n"
-
-
-def file_size(path: Path) -> int | None:
-    """In bytes, a link not followed; None if there is nothing."""
-    try:
-        return path.stat(follow_symlinks=False).st_size
-    except OSError:
-        return None
-
-
-_GIB = 2**30
-_MANIFEST, _DURABLE = "manifest.json", "durable"
-_SCHEMA = 1
-
-# Open descriptors with a shared flock on the manifest of each version that this process uses, until it ends: a
-# version is removed only by who gets the exclusive one. Children made by fork share them, so they count too.
-_in_use: dict[Path, int] = {}
-_in_use_lock = threading.Lock()
-
-
-class RemoteChangedError(Exception):
-    """A file is no longer what the listing said. Never leaves `fetch`."""
-
-
 class Remote(Protocol):
-    """A folder elsewhere."""
+    """A remote folder."""
 
     uri: str
-    """For people."""
+    """For messages."""
     identity: Sequence[str]
     """What makes it another folder: scheme, endpoint, bucket, prefix, selection."""
 
     def list(self) -> Sequence[RemoteFile]:
-        """Its files as they are now, those that are wanted. One call at least to the other side."""
+        """The selected files as they are now; makes at least one request."""
 
     def download(
         self, pieces: Sequence[Piece], into: PartialFolder, on_bytes: Callable[[int], None]
     ) -> None:
-        """Write all `pieces` and record each. `on_bytes` gets counts, negative for bytes taken back; any thread.
+        """Write and record all `pieces`. `on_bytes` gets counts, negative for bytes taken back; any thread.
 
         Raises:
-            RemoteChangedError: a file is not the listed one any more.
+            RemoteChangedError: a file differs from the listing.
             OSError: the local disk refuses.
         """
 
 
 def fetch(remote: Remote, root: Path, *, progress: Progress | None = None) -> Path:
-    """A local folder with the files of `remote` as they are now; not to be written to.
+    """A read-only local folder with the files of `remote` as they are now.
 
-    Nothing is loaded again that is there; one process loads and the others wait. A changed remote gives a new
+    One process downloads and the others wait; what is there is not downloaded again. A changed remote gives a new
     folder, in which unchanged files are links; the old one stays while a process uses it.
 
     Raises:
         ArtifactAccessError: no room, no access, or the remote keeps changing.
-        ArtifactNotFoundError: as `remote` says.
+        ArtifactNotFoundError: raised by `remote`.
     """
     digest = hashlib.sha256("\n".join(remote.identity).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", remote.identity[-1].rpartition("/")[2])[:48]
     place = root / f"{readable.strip('.-') or 'root'}-{digest}"
-    try:
+    with storing(remote.uri, place):
         return _fetch(remote, place, progress)
-    except OSError as error:
-        # ArtifactNotFoundError is an OSError as well, and has said everything.
-        if isinstance(error, ServingError):
-            raise
-        raise _local_trouble(remote, place, error) from error
 
 
 def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
     ready = _use(place / "versions" / _version(remote.list()))
     if ready is not None:
         return ready
-    place.mkdir(parents=True, exist_ok=True)
-    with held(place / "lock", what=remote.uri):
+    with hold_lock(place / "lock", what=remote.uri):
         for _ in range(2):
-            # Listed again: while this process waited, another may have finished, or the remote have changed.
+            # Listed again: meanwhile another process may have finished, or the remote may have changed.
             listed = remote.list()
             version = place / "versions" / _version(listed)
             ready = _use(version)
@@ -344,7 +147,7 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
             raise ArtifactAccessError(msg)
     msg = (
-        f"{remote.uri} changed twice while it was fetched, last {changed}; expected a folder that rests. "
+        f"{remote.uri} changed twice while it was fetched, last {changed}; expected a folder that does not change. "
         "Wait until its upload has ended, then start again."
     )
     raise ArtifactAccessError(msg) from changed
@@ -361,13 +164,7 @@ def _download(
     partial = PartialFolder(place / "partial")
     present = _present(place)
     needed, total = partial.missing_bytes(listed, present), sum(file.size for file in listed)
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        msg = (
-            f"{remote.uri} needs {needed / _GIB:.2f} GiB in {place}, {free / _GIB:.2f} GiB are free there. "
-            "Make room, or name a cache folder on a larger disk."
-        )
-        raise ArtifactAccessError(msg)
+    require_space(remote.uri, place, needed, "name a cache folder on a larger disk")
     logger.info(
         "fetch_start uri=%s files=%d bytes=%d missing_bytes=%d into=%s",
         remote.uri, len(listed), total, needed, place,
@@ -383,11 +180,11 @@ def _download(
 
 def _present(place: Path) -> dict[RemoteFile, Path]:
     """Whole files of published versions: most of a model stays when its configuration is edited."""
-    found = {}
-    for manifest in place.glob(f"versions/*/{_MANIFEST}"):
-        for file in _check(manifest.parent) or ():
-            found[file] = manifest.parent / "files" / file.name
-    return found
+    return {
+        file: manifest.parent / "files" / file.name
+        for manifest in place.glob(f"versions/*/{_MANIFEST}")
+        for file in _check(manifest.parent) or ()
+    }
 
 
 def _publish(listed: Sequence[RemoteFile], place: Path, version: Path) -> None:
@@ -407,33 +204,29 @@ def _publish(listed: Sequence[RemoteFile], place: Path, version: Path) -> None:
 
 def _settle(version: Path) -> None:
     try:
-        for path in [*version.rglob("*"), version, version.parent]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        sync_tree(version)
+        sync(version.parent)
         (version / _DURABLE).touch()
     except OSError as error:
         logger.warning("cache_settle_failed version=%s error=%s", version, error)
 
 
 def _check(version: Path) -> list[RemoteFile] | None:
-    """The files of a version that is whole; None for everything else."""
+    """The files of a version, or None if it is not whole."""
     try:
         manifest = json.loads((version / _MANIFEST).read_bytes())
         files = [RemoteFile(*file) for file in manifest["files"]]
         survived = manifest["boot_id"] == boot_id() != "" or (version / _DURABLE).exists()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = all(file_size(version / "files" / file.name) == file.size for file in files)
+    whole = all(_size(version / "files" / file.name) == file.size for file in files)
     return files if survived and whole else None
 
 
 def _use(version: Path) -> Path | None:
-    """The files of a published version, kept from removal while this process lives; None if it is not there, whole."""
+    """The files of a published version, protected from removal while this process lives; None if it is not whole."""
     with _in_use_lock:
-        if version not in _in_use or not _names(version, _in_use[version]):
+        if version not in _in_use or not _is_current(version, _in_use[version]):
             descriptor = _share(version)
             if descriptor is None:
                 return None
@@ -451,18 +244,17 @@ def _share(version: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        # Held by who removes it. Where there are no locks, nothing is ever removed.
-        removing = error.errno in {errno.EAGAIN, errno.EACCES}
-    else:
         removing = False
-    if removing or not _names(version, descriptor):
+    except OSError as error:
+        # Held by a process that removes it. Where there are no locks, nothing is ever removed.
+        removing = error.errno in {errno.EAGAIN, errno.EACCES}
+    if removing or not _is_current(version, descriptor):
         os.close(descriptor)
         return None
     return descriptor
 
 
-def _names(version: Path, descriptor: int) -> bool:
+def _is_current(version: Path, descriptor: int) -> bool:
     """True if the version's manifest still is the open one."""
     try:
         return os.path.samestat((version / _MANIFEST).stat(), os.fstat(descriptor))
@@ -489,11 +281,184 @@ def _remove_unused(place: Path, current: Path) -> None:
             os.close(descriptor)
 
 
-def _local_trouble(remote: Remote, place: Path, error: OSError) -> ArtifactAccessError:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        what = f"{place} is full: {error.strerror}"
-        remedy = "Make room and start again, the download goes on where it was; or name a cache folder on a larger disk"
-    else:
-        what = f"{place} cannot be used: {error}"
-        remedy = "Give this user a cache folder that it can write"
-    return ArtifactAccessError(f"{remote.uri} could not be stored, {what}. {remedy}.")
+class PartialFolder:
+    """Files filled piece by piece, and a journal of the finished pieces. One process at a time.
+
+    A piece enters the journal after its last byte is written, under the ETag that it was fetched with; everything
+    else is fetched again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = path / "files"
+        self._journal = path / "journal"
+        self._lock = threading.Lock()
+        self._done: set[Piece] = set()
+
+    def missing_bytes(
+        self, wanted: Sequence[RemoteFile], present: Mapping[RemoteFile, Path]
+    ) -> int:
+        """Bytes that `prepare` would find missing; changes nothing."""
+        done = self._read_journal(wanted)
+        return sum(file.size for file in wanted if file not in present) - sum(
+            piece.size for piece in done if piece.file not in present
+        )
+
+    def prepare(
+        self, wanted: Sequence[RemoteFile], present: Mapping[RemoteFile, Path]
+    ) -> list[Piece]:
+        """Create the files and the journal for `wanted`, remove all others, and return the missing pieces.
+
+        Files in `present` lie whole at these paths: they are linked, not copied.
+        """
+        done = self._read_journal(wanted)
+        if not done:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.files.mkdir(parents=True, exist_ok=True)
+        self._remove_others({file.name for file in wanted})
+        linked = {file for file in wanted if file in present and self._link(file, present[file])}
+        fresh = {file for file in wanted if file not in linked and self._allot(file)}
+        done = {piece for piece in done if piece.file not in fresh}
+        done |= {piece for file in linked for piece in _pieces(file)}
+        # In one step, before any byte changes: else pieces of an ETag that was replaced and came back would count.
+        temporary = self._journal.with_name("journal.new")
+        temporary.write_text(f"{boot_id()}\n" + "".join(map(_line, done)), encoding="utf-8")
+        temporary.replace(self._journal)
+        self._done = done
+        return self.missing(wanted)
+
+    def missing(self, wanted: Sequence[RemoteFile]) -> list[Piece]:
+        """Pieces not yet recorded in the journal. Call `prepare` first."""
+        return [piece for file in wanted for piece in _pieces(file) if piece not in self._done]
+
+    @contextmanager
+    def open(self, file: RemoteFile) -> Iterator[int]:
+        """A descriptor to write pieces of this file through, at their offsets."""
+        descriptor = os.open(self.files / file.name, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def record(self, piece: Piece) -> None:
+        """Enter a piece whose bytes are all written into the journal. Any thread."""
+        with self._lock, self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(_line(piece))
+            self._done.add(piece)
+
+    def _read_journal(self, wanted: Sequence[RemoteFile]) -> set[Piece]:
+        try:
+            header, *lines = self._journal.read_text(encoding="utf-8").split("\n")
+        except (OSError, ValueError):
+            return set()
+        boot = boot_id()
+        if not boot or header != boot:
+            return set()
+        recorded = set(lines[:-1])  # what follows the last newline was cut off
+        return {
+            piece
+            for file in wanted
+            if _size(self.files / file.name) == file.size
+            for piece in _pieces(file)
+            if _line(piece).rstrip("\n") in recorded
+        }
+
+    def _remove_others(self, names: Collection[str]) -> None:
+        for path in sorted(self.files.rglob("*"), reverse=True):  # deeper paths come first
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path.relative_to(self.files).as_posix() not in names:
+                path.unlink()
+
+    def _link(self, file: RemoteFile, source: Path) -> bool:
+        target = self.files / file.name
+        if _size(source) != file.size:
+            return False
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without links, or one that is full
+            return False
+        return True
+
+    def _allot(self, file: RemoteFile) -> bool:
+        """Create the file in its full size, empty; False if it exists already."""
+        path = self.files / file.name
+        # A file with a second name belongs to a published version too: never written to.
+        if _size(path) == file.size and path.stat().st_nlink == 1:
+            return False
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as created:
+            created.truncate(file.size)
+        return True
+
+
+def boot_id() -> str:
+    """An id of the time since this machine's kernel started; empty if the system has none.
+
+    What a killed process wrote is safe in the page cache; what a crashed machine wrote may be zeros in a file of the
+    right size. A different id means that the second is possible.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _pieces(file: RemoteFile) -> Iterator[Piece]:
+    for start in range(0, file.size, PIECE_BYTES):
+        yield Piece(file, start, min(start + PIECE_BYTES, file.size))
+
+
+def _line(piece: Piece) -> str:
+    return json.dumps([piece.file.name, piece.file.etag, piece.start, piece.end]) + "\n"
+
+
+def _size(path: Path) -> int | None:
+    """In bytes, links not followed; None if there is nothing."""
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:
+        return None
+
+
+class ProgressMeter:
+    """Counts the bytes of one transfer, from `resumed` up to `total`, for a callback or the log."""
+
+    def __init__(self, uri: str, total: int, resumed: int, progress: Progress | None) -> None:
+        self._uri, self._total, self._done, self._resumed = uri, total, resumed, resumed
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._started_s = self._logged_s = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count more bytes, or fewer if some must be loaded again. Any thread."""
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+            elif time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+                self._logged_s = time.monotonic()
+                self._log("transfer_progress")
+
+    def __enter__(self) -> ProgressMeter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._log("transfer_done" if kind is None else "transfer_stopped")
+
+    def _log(self, event: str) -> None:
+        seconds = time.monotonic() - self._started_s
+        logger.info(
+            "%s uri=%s bytes=%d of=%d percent=%.1f seconds=%.1f mib_per_s=%.1f",
+            event, self._uri, self._done, self._total, 100 * self._done / max(self._total, 1),
+            seconds, (self._done - self._resumed) / 2**20 / max(seconds, 1e-6),
+        )  # fmt: skip

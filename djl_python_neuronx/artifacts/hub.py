@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, through its own library and into its own cache, which other programs share."""
+"""Models of the Hugging Face Hub, downloaded by its own library into its own cache, which other programs share."""
 
 from __future__ import annotations
 
@@ -6,74 +6,330 @@ import glob
 import json
 import logging
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
-
+from djl_python_neuronx.artifacts.atomic import require_space
 from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Selection, some
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"
+_CONNECT_TIMEOUT_S = 4
+_SERVER_ERROR = 500
+
 _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
-"""Variables that tell where the cache is, and in which folder there; the first counts."""
+"""Variables that name the cache, with the sub-folder it has there; the first one set counts."""
 _USERINFO = re.compile(r"(?<=//)[^/\s]*@")
+
+_NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
+"""Prefixes of file names that neither this package nor the libraries open."""
+_INDEX = ".index.json"
+_SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
+_UNFINISHED = ".incomplete"
 
 
 @dataclass(frozen=True)
 class HubSettings:
-    """What the hub's library is told; what the environment leaves out, it knows by itself (a login's token)."""
+    """Endpoint, cache, token and offline mode. The library finds a login's token itself if none is set."""
 
     endpoint: str = field(repr=False)
-    """Without a slash at its end; may hold a user and a password."""
+    """Without a trailing slash; may hold a user and a password."""
     cache_dir: Path
     token: str | None = field(repr=False)
     offline: str
-    """The variables that say so; then nobody is asked, what is in the cache is taken. Empty: the hub is asked."""
+    """The variables that switch offline mode on; empty if the Hub may be contacted."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> HubSettings:
-        """The settings in `environ`, which win over those of the process.
+        """Read the settings from `environ`, which overrides the environment of this process.
 
         `HF_ENDPOINT`, `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME`,
-        `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. The line end that files and Kubernetes' secrets add to a value is
-        none of it. Where the process is offline, so are we: its library would refuse to ask.
+        `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline that files and Kubernetes
+        secrets append. If this process is offline, so is the result: the library would refuse to connect.
 
         Raises:
-            ArtifactAccessError: the endpoint is no URL, or the cache is in the home of a user that there is not.
+            ArtifactAccessError: the endpoint is not a URL, or the cache is in the home of an unknown user.
         """
         from huggingface_hub import constants
 
-        told = {name: value.strip() for name, value in environ.items() if value.strip()}
-        endpoint = told.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+        values = {name: value.strip() for name, value in environ.items() if value.strip()}
+        endpoint = values.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         _check_url(endpoint)
-        offline = " and ".join(name for name in _OFFLINE if told.get(name, "").lower() in _ON)
+        offline = " and ".join(name for name in _OFFLINE if values.get(name, "").lower() in _ON)
         return cls(
             endpoint=endpoint,
-            cache_dir=_cache_dir(told, constants.HF_HUB_CACHE),
-            token=told.get("HF_TOKEN") or told.get("HUGGING_FACE_HUB_TOKEN"),
+            cache_dir=_cache_dir(values, constants.HF_HUB_CACHE),
+            token=values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN"),
             offline=offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else ""),
         )
 
     @property
     def site(self) -> str:
-        """The endpoint for messages."""
-        return without_users(self.endpoint)
+        """The endpoint without user and password, for messages."""
+        return _USERINFO.sub("", self.endpoint)
 
 
-def without_users(text: str) -> str:
-    """A text without the users and passwords that URLs in it hold."""
-    return _USERINFO.sub("", text)
+def fetch(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    selection: Selection = SERVING,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    origin: str = "option.model_id",
+) -> Path:
+    """Download the selected files of a model at a revision (branch, tag or commit) and return their folder.
+
+    The library resumes downloads and locks between processes. `environ`: see `HubSettings`. Offline, the cached
+    snapshot is used if it is complete. `origin` names the option that `model_id` came from.
+
+    Raises:
+        ArtifactNotFoundError: no such model or revision, or it has no file that is needed.
+        ArtifactAccessError: gated, private, unreachable, offline and not completely cached, or the disk is full.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    settings = HubSettings.of(environ)
+    with _translated(f"the model {model_id!r}", model_id, revision, settings, origin):
+        if settings.offline:
+            cached = snapshot_download(
+                model_id, revision=revision, cache_dir=settings.cache_dir, local_files_only=True,
+                # Without patterns newer versions miss the files that were never selected.
+                allow_patterns=[CONFIG],
+            )  # fmt: skip
+            check_whole(Path(cached), selection)
+            logger.info("hub_offline model=%s folder=%s", model_id, cached)
+            return Path(cached)
+        api = HfApi(endpoint=settings.endpoint, token=settings.token)
+        info = api.model_info(model_id, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        names = sorted(selection.choose(sizes.keys()))
+        if not names:
+            msg = (
+                f"the model {model_id!r} on {settings.site} has {len(sizes)} files, none of which is a model's. "
+                f"Correct {origin}."
+            )
+            raise ArtifactNotFoundError(msg)
+        _check_space(model_id, info.sha, {name: sizes[name] for name in names}, settings.cache_dir)
+        num_bytes = sum(sizes[name] for name in names)
+        logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(names), num_bytes)
+        folder = snapshot_download(
+            model_id,
+            # The name, not the commit: the cache then records which commit the name means, for offline use.
+            revision=revision,
+            cache_dir=settings.cache_dir,
+            endpoint=settings.endpoint,
+            token=settings.token,
+            allow_patterns=[glob.escape(name) for name in names],
+        )
+    return Path(folder)
+
+
+def fetch_config(
+    model_id: str, revision: str | None, environ: Mapping[str, str], *, origin: str
+) -> Path:
+    """Download config.json of a model, or check the cached one for a newer version, and return its path.
+
+    Raises:
+        ArtifactNotFoundError: no such model or revision, or it has no config.json.
+        ArtifactAccessError: gated, private, or unreachable and not cached.
+    """
+    from huggingface_hub import hf_hub_download, hf_hub_url
+
+    settings = HubSettings.of(environ)
+    at = f" at revision {revision!r}" if revision else ""
+    what = f"{CONFIG} of the model {model_id!r}{at}"
+    translated = partial(_translated, what, model_id, revision, settings, origin)
+    failure = ""
+    if not settings.offline:
+        with translated():
+            url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
+            failure = _connection_failure(url, settings.token)
+    with translated(failure):
+        path = hf_hub_download(
+            model_id,
+            CONFIG,
+            revision=revision,
+            cache_dir=settings.cache_dir,
+            endpoint=settings.endpoint,
+            token=settings.token,
+            local_files_only=bool(settings.offline or failure),
+        )
+    return Path(path)
+
+
+def check_whole(folder: Path, selection: Selection) -> None:
+    """Refuse a snapshot, `<cache>/models--<owner>--<name>/snapshots/<commit>`, that lacks selected files.
+
+    Newer versions of the library keep the list of a commit's files beside it, and that list decides. Without it a
+    snapshot is incomplete if a link is broken, if a shard named by an index is missing, or if an essential file is
+    missing while a blob of any commit is unfinished.
+
+    Raises:
+        ArtifactAccessError: the missing files, and what to do.
+    """
+    listed = _listed_files(folder)
+    if listed is None:
+        found = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.rglob("*")
+            if path.is_symlink() or path.is_file()
+        }
+        chosen = sorted(selection.choose(found.keys()))
+        missing = _missing_files(found, chosen) or _unfinished_files(folder, chosen)
+    else:
+        wanted = sorted(selection.choose(listed))
+        missing = [name for name in wanted if not (folder / name).is_file() and _is_read(name)]
+    if missing:
+        msg = (
+            f"the model in {folder} is not whole, its download was interrupted or left files out: {some(missing)} "
+            "missing. Start once without HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to load the rest, or name that folder "
+            "in option.model_id to serve what is there."
+        )
+        raise ArtifactAccessError(msg)
+
+
+@contextmanager
+def _translated(
+    what: str,
+    model_id: str,
+    revision: str | None,
+    settings: HubSettings,
+    origin: str,
+    failure: str = "",
+) -> Iterator[None]:
+    """Translate the library's errors. `failure`: why the Hub cannot be reached, if that is known.
+
+    Texts and causes of foreign errors are dropped: either may quote request headers, which hold the token.
+    """
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as error:  # noqa: BLE001  (requests, httpx and hostile variables: no common base)
+        rows = _messages(error, what, model_id, revision, settings, origin, failure)
+        kind, msg = next(row[1:] for row in rows if isinstance(error, row[0]))
+        raise kind(msg) from None
+
+
+def _messages(
+    error: Exception,
+    what: str,
+    model_id: str,
+    revision: str | None,
+    settings: HubSettings,
+    origin: str,
+    failure: str,
+) -> list[tuple[type[Exception], type[ArtifactError], str]]:
+    """The library's errors, and the class and the message of ours for each."""
+    from huggingface_hub import errors
+
+    site = settings.site
+    if settings.offline:
+        away = f"offline mode is on ({settings.offline}). Load it once without {settings.offline}"
+    else:
+        away = (
+            f"the Hub cannot be reached ({failure or f'{site} did not answer'}). "
+            "Check the network, HF_ENDPOINT and HF_TOKEN"
+        )
+    # From the most specific to the most general: the classes inherit from each other.
+    return [
+        (
+            errors.GatedRepoError,
+            ArtifactAccessError,
+            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token of "
+            "that account.",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            ArtifactNotFoundError,
+            f"the model {model_id!r} has no revision {revision!r} on {site}. Correct option.revision, or leave it out.",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            ArtifactNotFoundError,
+            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of that name. "
+            f"Correct {origin}; for a private model set HF_TOKEN.",
+        ),
+        (
+            errors.HFValidationError,
+            ArtifactNotFoundError,
+            f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
+        ),
+        (
+            errors.LocalEntryNotFoundError,
+            ArtifactAccessError,
+            f"{what} is not in the cache, whole, and {away}, or name a local folder of the model.",
+        ),
+        (
+            errors.EntryNotFoundError,
+            ArtifactNotFoundError,
+            f"the model {model_id!r} has no {CONFIG}; expected a model as transformers saves it. Correct {origin}.",
+        ),
+        (
+            Exception,
+            ArtifactAccessError,
+            f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME and "
+            "HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
+        ),
+    ]
+
+
+def _reason(error: Exception) -> str:
+    if status := _status(error):
+        return f"HTTP status {status}"
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _connection_failure(url: str, token: str | None) -> str:
+    """Why the Hub cannot be reached; empty if it can. The library itself would retry for half a minute.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses the request.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata
+
+    try:
+        get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
+    except errors.HfHubHTTPError as error:
+        if (status := _status(error)) < _SERVER_ERROR:
+            raise
+        return f"it answers {status}"
+    except Exception as error:  # noqa: BLE001  (as in _translated)
+        return type(error).__name__
+    return ""
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status of an error of the library; 0 if it has none."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return status if isinstance(status, int) else 0
+
+
+def _check_space(
+    model_id: str, commit: str | None, sizes: Mapping[str, int], cache_dir: Path
+) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
+    needed = sum(
+        size
+        for name, size in sizes.items()
+        if not isinstance(try_to_load_from_cache(model_id, name, cache_dir, commit), str)
+    )
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    require_space(
+        f"the model {model_id}", cache_dir, needed, "set HF_HUB_CACHE to a folder on a larger disk"
+    )
 
 
 def _check_url(endpoint: str) -> None:
@@ -89,86 +345,42 @@ def _check_url(endpoint: str) -> None:
         broken = True
     if broken:
         msg = (
-            "HF_ENDPOINT is no URL: its host or port is malformed (its value is not shown, as it may hold a password). "
+            "HF_ENDPOINT is not a URL: its host or port is malformed (the value may hold a password and is not shown). "
             "Correct it; in a user or a password write %2F for '/', %3F for '?' and %23 for '#'"
         )
         raise ArtifactAccessError(msg)
 
 
-def _cache_dir(told: Mapping[str, str], default: str) -> Path:
-    """Where the hub's library keeps models; `default` is its own choice."""
-    name, below = next((one for one in _CACHES if one[0] in told), ("HF_HOME or HF_HUB_CACHE", ""))
-    value = told.get(name, default)
+def _cache_dir(values: Mapping[str, str], default: str) -> Path:
+    name, below = next(
+        (one for one in _CACHES if one[0] in values), ("HF_HOME or HF_HUB_CACHE", "")
+    )
+    value = values.get(name, default)
     try:
         return Path(value, below).expanduser()
     except RuntimeError as error:
-        msg = f"{name} is {value!r}, but there is no such user's home. Set it to an absolute path"
+        msg = f"{name} is {value!r}, but there is no such user. Set it to an absolute path"
         raise ArtifactAccessError(msg) from error
 
 
-_UNREAD = ("LICENSE", "NOTICE", "USE_POLICY")
-"""How names of files start that nothing here or in the libraries opens."""
-_INDEX = ".index.json"
-_CONFIG = "config.json"
-_SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
-"""A part of the weights, which only an index makes whole."""
-_UNFINISHED = ".incomplete"
-
-
-def check_whole(folder: Path, selection: Selection) -> None:
-    """Refuse a snapshot, `<cache>/models--<owner>--<name>/snapshots/<commit>`, that lacks selected files.
-
-    Newer versions of the hub's library keep the list of a commit's files beside it, and that decides. Without it
-    these tell: links whose file is gone, shards that an index names, and what every model has, if a file of it or of
-    another commit is in the making.
-
-    Raises:
-        ArtifactAccessError: the files that are missing, and what to do.
-    """
-    listed = _listed(folder)
-    if listed is None:
-        found = _found(folder)
-        chosen = sorted(selection.choose(found.keys()))
-        missing = _seen_missing(found, chosen) or _in_the_making(folder, chosen)
-    else:
-        wanted = sorted(selection.choose(listed))
-        missing = [name for name in wanted if not (folder / name).is_file() and _is_read(name)]
-    if missing:
-        msg = (
-            f"the model in {folder} is not whole, its download was cut off or left files out: {some(missing)} missing. "
-            "Start once without HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to load the rest, or name that folder in "
-            "option.model_id to serve what is there."
-        )
-        raise ArtifactAccessError(msg)
-
-
-def _listed(folder: Path) -> set[str] | None:
-    """All files of the commit; None: nobody noted them.
+def _listed_files(folder: Path) -> set[str] | None:
+    """All files of the commit, or None if the library recorded none.
 
     Source: huggingface_hub 2.4, _tree_cache.py: `trees/<commit>.json`, format_version 1.
     """
-    content = _object(folder.parents[1] / "trees" / f"{folder.name}.json")
+    content = _read_object(folder.parents[1] / "trees" / f"{folder.name}.json")
     files = content.get("files")
     return set(files) if content.get("format_version") == 1 and isinstance(files, dict) else None
 
 
-def _found(folder: Path) -> dict[str, Path]:
-    """The files that are there, by name, and links to nothing."""
-    return {
-        path.relative_to(folder).as_posix(): path
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
-
-
-def _seen_missing(found: Mapping[str, Path], chosen: Collection[str]) -> list[str]:
-    """Links to nothing, and shards that are not there, of the chosen files."""
+def _missing_files(found: Mapping[str, Path], chosen: Collection[str]) -> list[str]:
+    """Broken links among the chosen files, and shards that an index names."""
     missing = {name for name in chosen if not found[name].exists() and _is_read(name)}
     for name in chosen:
         if name.endswith(_INDEX):
-            shards = _object(found[name]).get("weight_map")
+            shards = _read_object(found[name]).get("weight_map")
             named = shards.values() if isinstance(shards, dict) else ()
-            # What is no name is told by who reads the index.
+            # Entries that are not names are reported when the index is read.
             beside = {
                 str(PurePosixPath(name).parent / one) for one in named if isinstance(one, str)
             }
@@ -176,286 +388,40 @@ def _seen_missing(found: Mapping[str, Path], chosen: Collection[str]) -> list[st
     return sorted(missing)
 
 
-def _in_the_making(folder: Path, chosen: Collection[str]) -> list[str]:
-    """What every model has and this one lacks, if a download is not at its end; with the paths of its unfinished blobs.
+def _unfinished_files(folder: Path, chosen: Collection[str]) -> list[str]:
+    """Essential files missing from an incomplete snapshot, with the paths of the unfinished blobs.
 
-    Nothing tells which file, or commit, those belong to: alone they are no reason to refuse a model.
+    Nothing tells which file or commit a blob belongs to: alone they are no reason to refuse a model.
     Source: huggingface_hub 0.25 to 2.4, file_download.py: `blobs/<etag>.incomplete`, `<etag>.<random>.incomplete`.
     """
     blobs = folder.parents[1] / "blobs"
-    making = sorted(
+    unfinished = sorted(
         str(path)
         for path in blobs.glob(f"*{_UNFINISHED}")
         if not (blobs / path.name.partition(".")[0]).exists()
     )
-    if not making:
+    if not unfinished:
         return []
-    if lacking := _lacking(chosen):
-        return [f"{' and '.join(lacking)} (begun: {some(making)})"]
-    logger.warning("hub_download_unfinished folder=%s blobs=%r", folder, some(making))
+    top = {name.split("/")[0] for name in chosen}
+    essential = {
+        CONFIG: CONFIG in top,
+        "weights": any(n.endswith(WEIGHT_SUFFIXES) and not _SHARD.match(n) for n in top),
+        "tokenizer": has_vocabulary(top),
+    }
+    if lacking := [what for what, is_there in essential.items() if not is_there]:
+        return [f"{' and '.join(lacking)} (unfinished: {some(unfinished)})"]
+    logger.warning("hub_download_unfinished folder=%s blobs=%r", folder, some(unfinished))
     return []
 
 
-def _lacking(names: Collection[str]) -> list[str]:
-    tops = {name.split("/")[0] for name in names}
-    weights = [name for name in tops if name.endswith(WEIGHT_SUFFIXES) and not _SHARD.match(name)]
-    there = {_CONFIG: _CONFIG in tops, "weights": weights, "tokenizer": has_vocabulary(tops)}
-    return [what for what, is_there in there.items() if not is_there]
-
-
 def _is_read(name: str) -> bool:
-    return not PurePosixPath(name).name.startswith(_UNREAD)
+    return not PurePosixPath(name).name.startswith(_NEVER_READ)
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; {} for a file that is none: whoever needs its content says what is wrong with it."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is none: the reader of its content reports what is wrong with it."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-_GIB = 2**30
-
-# All that the library's HTTP client raises: requests' errors are OSErrors; httpx', which came with 1.0, are not, but
-# there the base of the hub's own error is the base of them all.
-_UNREACHABLE: tuple[type[Exception], ...] = (
-    OSError,
-    *(base for base in errors.HfHubHTTPError.__bases__ if issubclass(base, Exception)),
-)
-
-
-def fetch(
-    repo_id: str,
-    *,
-    revision: str | None = None,
-    selection: Selection = SERVING,
-    environ: Mapping[str, str] = MappingProxyType({}),
-    origin: str = "option.model_id",
-) -> Path:
-    """The local folder with the selected files of a model at a revision (branch, tag, commit; else the default branch).
-
-    Resumes, and locks between processes, as the library does. `environ`: see `HubSettings`. Offline, the cached
-    snapshot is taken if it is whole. `origin` is what named the model.
-
-    Raises:
-        ArtifactNotFoundError: no such model or revision, or none of its files is wanted.
-        ArtifactAccessError: gated, private, not in the cache or not whole while offline, no connection, or no room on
-            the disk.
-    """
-    settings = HubSettings.of(environ)
-    where = f"{repo_id} at {revision}" if revision else repo_id
-    with _translated(repo_id, revision, settings, origin):
-        if settings.offline:
-            folder = snapshot_download(
-                repo_id, revision=revision, cache_dir=settings.cache_dir, local_files_only=True,
-                # Newer versions miss what they know of and we did not want, unless told so.
-                allow_patterns=["config.json"],
-            )  # fmt: skip
-            check_whole(Path(folder), selection)
-            logger.info("hub_offline model=%s folder=%s", where, folder)
-            return Path(folder)
-        api = HfApi(endpoint=settings.endpoint, token=settings.token)
-        info = api.model_info(repo_id, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        names = sorted(selection.choose(sizes.keys()))
-        if not names:
-            msg = (
-                f"the model {where} on {settings.site} has {len(sizes)} files, none of which is a model's. "
-                f"Correct {origin}."
-            )
-            raise ArtifactNotFoundError(msg)
-        wanted = {name: sizes[name] for name in names}
-        _check_room(repo_id, info.sha, wanted, settings.cache_dir)
-        logger.info("fetch_start uri=%s files=%d bytes=%d", where, len(names), sum(wanted.values()))
-        folder = snapshot_download(
-            repo_id,
-            # The name, not the commit: only so does the cache learn which commit it means, for offline use.
-            revision=revision,
-            cache_dir=settings.cache_dir,
-            endpoint=settings.endpoint,
-            token=settings.token,
-            allow_patterns=[glob.escape(name) for name in names],
-        )
-    return Path(folder)
-
-
-def _check_room(
-    repo_id: str, commit: str | None, sizes: Mapping[str, int], cache_dir: Path
-) -> None:
-    needed = sum(
-        size
-        for name, size in sizes.items()
-        if not isinstance(try_to_load_from_cache(repo_id, name, cache_dir, commit), str)
-    )
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache_dir).free
-    if needed > free:
-        msg = (
-            f"the model {repo_id} needs {needed / _GIB:.2f} GiB in {cache_dir}, {free / _GIB:.2f} GiB are free there. "
-            "Make room, or set HF_HUB_CACHE to a folder on a larger disk."
-        )
-        raise ArtifactAccessError(msg)
-
-
-@contextmanager
-def _translated(
-    repo_id: str, revision: str | None, settings: HubSettings, origin: str
-) -> Iterator[None]:
-    """The library's errors as ours."""
-    model, endpoint = f"the model {repo_id!r}", settings.site
-    try:
-        yield
-    except (ArtifactAccessError, ArtifactNotFoundError):
-        raise
-    # From the most special to the general: the classes inherit from each other.
-    except errors.GatedRepoError as error:
-        msg = f"{model} is gated. Accept its terms at {endpoint}/{repo_id} and set HF_TOKEN to a token of that account."
-        raise ArtifactAccessError(msg) from error
-    except errors.RevisionNotFoundError as error:
-        msg = f"{model} has no revision {revision!r} on {endpoint}. Correct option.revision, or leave it out."
-        raise ArtifactNotFoundError(msg) from error
-    except errors.RepositoryNotFoundError as error:
-        msg = (
-            f"{endpoint} has no model {repo_id!r}, or a private one that this token may not see. "
-            f"Correct {origin}; for a private model set HF_TOKEN."
-        )
-        raise ArtifactNotFoundError(msg) from error
-    except errors.HFValidationError as error:
-        msg = f"{repo_id!r} is no model id: expected 'owner/name'. Correct {origin}."
-        raise ArtifactNotFoundError(msg) from error
-    except errors.LocalEntryNotFoundError as error:
-        at = f" at {revision!r}" if revision else ""
-        msg = f"{model}{at} is not in the cache, whole, and {_unasked(settings)}, or name a folder."
-        raise ArtifactAccessError(msg) from error
-    except _UNREACHABLE as error:
-        said = _first_line(error)
-        msg = (
-            f"{model} cannot be loaded from {endpoint}: {said}. Check network, HF_TOKEN and HF_ENDPOINT and start "
-            "again, what is loaded is kept; HF_HUB_OFFLINE=1 takes what is in the cache."
-        )
-        raise ArtifactAccessError(msg) from error
-
-
-def _unasked(settings: HubSettings) -> str:
-    if settings.offline:
-        return f"the hub was not asked. Load it once without {settings.offline}"
-    return f"{settings.site} did not answer. Check the network and HF_ENDPOINT"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if not lines or "header" in lines[0].lower():
-        return type(error).__name__  # a header that is wrong is quoted, and may hold the token
-    return without_users(lines[0])[:300]
-
-
-CONFIG = "config.json"
-_CONNECT_TIMEOUT_S = 4
-_SERVERS_FAULT = 500
-
-
-def fetch_config(
-    model_id: str, revision: str | None, environ: Mapping[str, str], *, origin: str
-) -> Path:
-    """The cached config.json of the model that `origin` names; some kilobytes are loaded.
-
-    Raises:
-        ArtifactNotFoundError: no such model or revision, or no config.json in it.
-        ArtifactAccessError: it is there but may not be read, or cannot be reached.
-    """
-    try:
-        return Path(_downloaded(model_id, revision, environ, origin))
-    except ArtifactError:
-        raise
-    except Exception as error:  # noqa: BLE001  (requests, httpx and what a hostile variable causes: no common base)
-        # No text of theirs and no cause: either may quote headers, and those hold the token.
-        status = _status(error)
-        why = f"HTTP status {status}" if status else type(error).__name__
-        msg = (
-            f"{CONFIG} of the model {model_id!r} cannot be loaded ({why}). "
-            "Check HF_ENDPOINT, HF_HOME, HF_TOKEN and the network"
-        )
-        raise ArtifactAccessError(msg) from None
-
-
-def _downloaded(
-    model_id: str, revision: str | None, environ: Mapping[str, str], origin: str
-) -> str:
-    """Path of the model's configuration in the hub's cache, loaded or checked for a newer one if the hub answers."""
-    from huggingface_hub import errors, hf_hub_download, hf_hub_url
-
-    at = f" at revision {revision!r}" if revision else ""
-    settings = HubSettings.of(environ)
-    away = ""
-    try:
-        if not settings.offline:
-            url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
-            away = _obstacle(url, settings.token)
-        return str(
-            hf_hub_download(
-                model_id,
-                CONFIG,
-                revision=revision,
-                cache_dir=settings.cache_dir,
-                endpoint=settings.endpoint,
-                token=settings.token,
-                local_files_only=bool(settings.offline or away),
-            )
-        )
-    # From the most special to the general: the classes inherit from each other.
-    except errors.GatedRepoError:
-        msg = (
-            f"the model {model_id!r} is gated: accept its terms at {settings.site}/{model_id} and set HF_TOKEN "
-            "to a token of that account"
-        )
-        raise ArtifactAccessError(msg) from None
-    except errors.RevisionNotFoundError:
-        msg = f"the model {model_id!r} has no revision {revision!r}; correct option.revision or leave it out"
-        raise ArtifactNotFoundError(msg) from None
-    except errors.RepositoryNotFoundError:
-        msg = (
-            f"{settings.site} has no model {model_id!r}, or a private one, and there is no local folder of "
-            f"that name. Correct {origin}; for a private model set HF_TOKEN"
-        )
-        raise ArtifactNotFoundError(msg) from None
-    except errors.LocalEntryNotFoundError:
-        what = (
-            f"offline mode is on ({settings.offline})"
-            if settings.offline
-            else f"the hub cannot be reached ({away or 'it did not answer'})"
-        )
-        msg = (
-            f"{CONFIG} of the model {model_id!r}{at} is not in the cache, and {what}. "
-            "Check network, HF_ENDPOINT and HF_TOKEN, or download the model and name its folder"
-        )
-        raise ArtifactAccessError(msg) from None
-    except errors.EntryNotFoundError:
-        msg = f"the model {model_id!r}{at} has no {CONFIG}; expected a model in the format of transformers"
-        raise ArtifactNotFoundError(msg) from None
-
-
-def _obstacle(url: str, token: str | None) -> str:
-    """Empty if the hub can be asked. The library itself would try for half a minute to reach one that is not there.
-
-    Raises:
-        huggingface_hub.errors.HfHubHTTPError: it refuses.
-    """
-    from huggingface_hub import errors, get_hf_file_metadata
-
-    try:
-        get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
-    except errors.HfHubHTTPError as error:
-        if (status := _status(error)) < _SERVERS_FAULT:
-            raise
-        return f"it answers {status}"
-    except Exception as error:  # noqa: BLE001  (as in fetch_config)
-        return type(error).__name__
-    return ""
-
-
-def _status(error: Exception) -> int:
-    """The HTTP status that an error of the hub's library stands for; 0: none."""
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return status if isinstance(status, int) else 0

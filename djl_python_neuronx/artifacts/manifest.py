@@ -1,6 +1,6 @@
-"""`manifest.json`: what a folder of compiled files was made from, and what makes it whole.
+"""`manifest.json` of a folder of compiled files: what it was compiled from, and sizes and hashes of its files.
 
-It is written last, so a folder that has it was finished; its sizes and hashes say whether it still is what it was.
+It is written last, so a folder that has one was finished.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -31,119 +32,28 @@ from djl_python_neuronx.artifacts.folder import is_plain_name, read_json, some, 
 from djl_python_neuronx.artifacts.tensor_files import read_header
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
+FILE_NAME = "manifest.json"
+FORMAT = "djl_python_neuronx"
+VERSION = 1
+
+Role: TypeAlias = Literal["model", "draft"]
+"""What a model is compiled as: to be served, or as the draft model of another one."""
+Hashes: TypeAlias = Literal["all", "without weights", "none"]
+"""Which files `verify` hashes; weights can take minutes to read."""
+
+_FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 _BLOCK_BYTES = 2**20
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 64
 _MAX_THREADS = 8
-
-# The first kind that is there is the model's, as for the libraries; a download that took both changes nothing.
+# The first kind that exists is the model's, as for the libraries; downloading both changes nothing.
 _WEIGHT_KINDS = (("*.safetensors",), ("pytorch_model*.bin", "pytorch_model.bin/p*"))
 _SMALL_FILES = ("config.json", "*.py")
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content; other threads run meanwhile."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        # Not hashlib.file_digest, which Python 3.10 lacks.
-        buffer = memoryview(bytearray(_BLOCK_BYTES))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
-def sha256_of_each(paths: Iterable[Path]) -> list[str]:
-    """As `sha256_of` for each path, on several cores."""
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(sha256_of, paths))
-
-
-def artifact_digest(folder: Path) -> str:
-    """What names the model in a folder: `sampled:<hex>`.
-
-    It reads a few MiB of any model: config.json and the model's own code whole; of each weight file its name
-    and size, a safetensors file's tensors (name, dtype, shape, place) and 4 KiB from the middle of each, of any other
-    file 64 such samples. Names and times of other files do not count, nor does where the folder lies.
-
-    Equal digests prove: the same configuration, and tensors of the same names, types and shapes; so a graph
-    without weights fits. They make it all but certain that no tensor was trained further, which changes values
-    everywhere in it. They do not prove that single rows (an added token's embedding) are the same.
-
-    Raises:
-        ArtifactAccessError: a file cannot be read.
-        ArtifactError: a safetensors file is damaged.
-    """
-    digest = hashlib.sha256()
-    for path in _sorted(folder, _SMALL_FILES):
-        _feed(digest, _name(folder, path), sha256_of_readable(path))
-    for path in _weights(folder):
-        _feed(digest, _name(folder, path), _sample(path))
-    return f"sampled:{digest.hexdigest()}"
-
-
-def sha256_of_readable(path: Path) -> str:
-    """As `sha256_of`, for files of a model folder.
-
-    Raises:
-        ArtifactAccessError: it cannot be read.
-    """
-    try:
-        return sha256_of(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _name(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
-def _feed(digest: hashlib._Hash, *parts: str) -> None:
-    # A NUL ends each part: no file name holds one, so no two lists of parts give the same bytes.
-    for part in parts:
-        digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
-
-
-def _weights(folder: Path) -> list[Path]:
-    return next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
-
-
-def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _sample(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        size = path.stat().st_size
-        with path.open("rb", buffering=0) as file:
-            digest.update(f"{size}\0".encode())
-            for middle in _middles(path, size, digest):
-                digest.update(_around(file, middle, size))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return digest.hexdigest()
-
-
-def _middles(path: Path, size: int, digest: hashlib._Hash) -> Iterator[int]:
-    """Where to take samples, in bytes from the start of the file."""
-    if path.suffix != ".safetensors":
-        yield from ((2 * i + 1) * size // (2 * _SAMPLES_PER_FILE) for i in range(_SAMPLES_PER_FILE))
-        return
-    header = read_header(path)
-    start = size - max((entry.end for entry in header.values()), default=0)
-    for name, entry in sorted(header.items()):
-        _feed(digest, name, entry.dtype, str(entry.shape), str(entry.begin), str(entry.end))
-        yield start + (entry.begin + entry.end) // 2
-
-
-def _around(file: BinaryIO, middle: int, size: int) -> bytes:
-    file.seek(max(0, min(middle - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES)))
-    return file.read(_SAMPLE_BYTES)
-
-
 def _plain_json(value: object) -> object:
-    """What reading it back will give: lists for tuples, text keys."""
+    """The value as it is read back: lists for tuples, text keys."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, RecursionError) as error:
@@ -153,11 +63,9 @@ def _plain_json(value: object) -> object:
 Options = Annotated[dict[str, Any], BeforeValidator(_plain_json)]
 """Values of JSON by name."""
 
-_FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
-
 
 class CompileFacts(BaseModel):
-    """All that compiled files depend on: with equal facts one compile does for the other.
+    """Everything that compiled files depend on: with equal facts one compile can replace the other.
 
     Raises:
         ValueError: an option's value is not JSON's, or its name is that of another fact.
@@ -167,12 +75,15 @@ class CompileFacts(BaseModel):
 
     graph_options: Options
     artifact_digest: str
-    """See `digest.artifact_digest`."""
+    """See `artifact_digest`."""
     compiler: str
     """Its package, such as `neuronx-cc`."""
     compiler_version: str
     target: str
     """The kind of device, such as `inf2`."""
+    role: Role = "model"
+    """Part of the key, and no difference: the files are the same, but a model is not to be compared with what it was
+    compiled for as another one's draft."""
 
     @model_validator(mode="after")
     def _no_double_names(self) -> CompileFacts:
@@ -184,16 +95,17 @@ class CompileFacts(BaseModel):
     @property
     def key(self) -> str:
         """32 hexadecimal digits that name these facts."""
-        text = json.dumps(self.model_dump(), sort_keys=True, allow_nan=False)
+        # The role of a served model is left out: keys from before roles were a fact stay valid.
+        text = json.dumps(self.model_dump(exclude_defaults=True), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def flat(self) -> dict[str, object]:
-        """Every fact by its name; options by theirs, a table's as `table.name`."""
+        """Every fact but the role by its name; options by theirs, a table's as `table.name`."""
         return {**{name: getattr(self, name) for name in _FACTS}, **_flatten(self.graph_options)}
 
 
 class Difference(NamedTuple):
-    """One fact that is not as wanted."""
+    """One fact that differs."""
 
     key: str
     compiled: object
@@ -206,18 +118,18 @@ class _Absent:
 
 
 ABSENT = _Absent()
-"""Stands in a `Difference` for the value of an option that one side does not have at all."""
+"""Value in a `Difference` of an option that one side lacks."""
 
 
 def differences(wanted: CompileFacts, compiled: CompileFacts) -> list[Difference]:
-    """The facts in which both differ, by name; empty if and only if their keys are equal."""
+    """The facts that differ, by name; the role is not compared."""
     ours, theirs = wanted.flat(), compiled.flat()
     values = ((key, theirs.get(key, ABSENT), ours.get(key, ABSENT)) for key in {*ours, *theirs})
     return sorted(Difference(*row) for row in values if _json(row[1]) != _json(row[2]))
 
 
 def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> None:
-    """Refuse what was compiled for something else.
+    """Refuse files in `where` that were compiled for other facts.
 
     Raises:
         ArtifactMismatchError: each differing fact with its compiled and its wanted value.
@@ -230,58 +142,19 @@ def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> Non
 
 
 def _json(value: object) -> str:
-    """Tells 1 from 1.0 and from true, as the key of the facts does."""
+    """Distinguishes 1 from 1.0 and from true, as the key does."""
     return "absent" if value is ABSENT else json.dumps(value, sort_keys=True)
 
 
 def _flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for name, value in options.items():
-        # Quoted where it could be taken for a name in a table.
+        # Quoted where it could be mistaken for a name in a table.
         key = prefix + (json.dumps(name) if "." in name or '"' in name else name)
         flat.update(
             _flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
         )
     return flat
-
-
-FILE_NAME = "manifest.json"
-FORMAT = "djl_python_neuronx"
-VERSION = 1
-
-Role: TypeAlias = Literal["model", "draft"]
-"""What a model was compiled as: to be served, or to draft for another one."""
-
-
-def unfinished(files: Iterable[str]) -> dict[str, Any]:
-    """What stands in the manifest's place while an output is written.
-
-    `files`: all that may be found there, of this output and of the one that it replaces: whoever writes the next one
-    knows from it what to clear away.
-    """
-    marker = {"format": FORMAT, "version": VERSION, "unfinished": True}
-    return {**marker, "files": {name: {} for name in sorted(files)}}
-
-
-def is_unfinished(manifest: object) -> bool:
-    """True for what `unfinished` gives."""
-    return (
-        isinstance(manifest, dict)
-        and manifest.get("format") == FORMAT
-        and manifest.get("unfinished") is True
-    )
-
-
-def listed_files(raw: bytes) -> set[str]:
-    """The paths that a manifest of ours lists, unfinished or not; none if it is another's or damaged."""
-    try:
-        manifest = json.loads(raw)
-    except (ValueError, RecursionError):
-        return set()
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return set()
-    files = manifest.get("files")
-    return set(files) if isinstance(files, dict) else set()
 
 
 def _inside(name: str) -> str:
@@ -312,25 +185,31 @@ class Manifest(BaseModel):
     version: int = VERSION
     """Of the file's own form."""
     layout: str | None = None
-    """Of the folder: the name of a format of `formats`; None: for a backend alone, not to be served from."""
-    role: Role = "model"
-    """What the first who asked for it needed it as. Older manifests do not tell; most are of models that are served."""
+    """Name of the folder's format in `formats`; None: compiled files alone, which cannot be served."""
     facts: CompileFacts
     effective_options: Options
-    """All options in force when it was made, those too that no graph depends on."""
+    """All options in force at the compile, including those that no graph depends on."""
     packages: dict[str, str]
-    """Versions of the libraries that made it."""
+    """Versions of the libraries that compiled it."""
     files: dict[_Name, FileEntry]
     """By path in the folder, with `/`; all but the manifest itself."""
     created: str
     """UTC, ISO 8601."""
     package_version: str = ""
-    """Of this package, which made it."""
+    """Version of this package that wrote it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_role(cls, value: Any) -> Any:  # noqa: ANN401
+        # Until 0.1.0 the role stood beside the facts.
+        if isinstance(value, dict) and isinstance(value.get("facts"), dict) and "role" in value:
+            return {**value, "facts": {"role": value["role"], **value["facts"]}}
+        return value
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's way
     @property
     def compiled_for(self) -> dict[str, Any]:
-        """What `Artifact.compiled_for` says of the folder."""
+        """The folder's part of `Artifact.compiled_for`."""
         return {**self.facts.graph_options, "compiler_version": self.facts.compiler_version}
 
     @classmethod
@@ -342,19 +221,17 @@ class Manifest(BaseModel):
         effective_options: Mapping[str, object],
         packages: Mapping[str, str],
         layout: str | None = None,
-        role: Role = "model",
     ) -> Manifest:
-        """The manifest for all files that are in a folder now; reads each to its end.
+        """The manifest for all files that are in a folder now; reads each of them completely.
 
         Raises:
             OSError: a file cannot be read.
             ArtifactError: something in it is neither a file nor a folder, such as a link.
         """
         names = list(_names(folder))
-        hashes = sha256_of_each(folder / name for name in names)
+        hashes = _sha256_of_each(folder / name for name in names)
         return cls(
             layout=layout,
-            role=role,
             facts=facts,
             effective_options=dict(effective_options),
             packages=dict(packages),
@@ -365,6 +242,36 @@ class Manifest(BaseModel):
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             package_version=_package_version(),
         )
+
+
+def unfinished(files: Iterable[str]) -> dict[str, Any]:
+    """The manifest's content while an output is written.
+
+    `files`: all that may be found there, of this output and of the one that it replaces; the next writer clears them.
+    """
+    marker = {"format": FORMAT, "version": VERSION, "unfinished": True}
+    return {**marker, "files": {name: {} for name in sorted(files)}}
+
+
+def is_unfinished(manifest: object) -> bool:
+    """True for the result of `unfinished`."""
+    return (
+        isinstance(manifest, dict)
+        and manifest.get("format") == FORMAT
+        and manifest.get("unfinished") is True
+    )
+
+
+def listed_files(raw: bytes) -> set[str]:
+    """The paths that a manifest of this package lists, finished or not; empty if it is another's or damaged."""
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError):
+        return set()
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return set()
+    files = manifest.get("files")
+    return set(files) if isinstance(files, dict) else set()
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -378,12 +285,12 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a folder; its files are not looked at.
+    """The manifest of a folder, whose files are not checked.
 
     Raises:
         ArtifactNotFoundError: there is none: the folder is not finished, or not of this package.
         ArtifactAccessError: it cannot be read.
-        ArtifactError: it is damaged, or of a newer version of this package.
+        ArtifactError: see `parse`.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -399,10 +306,13 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
     """The manifest in a JSON object that was read from `where`.
 
     Raises:
-        ArtifactError: as `read`.
+        ArtifactError: it is unfinished, damaged, or of a newer version of this package.
     """
     if is_unfinished(value):
-        msg = f"{where} says that the folder is not finished: it is being written, or was cut off. Compile again."
+        msg = (
+            f"{where} marks an unfinished output: its writer was interrupted, or is still at work. "
+            "Wait for it, or compile to that place again."
+        )
         raise ArtifactError(msg)
     number = value.get("version")
     if value.get("format") == FORMAT and type(number) is int and number > VERSION:
@@ -426,40 +336,43 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
         raise ArtifactError(msg) from error
 
 
-def verify(
-    folder: Path, manifest: Manifest, *, hashes: bool = True, allow_extra: bool = False
-) -> None:
-    """Refuse a folder whose files are not the manifest's. Without `hashes` only names and sizes are compared.
+def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: bool = True) -> None:
+    """Refuse a folder whose files are not the manifest's; sizes are always compared.
+
+    With `exact` it may hold nothing else, and no links. Without, links are followed, as a Hub cache has them.
 
     Raises:
+        ArtifactNotFoundError: files are missing, and no other is wrong.
         ArtifactAccessError: a file cannot be read.
-        ArtifactError: the files that are missing, were changed, or are too many.
+        ArtifactError: the files that are missing, were changed, or are not listed.
     """
     expected = manifest.files
     try:
-        found = {name: (folder / name).stat().st_size for name in _names(folder)}
-        known = found.keys() & expected.keys()
-        changed = {name for name in known if found[name] != expected[name].bytes}
-        if hashes:
-            names = sorted(known - changed)
-            actual = sha256_of_each(folder / name for name in names)
-            pairs = zip(names, actual, strict=True)
-            changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
+        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
+        known = names & expected.keys()
+        changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
+        hashed = sorted(
+            name
+            for name in known - changed
+            if hashes == "all" or (hashes == "without weights" and not _WEIGHTS.search(name))
+        )
+        actual = _sha256_of_each(folder / name for name in hashed)
+        pairs = zip(hashed, actual, strict=True)
+        changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
     except OSError as error:
         raise unreadable(folder, error) from error
-    missing = expected.keys() - found.keys()
-    extra = set() if allow_extra else found.keys() - expected.keys()
+    missing, extra = expected.keys() - names, names - expected.keys()
     faults = [
-        f"{what} {some(sorted(names))}"
-        for what, names in (("missing", missing), ("changed", changed), ("not of it", extra))
-        if names
+        f"{what} {some(sorted(found))}"
+        for what, found in (("missing", missing), ("changed", changed), ("not of it", extra))
+        if found
     ]
     if faults:
         msg = (
             f"the files in {folder} are not those of its {FILE_NAME}: {'; '.join(faults)}. "
             "Copy the folder again, or compile again."
         )
-        raise ArtifactError(msg)
+        raise (ArtifactNotFoundError if missing and len(faults) == 1 else ArtifactError)(msg)
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -478,3 +391,86 @@ def _package_version() -> str:
         return metadata.version("djl-python-neuronx")
     except metadata.PackageNotFoundError:  # run from a source tree
         return "unknown"
+
+
+def artifact_digest(folder: Path) -> str:
+    """A name for the model in a folder: `sampled:<hex>`.
+
+    It reads a few MiB of any model: config.json and the model's own code whole; of each weight file its name
+    and size, a safetensors file's tensors (name, dtype, shape, place) and 4 KiB from the middle of each, of any other
+    file 64 such samples. Names and times of other files do not count, nor does the folder's path.
+
+    Equal digests prove the same configuration, and tensors of the same names, types and shapes; so a graph
+    without weights fits. They make it all but certain that no tensor was trained further, which changes values
+    everywhere in it. They do not prove that single rows (an added token's embedding) are the same.
+
+    Raises:
+        ArtifactAccessError: a file cannot be read.
+        ArtifactError: a safetensors file is damaged.
+    """
+    digest = hashlib.sha256()
+    path = folder
+    try:
+        for path in _sorted(folder, _SMALL_FILES):
+            _feed(digest, path.relative_to(folder).as_posix(), _sha256_of(path))
+        for path in next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), []):
+            _feed(digest, path.relative_to(folder).as_posix(), _sample(path))
+    except ArtifactError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return f"sampled:{digest.hexdigest()}"
+
+
+def _sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content; releases the GIL."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        # Not hashlib.file_digest, which Python 3.10 lacks.
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _sha256_of_each(paths: Iterable[Path]) -> list[str]:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_sha256_of, paths))
+
+
+def _feed(digest: hashlib._Hash, *parts: str) -> None:
+    # A NUL ends each part: no file name holds one, so no two lists of parts give the same bytes.
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
+
+
+def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _sample(path: Path) -> str:
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        digest.update(f"{size}\0".encode())
+        for middle in _middles(path, size, digest):
+            digest.update(_read_around(file, middle, size))
+    return digest.hexdigest()
+
+
+def _middles(path: Path, size: int, digest: hashlib._Hash) -> Iterator[int]:
+    """Where to take samples, in bytes from the start of the file."""
+    if path.suffix != ".safetensors":
+        yield from ((2 * i + 1) * size // (2 * _SAMPLES_PER_FILE) for i in range(_SAMPLES_PER_FILE))
+        return
+    header = read_header(path)
+    start = size - max((entry.end for entry in header.values()), default=0)
+    for name, entry in sorted(header.items()):
+        _feed(digest, name, entry.dtype, str(entry.shape), str(entry.begin), str(entry.end))
+        yield start + (entry.begin + entry.end) // 2
+
+
+def _read_around(file: BinaryIO, middle: int, size: int) -> bytes:
+    file.seek(max(0, min(middle - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES)))
+    return file.read(_SAMPLE_BYTES)

@@ -1,88 +1,42 @@
-"""The remote twin of a compile store: what one machine compiled, all others fetch."""
+"""The remote copy of a compile store in S3: one machine compiles, all others download."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.manifest import (
-    CompileFacts,
-    Manifest,
-    Role,
-    check_facts,
-    is_unfinished,
-)
+from djl_python_neuronx.artifacts.atomic import link_or_copy
+from djl_python_neuronx.artifacts.folder import EVERYTHING
+from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, check_facts
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.s3 import Settings
-
-logger = logging.getLogger(__name__)
-
-
-class Transport(Protocol):
-    """What carries folders to a place that a URI names, and back."""
-
-    def read_object(self, uri: str, name: str) -> bytes:
-        """One small file of a remote folder.
-
-        Raises:
-            ArtifactNotFoundError: there is none.
-            ArtifactError: anything else that keeps it from us.
-        """
-
-    def download(self, uri: str, folder: Path) -> None:
-        """Put all files of a remote folder into an empty local one."""
-
-    def upload(self, folder: Path, uri: str) -> None:
-        """Put all files of a local folder into a remote one, its manifest.json last."""
-
-
-class S3Transport:
-    """`Transport` for `s3://`, over the download cache in `cache_root`. Needs the extra `s3`."""
-
-    def __init__(self, cache_root: Path, settings: Settings | None = None) -> None:
-        from djl_python_neuronx.artifacts import folder as selection
-        from djl_python_neuronx.artifacts import s3
-
-        self._s3, self._everything = s3, selection.EVERYTHING
-        self._root, self._settings = cache_root, settings or s3.DEFAULTS
-
-    def read_object(self, uri: str, name: str) -> bytes:
-        """See `Transport`."""
-        return self._s3.read_object(uri, name, settings=self._settings)
-
-    def download(self, uri: str, folder: Path) -> None:
-        """See `Transport`. Files are links to the cache's where the file system allows it."""
-        fetched = self._s3.fetch(
-            uri, self._root, selection=self._everything, settings=self._settings
-        )
-        shutil.copytree(fetched, folder, copy_function=_link, dirs_exist_ok=True)
-
-    def upload(self, folder: Path, uri: str) -> None:
-        """See `Transport`."""
-        self._s3.upload(folder, uri, settings=self._settings)
 
 
 class Mirror:
-    """Finished compiles below `uri`, as `<uri>/<key>`, and the manifest of each artifact's latest one in each role."""
+    """Finished compiles below `uri`, as `<uri>/<key>`, and the manifest of each artifact's latest one per role.
 
-    def __init__(self, uri: str, transport: Transport) -> None:
+    Downloads go through the cache in `cache_root`. `environ`: see `s3`.
+
+    Raises:
+        ArtifactAccessError: a package of the extra `s3` is missing.
+    """
+
+    def __init__(self, uri: str, cache_root: Path, environ: Mapping[str, str]) -> None:
         self._uri = uri.rstrip("/")
-        self._transport = transport
+        self._cache_root, self._environ = cache_root, environ
+        self._s3 = fetch.s3_module(uri)
 
     def place(self, facts: CompileFacts) -> str:
         """The URI of the compile for these facts."""
         return f"{self._uri}/{facts.key}"
 
     def manifest(self, facts: CompileFacts) -> Manifest | None:
-        """The manifest of the finished compile for these facts; None if there is none.
+        """The manifest of the finished compile for these facts, or None if there is none.
 
         Raises:
             ArtifactMismatchError: it is of other facts.
@@ -94,60 +48,59 @@ class Mirror:
         return found
 
     def pull(self, facts: CompileFacts, manifest: Manifest, folder: Path) -> None:
-        """Fetch the compile whose manifest that is into an empty folder, and prove it.
+        """Download the compile with that manifest into an empty folder, and verify it.
 
         Raises:
-            ArtifactError: it cannot be fetched, or what came is not the manifest's.
+            ArtifactError: it cannot be downloaded, or differs from its manifest.
         """
-        self._transport.download(self.place(facts), folder)
+        fetched = self._s3.fetch(
+            self.place(facts), self._cache_root, self._environ, selection=EVERYTHING
+        )
+        shutil.copytree(fetched, folder, copy_function=link_or_copy, dirs_exist_ok=True)
         manifests.verify(folder, manifest)
 
     def push(self, folder: Path, manifest: Manifest) -> None:
-        """Store a finished compile of this machine for the others.
+        """Upload a finished compile of this machine and make it the latest one of its artifact and role.
 
         Raises:
-            ArtifactError: it cannot be stored.
+            ArtifactError: it cannot be uploaded.
         """
-        self._transport.upload(folder, self.place(manifest.facts))
-
-    def set_latest(self, folder: Path, manifest: Manifest, role: Role) -> None:
-        """Make a compile that was pushed the artifact's latest one for a role, whatever it was made for.
-
-        Raises:
-            ArtifactError: it cannot be stored.
-        """
-        latest = self._latest(manifest.facts.artifact_digest, role)
-        with tempfile.TemporaryDirectory() as alone:
-            shutil.copyfile(folder / manifests.FILE_NAME, Path(alone, manifests.FILE_NAME))
-            self._transport.upload(Path(alone), latest)
+        facts = manifest.facts
+        self._s3.upload(folder, self.place(facts), self._environ)
+        self._upload_alone((folder / manifests.FILE_NAME).read_text("utf-8"), self._latest(facts))
 
     def probe(self) -> None:
-        """Write a small file: whether a push can succeed is known before the compile, not an hour later.
+        """Write a small file: a push that cannot succeed is noticed before the compile, not an hour later.
 
         Raises:
-            ArtifactNotFoundError: no such bucket, which a missing compile alone does not tell.
+            ArtifactNotFoundError: no such bucket, which a missing compile alone does not show.
             ArtifactError: it cannot be written.
         """
-        with tempfile.TemporaryDirectory() as alone:
-            Path(alone, manifests.FILE_NAME).write_text("{}", encoding="utf-8")
-            self._transport.upload(Path(alone), f"{self._uri}/write-test")
+        self._upload_alone("{}", f"{self._uri}/write-test")
 
-    def latest(self, artifact_digest: str, role: Role) -> tuple[str, CompileFacts] | None:
-        """Place and facts of the artifact's compile for this role that was pushed last; None if there is none.
+    def latest(self, facts: CompileFacts) -> tuple[str, CompileFacts] | None:
+        """URI and facts of the compile of the same artifact and role that was pushed last, or None.
 
         Raises:
             ArtifactError: its manifest is damaged, or cannot be read.
         """
-        found = self._read(self._latest(artifact_digest, role))
+        found = self._read(self._latest(facts))
         return None if found is None else (self.place(found.facts), found.facts)
 
-    def _latest(self, artifact_digest: str, role: Role) -> str:
-        prefix = "" if role == "model" else f"{role}-"
-        return f"{self._uri}/latest/{prefix}{artifact_digest.replace(':', '-')}"
+    def _latest(self, facts: CompileFacts) -> str:
+        prefix = "" if facts.role == "model" else f"{facts.role}-"
+        return f"{self._uri}/latest/{prefix}{facts.artifact_digest.replace(':', '-')}"
+
+    def _upload_alone(self, manifest: str, uri: str) -> None:
+        with tempfile.TemporaryDirectory() as alone:
+            Path(alone, manifests.FILE_NAME).write_text(manifest, encoding="utf-8")
+            self._s3.upload(Path(alone), uri, self._environ)
 
     def _read(self, uri: str) -> Manifest | None:
         try:
-            content = self._transport.read_object(uri, manifests.FILE_NAME)
+            content = self._s3.read(
+                uri, manifests.FILE_NAME, self._environ, attempts=self._s3.ATTEMPTS
+            )
         except ArtifactNotFoundError:
             return None
         where = f"{uri}/{manifests.FILE_NAME}"
@@ -156,11 +109,4 @@ class Mirror:
         except ValueError as error:
             msg = f"{where} is not valid JSON: {error}. Remove the folder there, or compile again."
             raise ArtifactError(msg) from error
-        return None if is_unfinished(value) else manifests.parse(value, where)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+        return None if manifests.is_unfinished(value) else manifests.parse(value, where)

@@ -1,4 +1,4 @@
-"""The folder that a compilation ahead of time leaves: it is served as it is, anywhere."""
+"""The output of an ahead-of-time compile: a folder that can be served anywhere as it is."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import javaproperties
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
+    link_or_copy,
     remove,
     replace_folder,
     storing,
@@ -43,6 +44,7 @@ _ADAPTERS = "adapters"
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 _KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
+# Paths that are valid on the machine that compiled, not on those that serve.
 _LOCAL_OPTIONS = names_where(lambda marker: marker.output == "local")
 
 
@@ -60,19 +62,19 @@ def write_output(
     entry_point: str = "djl_python_neuronx.handler",
     overwrite: bool = False,
 ) -> Manifest:
-    """Write the model in `source` with its compiled files to `destination`; nobody sees it before it is whole.
+    """Write the model in `source` with its compiled files to `destination`, which appears whole or not at all.
 
     It gets the source's configuration, tokenizer, templates, code and adapters byte for byte, `compiled` as the
     folder `compiled`, the output of its draft model as `draft`, and a `serving.properties` that pins every one of
-    `options` that is not None; of options that only hold on this machine (`model_id` …) none. `layout` is the name of
-    its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system has it, else a
-    copy): a linked file changes with its source.
+    `options` that is not None, except those that are only valid on this machine (`model_id` ...). `layout` is the name
+    of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system supports it,
+    else a copy): a linked file changes with its source.
 
     Raises:
         ConfigError: the source's `serving.properties` cannot be read.
-        ArtifactError: `destination` holds something else than an output that nobody changed, and `overwrite` was not
-            given; or it and `source` lie in each other.
-        ArtifactNotFoundError: `source` is no model folder.
+        ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
+            `source` lie in each other.
+        ArtifactNotFoundError: `source` is not a model folder.
         ArtifactAccessError: a file cannot be read or written, or the disk is full.
     """
     model = _open(source)
@@ -80,14 +82,14 @@ def write_output(
     _check_destination(model.root, destination.resolve(), overwrite=overwrite)
     with storing(f"the compiled model {destination}", destination.parent):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        # What is mounted cannot be renamed over: there the files go in one by one, the manifest last.
+        # A mounted folder cannot be replaced by a rename: the files go in one by one, the manifest last.
         mounted = destination.is_mount()
         with _staging(destination if mounted else destination.parent, destination.name) as staging:
             new = staging / "new"
             new.mkdir()
             _fill(new, model, compiled, weights)
             if draft is not None:
-                _copy_tree(draft, new / DRAFT, _link_or_copy)
+                _copy_tree(draft, new / DRAFT, link_or_copy)
             (new / PROPERTIES).write_bytes(properties_file(options, entry_point, arguments))
             made = Manifest.of(
                 new, facts, effective_options=options, packages=packages, layout=layout
@@ -153,7 +155,7 @@ def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> N
     try:
         if _is_interrupted(destination):
             return
-        manifests.verify(destination, manifests.read(destination), hashes=False)
+        manifests.verify(destination, manifests.read(destination), hashes="none")
     except ArtifactError as error:
         found = some(names) if names else "a file"
         msg = (
@@ -164,7 +166,7 @@ def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> N
 
 
 def _is_interrupted(destination: Path) -> bool:
-    """True for what an interrupted `_move_into` left, if nobody has added to it."""
+    """True if `_move_into` was interrupted and nothing was added since."""
     manifest = destination / manifests.FILE_NAME
     marker = read_json(manifest) if manifest.is_file() else {}
     if not is_unfinished(marker):
@@ -175,7 +177,7 @@ def _is_interrupted(destination: Path) -> bool:
 
 
 def _files(folder: Path) -> set[str]:
-    """The paths of all in a folder that is not a folder itself."""
+    """The paths of all files and links in a folder."""
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -185,7 +187,7 @@ def _files(folder: Path) -> set[str]:
 
 @contextmanager
 def _staging(parent: Path, name: str) -> Iterator[Path]:
-    """A folder that is gone afterwards; those that killed processes left for `name` go now."""
+    """A temporary folder; removes those that killed processes left for `name`."""
     for left in parent.glob(f".{name}.output-*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -200,7 +202,7 @@ def _staging(parent: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder itself, so that no lock file is left beside the user's own.
+    """Hold a lock on the folder itself, so that no lock file is left beside the user's files.
 
     Raises:
         BlockingIOError: another process has it.
@@ -214,8 +216,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsInOutput) -> None:
-    place: Callable[[str, str], object] = shutil.copyfile if weights == "copy" else _link_or_copy
-    # What a server fetches from S3: a manifest that lists more would be refused there as incomplete.
+    place: Callable[[str, str], object] = shutil.copyfile if weights == "copy" else link_or_copy
+    # The files that a server fetches from S3: a manifest that lists more would be refused there as incomplete.
     files = set(SERVING.choose(model.names - model.folders))
     cut = {name for name in files if name.endswith(WEIGHT_SUFFIXES)}
     small = {
@@ -233,7 +235,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     if _ADAPTERS in model.folders:
         _copy_tree(model.sub(_ADAPTERS).path, target / _ADAPTERS, shutil.copyfile)
     if compiled is not None:
-        _copy_tree(compiled, target / COMPILED, _link_or_copy)
+        _copy_tree(compiled, target / COMPILED, link_or_copy)
 
 
 def _copy_tree(source: Path, target: Path, place: Callable[[str, str], object]) -> None:
@@ -246,16 +248,8 @@ def _copy_tree(source: Path, target: Path, place: Callable[[str, str], object]) 
         place(str(source / name), str(copied))
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        # A file of a Hugging Face cache is a link itself; what it leads to is meant.
-        os.link(Path(source).resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 def _move_into(new: Path, destination: Path, *, besides: Path) -> None:
-    """Replace what is in a mounted folder; its manifest says `unfinished` until all is there."""
+    """Replace the content of a mounted folder; its manifest is an `unfinished` one until everything is there."""
     manifest = destination / manifests.FILE_NAME
     staged = f"{besides.name}/"
     there = {name for name in _files(destination) if not name.startswith(staged)}

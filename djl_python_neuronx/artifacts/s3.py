@@ -1,6 +1,7 @@
-"""Folders of S3: fetched into the cache, read in part, written.
+"""Folders of S3: download into the cache, read small files, upload.
 
-Needs boto3 (the extra `s3`); import it only when a URI asks for it.
+Needs boto3 (the extra `s3`); import it with `fetch.s3_module` only when a URI needs it. `environ` holds `AWS_*`
+variables that override those of the process; botocore finds the rest itself (`~/.aws`, the machine's role).
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from botocore.session import Session
 from s3transfer.subscribers import BaseSubscriber
 from urllib3.exceptions import HTTPError
 
-from djl_python_neuronx.artifacts import cache, s3
+from djl_python_neuronx.artifacts import cache
 from djl_python_neuronx.artifacts.cache import (
     PartialFolder,
     Piece,
@@ -30,10 +29,24 @@ from djl_python_neuronx.artifacts.cache import (
     ProgressMeter,
     RemoteFile,
 )
-from djl_python_neuronx.artifacts.folder import SERVING, Selection, some
+from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+
+ATTEMPTS = 8
+"""botocore's three are few for ten threads at once when S3 answers SlowDown."""
+_READ_TIMEOUT_S = 30.0
+"""Silence after which a request is repeated."""
+_CONNECT_TIMEOUT_S = 10
+_MAX_READ_BYTES = 64 * 2**20
+_BODY_ATTEMPTS = 4
+_NUM_LISTED = 20
+
+# Source: Amazon S3 user guide, "Access points": the ARN stands where a bucket's name does.
+_URI = re.compile(
+    r"s3://(?P<bucket>arn:[^/]*:accesspoint[:/][^/]+|[^/]+)(/(?P<key>.*))?", re.DOTALL
+)
 
 _REFUSED = (
     "S3 refuses access ({code}). Allow this role or user s3:ListBucket on the bucket and {action} in the "
@@ -43,157 +56,57 @@ _CREDENTIALS = (
     "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
     "machine's role"
 )
-_REGION = (
-    "the bucket lies in another region{region} ({code}). Set AWS_REGION to the bucket's region"
-)
-_BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; what is loaded is kept"
+_REGION = "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region"
+_BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept"
 _NOT_FOUND = "there is no such object ({code}). Correct the URI"
 
 # Source: Amazon S3 API reference, "Error responses"; the numbers are what HEAD, which has no body, leaves of them.
 _CODES = {
     "NoSuchBucket": "there is no such bucket ({code}). Correct the bucket's name, or AWS_ENDPOINT_URL",
-    "NoSuchKey": _NOT_FOUND,
-    "404": _NOT_FOUND,
-    "AccessDenied": _REFUSED,
-    "AllAccessDisabled": _REFUSED,
-    "403": _REFUSED,
-    "InvalidAccessKeyId": _CREDENTIALS,
-    "SignatureDoesNotMatch": _CREDENTIALS,
-    "ExpiredToken": _CREDENTIALS,
-    "InvalidToken": _CREDENTIALS,
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "301": _REGION,
-    "400": _REGION,
+    **dict.fromkeys(("NoSuchKey", "404"), _NOT_FOUND),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "403"), _REFUSED),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _CREDENTIALS),
+    **dict.fromkeys(("ExpiredToken", "InvalidToken"), _CREDENTIALS),
+    **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed", "301"), _REGION),
+    **dict.fromkeys(("IllegalLocationConstraintException", "400"), _REGION),
+    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError"), _BUSY),
+    **dict.fromkeys(("RequestTimeout", "500", "503"), _BUSY),
     "RequestTimeTooSkewed": "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP",
-    "InvalidObjectState": "an object lies in an archive class ({code}). Restore it to a class that can be read at once",
-    "SlowDown": _BUSY,
-    "ServiceUnavailable": _BUSY,
-    "InternalError": _BUSY,
-    "RequestTimeout": _BUSY,
-    "500": _BUSY,
-    "503": _BUSY,
+    "InvalidObjectState": "an object is in an archive class ({code}). Restore it to a class that can be read at once",
 }
+_OTHER = "S3 answers {code}: {text}. See the bucket's settings and this message's cause"
 _MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
-
-
-@contextmanager
-def translated(uri: str, *, action: str = "s3:GetObject") -> Iterator[None]:
-    """Errors of AWS's libraries inside become ours, with the URI and what to do.
-
-    Raises:
-        ArtifactNotFoundError: no such bucket or object.
-        ArtifactAccessError: everything else.
-    """
-    try:
-        yield
-    except boto.ClientError as error:
-        raise _answer(uri, error.response, action) from error
-    except boto.BotoCoreError as error:
-        msg = f"{uri}: {_trouble(error)}."
-        raise ArtifactAccessError(msg) from None
-    except ValueError as error:
-        # Source: botocore 1.34 to 1.44, endpoint.py and utils.py: malformed endpoints are plain ValueErrors.
-        msg = f"{uri}: {_named(error)}. Expected a URL such as https://host:port; correct AWS_ENDPOINT_URL."
-        raise ArtifactAccessError(msg) from None
-
-
-def _answer(uri: str, response: dict[str, Any], action: str) -> ArtifactError:
-    code = str(response.get("Error", {}).get("Code", "no code"))
-    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    home = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
-    text = _CODES.get(
-        code, "S3 answers {code}: {said}. See the bucket's settings and this message's cause"
-    )
-    said = str(response.get("Error", {}).get("Message", "")).strip().rstrip(".")[:300]
-    text = text.format(code=code, action=action, said=said, region=f", {home}" if home else "")
-    kind = ArtifactNotFoundError if code in _MISSING else ArtifactAccessError
-    return kind(f"{uri}: {text}.")
-
-
-def _trouble(error: boto.BotoCoreError) -> str:
-    said = _named(error)
-    match error:
-        case boto.NoCredentialsError() | boto.PartialCredentialsError():
-            return (
-                f"no AWS credentials ({said}). Give this machine a role, or set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            )
-        case boto.ProfileNotFound():
-            return f"{said}. Correct AWS_PROFILE, or add the profile to ~/.aws/config"
-        case boto.CredentialRetrievalError() | boto.TokenRetrievalError() | boto.SSOError():
-            return f"the AWS credentials cannot be had: {said}. Sign in again, or give this machine a role"
-        case boto.ParamValidationError():
-            return f"{said}. Expected s3://bucket/folder; correct the URI"
-        case boto.SSLError():
-            return (
-                f"no trusted connection: {said}. Set AWS_CA_BUNDLE to your authority's certificate"
-            )
-        case boto.ConnectionError() | boto.HTTPClientError():
-            return f"S3 cannot be reached: {said}. Check network, region and AWS_ENDPOINT_URL; what is loaded is kept"
-        case _:
-            return f"{said}. Check the AWS settings (region, profile, endpoint)"
-
-
-def _named(error: Exception) -> str:
-    """The class alone: the text of AWS's libraries may quote settings and headers, and those hold keys."""
-    return type(error).__name__
-
-
-_MAX_READ_BYTES = 64 * 2**20
-_READ_ATTEMPTS = 4
-_CONNECT_TIMEOUT_S = 10
-_ATTEMPTS = 8
-"""botocore's three are few for ten threads at once when S3 says SlowDown."""
-
-# Source: Amazon S3 user guide, "Access points": the ARN stands where a bucket's name does.
-_URI = re.compile(
-    r"s3://(?P<bucket>arn:[^/]*:accesspoint[:/][^/]+|[^/]+)(/(?P<key>.*))?", re.DOTALL
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to reach S3, beyond what AWS's own variables and files say."""
-
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """`AWS_*` variables that win over those of the process; the rest (`~/.aws`, the machine's role) botocore finds."""
-    read_timeout_s: float = 30.0
-    """Silence after which a request is made again."""
-
-
-DEFAULTS = Settings()
 
 
 class S3Folder:
     """One `s3://bucket/prefix`; a `Remote` for the cache."""
 
     def __init__(
-        self, uri: str, selection: Selection = SERVING, settings: Settings = DEFAULTS
+        self,
+        uri: str,
+        environ: Mapping[str, str],
+        selection: Selection = SERVING,
+        *,
+        attempts: int = ATTEMPTS,
     ) -> None:
         self.bucket, self.prefix = parse(uri)
         self.uri = f"s3://{self.bucket}/{self.prefix}"
         self._selection = selection
         with translated(self.uri):
-            self.client = _connect(settings)
+            self.client = _connect(environ, attempts)
         endpoint: str = self.client.meta.endpoint_url
-        self.identity: Sequence[str] = (
-            "s3",
-            endpoint,
-            selection.name,
-            f"{self.bucket}/{self.prefix}".rstrip("/"),
-        )
+        path = f"{self.bucket}/{self.prefix}".rstrip("/")
+        self.identity: Sequence[str] = ("s3", endpoint, selection.name, path)
 
     def list(self) -> Sequence[RemoteFile]:
         """The selected files, by name.
 
         Raises:
-            ArtifactNotFoundError: no such bucket, or nothing under the prefix that is wanted.
+            ArtifactNotFoundError: no such bucket, or no selected file under the prefix.
             ArtifactAccessError: S3 cannot be reached or refuses.
             ArtifactError: a key cannot be a file below one folder.
         """
-        with translated(self.uri, action="s3:GetObject"):
+        with translated(self.uri):
             pages = self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.prefix
             )
@@ -219,58 +132,80 @@ class S3Folder:
         with translated(self.uri):
             Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
 
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object, or None if it has more than 64 MiB.
+
+        It is read again if its body breaks off, which botocore does not retry.
+        """
+        for attempt in itertools.count(1):
+            try:
+                response = self.client.get_object(Bucket=self.bucket, Key=self.prefix + name)
+                with contextlib.closing(response["Body"]) as body:
+                    is_small = response["ContentLength"] <= _MAX_READ_BYTES
+                    return bytes(body.read()) if is_small else None
+            except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
+                if attempt == _BODY_ATTEMPTS:
+                    raise boto.ResponseStreamingError(error=error) from None
+        return None
+
+    def read_listed(self) -> set[str]:
+        """The files of the upload that is there, finished or not; empty if this package did not write it."""
+        try:
+            content = self.read(FILE_NAME)
+        except self.client.exceptions.NoSuchKey:
+            return set()
+        return set() if content is None else listed_files(content) - {FILE_NAME}
+
 
 def fetch(
     uri: str,
     root: Path,
+    environ: Mapping[str, str],
     *,
     selection: Selection = SERVING,
-    settings: Settings = DEFAULTS,
     progress: Progress | None = None,
 ) -> Path:
-    """The local folder, below the cache folder `root`, of an `s3://bucket/prefix` as it is now; see `cache.fetch`."""
-    return cache.fetch(S3Folder(uri, selection, settings), root, progress=progress)
+    """A local copy, below the cache folder `root`, of an `s3://bucket/prefix` as it is now; see `cache.fetch`."""
+    return cache.fetch(S3Folder(uri, environ, selection), root, progress=progress)
 
 
-def read_object(uri: str, name: str, *, settings: Settings = DEFAULTS) -> bytes:
-    """The content of the small object `name` in the folder `uri`.
+def list_names(uri: str, environ: Mapping[str, str]) -> Sequence[str]:
+    """Names of all files in the folder `uri`; empty if there are none.
+
+    Raises:
+        ArtifactError: it cannot be listed.
+    """
+    try:
+        return [file.name for file in S3Folder(uri, environ, EVERYTHING).list()]
+    except ArtifactNotFoundError:
+        return []
+
+
+def read(uri: str, name: str, environ: Mapping[str, str], *, attempts: int = 3) -> bytes:
+    """The content of the small object `name` in the folder `uri`. A user often waits for it: few `attempts`.
 
     Raises:
         ArtifactNotFoundError: no such bucket or object.
         ArtifactAccessError: S3 cannot be reached or refuses.
-        ArtifactError: more than 64 MiB, so something else than was expected.
+        ArtifactError: it has more than 64 MiB.
     """
-    folder = S3Folder(uri, settings=settings)
+    folder = S3Folder(uri, environ, attempts=attempts)
     where = folder.uri + name
     with translated(where):
-        content = _content(folder, name)
-    if content is not None:
-        return content
-    msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
-    raise ArtifactError(msg)
-
-
-def _content(folder: S3Folder, name: str) -> bytes | None:
-    """A small object, read again where its body breaks off, which botocore does not retry; None: it is not small."""
-    for attempt in itertools.count(1):
-        try:
-            response = folder.client.get_object(Bucket=folder.bucket, Key=folder.prefix + name)
-            with contextlib.closing(response["Body"]) as body:
-                small = response["ContentLength"] <= _MAX_READ_BYTES
-                return bytes(body.read()) if small else None
-        except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
-            if attempt == _READ_ATTEMPTS:
-                raise boto.ResponseStreamingError(error=error) from None
-    return None
+        content = folder.read(name)
+    if content is None:
+        msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
+        raise ArtifactError(msg)
+    return content
 
 
 def upload(
-    folder: Path, uri: str, *, settings: Settings = DEFAULTS, progress: Progress | None = None
+    folder: Path, uri: str, environ: Mapping[str, str], *, progress: Progress | None = None
 ) -> None:
-    """Copy a local folder of our making, which has a manifest.json, to `uri`; the manifest goes last.
+    """Copy a local folder written by this package, which has a manifest.json, to `uri`; the manifest goes last.
 
-    Until then one that says `unfinished` stands there, so that at no time one vouches for files of another upload.
-    What an earlier upload listed and this one does not have is removed; other objects below `uri` stay.
+    Until then an `unfinished` one stands there, so that no manifest ever vouches for files of another upload. Files
+    that an earlier upload listed and this one lacks are removed; other objects below `uri` stay.
 
     Raises:
         ArtifactNotFoundError: no such bucket, or no manifest in the folder.
@@ -285,33 +220,20 @@ def upload(
             f"{folder} has no {FILE_NAME}; expected a finished folder. Make it again, then upload."
         )
         raise ArtifactNotFoundError(msg)
-    remote = S3Folder(uri, settings=settings)
+    remote = S3Folder(uri, environ)
     check_names(files, str(folder))
     total = sum(path.stat().st_size for path in (*files.values(), manifest))
     with (
         translated(remote.uri, action="s3:PutObject and s3:DeleteObject"),
         ProgressMeter(remote.uri, total, 0, progress) as meter,
     ):
-        earlier = listed(remote)
-        marker = json.dumps(unfinished(earlier | files.keys()))
-        remote.client.put_object(
-            Bucket=remote.bucket,
-            Key=remote.prefix + FILE_NAME,
-            Body=marker.encode(),
-        )
+        earlier = remote.read_listed()
+        marker = json.dumps(unfinished(earlier | files.keys())).encode()
+        remote.client.put_object(Bucket=remote.bucket, Key=remote.prefix + FILE_NAME, Body=marker)
         for name in sorted(earlier - files.keys()):
             remote.client.delete_object(Bucket=remote.bucket, Key=remote.prefix + name)
         _send(remote, files, meter)
         _send(remote, {FILE_NAME: manifest}, meter)
-
-
-def listed(remote: S3Folder) -> set[str]:
-    """The files of the upload that is there, finished or not; none if what is there is not of our making."""
-    try:
-        content = _content(remote, FILE_NAME)
-    except remote.client.exceptions.NoSuchKey:
-        return set()
-    return set() if content is None else listed_files(content) - {FILE_NAME}
 
 
 def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
@@ -319,6 +241,7 @@ def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> 
         def on_progress(self, bytes_transferred: int, **_: object) -> None:
             meter.add(bytes_transferred)
 
+    # Without a word boto3 takes AWS's native client where that is installed.
     config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)
     with create_transfer_manager(remote.client, config) as manager:
         futures = [
@@ -327,6 +250,45 @@ def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> 
         ]
         for future in futures:
             future.result()
+
+
+def check_apart(uri: str, source: str) -> None:
+    """Refuse an output `uri` and a `source` if one lies in the other.
+
+    Raises:
+        ArtifactError: they do.
+    """
+    (bucket, key), (source_bucket, source_key) = parse(uri), parse(source)
+    if bucket == source_bucket and (key.startswith(source_key) or source_key.startswith(key)):
+        msg = (
+            f"the output {uri} and the model {source} lie in each other; expected two separate folders. "
+            "Name another output."
+        )
+        raise ArtifactError(msg)
+
+
+def check_free(uri: str, environ: Mapping[str, str]) -> None:
+    """Refuse a folder that holds anything but an output of this package, finished or not.
+
+    Raises:
+        ArtifactNotFoundError: no such bucket.
+        ArtifactAccessError: S3 cannot be reached or refuses.
+        ArtifactError: it does.
+    """
+    folder = S3Folder(uri, environ)
+    with translated(folder.uri):
+        page = folder.client.list_objects_v2(
+            Bucket=folder.bucket, Prefix=folder.prefix, MaxKeys=_NUM_LISTED
+        )
+        found = [item["Key"][len(folder.prefix) :] for item in page.get("Contents", ())]
+        names = [name for name in found if name]
+        if not names or folder.read_listed():
+            return
+    msg = (
+        f"the output {folder.uri} holds files that this package did not write ({some(names)}); expected an empty "
+        "folder. Name another, or allow to overwrite it."
+    )
+    raise ArtifactError(msg)
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -344,7 +306,7 @@ def parse(uri: str) -> tuple[str, str]:
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-    """See to it that all names can be files below one folder, on any file system.
+    """Check that all names can be files below one folder, on any file system.
 
     Raises:
         ArtifactError: one would leave the folder or hide another; all such are listed.
@@ -357,7 +319,7 @@ def check_names(names: Iterable[str], where: str) -> None:
         parts = name.split("/")
         parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
         if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
-            problems.append(f"{name!r} is no plain path")
+            problems.append(f"{name!r} is not a plain path")
         elif any(len(part.encode()) > 255 for part in parts):
             problems.append(f"{name!r} is too long for a file's name")
         elif both := known.intersection(parents):
@@ -368,9 +330,8 @@ def check_names(names: Iterable[str], where: str) -> None:
             if folded.setdefault(path.casefold(), path) != path
         )
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         msg = (
-            f"{where} has keys that cannot be files of one folder: {'; '.join(problems[:5])}{more}. "
+            f"{where} has keys that cannot be files of one folder: {some(problems, limit=5)}. "
             "Nothing was loaded; correct or remove them there."
         )
         raise ArtifactError(msg)
@@ -381,24 +342,24 @@ def _is_marker(key: str, size: int) -> bool:
     return size == 0 and key.endswith(("/", "_$folder$"))
 
 
-def _connect(settings: Settings) -> Any:  # noqa: ANN401  (botocore has no types)
-    """A client of S3. Clients may be used by any thread."""
-    env = {name: value for name, value in settings.environ.items() if value}
+def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
+    """A client of S3, for any thread."""
+    env = {name: value for name, value in environ.items() if value}
     session = Session(profile=env.get("AWS_PROFILE"))
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
         session.set_credentials(
             env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
         )
     mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
-    attempts = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
+    chosen = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
     config = Config(
         connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=settings.read_timeout_s,
+        read_timeout=_READ_TIMEOUT_S,
         max_pool_connections=NUM_THREADS,
         # botocore's default is "legacy", which knows fewer errors.
         retries={
             "mode": mode if mode == "adaptive" else "standard",
-            "total_max_attempts": int(attempts or _ATTEMPTS),
+            "total_max_attempts": int(chosen or attempts),
         },
     )
     return session.create_client(
@@ -409,43 +370,61 @@ def _connect(settings: Settings) -> Any:  # noqa: ANN401  (botocore has no types
     )
 
 
-_NUM_LISTED = 20
+@contextlib.contextmanager
+def translated(uri: str, *, action: str = "s3:GetObject") -> Iterator[None]:
+    """Translate errors of AWS's libraries; the result names the URI and what to do.
 
-
-def check_apart(uri: str, source: str) -> None:
-    """Refuse an output `uri` and a `source` of which one lies in the other.
-
-    Raises:
-        ArtifactError: they do.
-    """
-    (bucket, key), (source_bucket, source_key) = s3.parse(uri), s3.parse(source)
-    if bucket == source_bucket and (key.startswith(source_key) or source_key.startswith(key)):
-        msg = (
-            f"the output {uri} and the model {source} lie in each other; expected two separate folders. "
-            "Name another output."
-        )
-        raise ArtifactError(msg)
-
-
-def check_free(uri: str, settings: s3.Settings) -> None:
-    """Refuse a folder that holds something else than an output of ours, finished or not.
+    Of errors other than S3's own answers only the class is named: their text may quote settings and headers, and
+    those hold keys.
 
     Raises:
-        ArtifactNotFoundError: no such bucket.
-        ArtifactAccessError: S3 cannot be reached or refuses.
-        ArtifactError: it does.
+        ArtifactNotFoundError: no such bucket or object.
+        ArtifactAccessError: everything else.
     """
-    folder = s3.S3Folder(uri, settings=settings)
-    with translated(folder.uri):
-        page = folder.client.list_objects_v2(
-            Bucket=folder.bucket, Prefix=folder.prefix, MaxKeys=_NUM_LISTED
-        )
-    found = [item["Key"][len(folder.prefix) :] for item in page.get("Contents", ())]
-    names = [name for name in found if name]
-    if not names or s3.listed(folder):
-        return
-    msg = (
-        f"the output {folder.uri} holds what is not an output of this package ({some(names)}); expected an empty "
-        "folder. Name another, or allow to overwrite it."
-    )
-    raise ArtifactError(msg)
+    try:
+        yield
+    except boto.ClientError as error:
+        raise _translate_answer(uri, error.response, action) from error
+    except boto.BotoCoreError as error:
+        msg = f"{uri}: {_explain(error)}."
+        raise ArtifactAccessError(msg) from None
+    except ValueError as error:
+        # Source: botocore 1.34 to 1.44, endpoint.py and utils.py: malformed endpoints are plain ValueErrors.
+        name = type(error).__name__
+        msg = f"{uri}: {name}. Expected a URL such as https://host:port; correct AWS_ENDPOINT_URL."
+        raise ArtifactAccessError(msg) from None
+
+
+def _translate_answer(uri: str, response: dict[str, Any], action: str) -> ArtifactError:
+    code = str(response.get("Error", {}).get("Code", "no code"))
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    home = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
+    text = str(response.get("Error", {}).get("Message", "")).strip().rstrip(".")[:300]
+    region = f", {home}" if home else ""
+    explained = _CODES.get(code, _OTHER).format(code=code, action=action, text=text, region=region)
+    kind = ArtifactNotFoundError if code in _MISSING else ArtifactAccessError
+    return kind(f"{uri}: {explained}.")
+
+
+def _explain(error: boto.BotoCoreError) -> str:
+    name = type(error).__name__
+    match error:
+        case boto.NoCredentialsError() | boto.PartialCredentialsError():
+            return (
+                f"no AWS credentials ({name}). Give this machine a role, or set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            )
+        case boto.ProfileNotFound():
+            return f"{name}. Correct AWS_PROFILE, or add the profile to ~/.aws/config"
+        case boto.CredentialRetrievalError() | boto.TokenRetrievalError() | boto.SSOError():
+            return f"the AWS credentials cannot be retrieved: {name}. Sign in again, or give this machine a role"
+        case boto.ParamValidationError():
+            return f"{name}. Expected s3://bucket/folder; correct the URI"
+        case boto.SSLError():
+            return (
+                f"no trusted connection: {name}. Set AWS_CA_BUNDLE to your authority's certificate"
+            )
+        case boto.ConnectionError() | boto.HTTPClientError():
+            return f"S3 cannot be reached: {name}. Check network, region and AWS_ENDPOINT_URL; finished parts are kept"
+        case _:
+            return f"{name}. Check the AWS settings (region, profile, endpoint)"

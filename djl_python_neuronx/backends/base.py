@@ -67,10 +67,6 @@ class ModelSpec:
     """Columns that a sequence takes of the cache at a time, for `cache_buckets`."""
     max_drafts: int = 0
     """Drafts that a decode can verify beside each row's own token; its rows then have `max_drafts` + 1 columns."""
-    lookahead: int = 0
-    """Free positions that a step needs beyond its own token."""
-    prefix_block: int = 0
-    """Granularity of prefix reuse in tokens; 0: none."""
     can_fork: bool = False
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
@@ -156,8 +152,6 @@ class DeviceTokens:
 
     ids: Int32Array
     """int32[B, K]; -1: none."""
-    logprobs: Float32Array | None = None
-    """float32[B, K]"""
     num_reencoded: int = 0
     """As in `HostLogits`."""
 

@@ -1,10 +1,13 @@
-"""The heart: requests in, one device call per step, tokens out."""
+"""The engine: requests in, one device call per step, tokens out."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import time
+from typing import NamedTuple
+
+import numpy as np
 
 from djl_python_neuronx.backends.base import (
     Backend,
@@ -12,24 +15,21 @@ from djl_python_neuronx.backends.base import (
     Int32Array,
     Step,
     StepOutput,
+    Want,
 )
 from djl_python_neuronx.engine.batching import Batcher
-from djl_python_neuronx.engine.choice import choose
-from djl_python_neuronx.engine.chunking import ChunkScheduler
-from djl_python_neuronx.engine.drafting import Drafting
-from djl_python_neuronx.engine.drafts import Proposer
-from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS, translate
-from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.runner import DeviceCall, Graph, Runner, StepInfo
-from djl_python_neuronx.engine.sampler import Sampler
-from djl_python_neuronx.engine.scheduler import (
-    Scheduled,
-    ScheduledChunks,
-    ScheduledDecode,
-    ScheduledPrefill,
-    Scheduler,
+from djl_python_neuronx.engine.runner import (
+    MAX_FAILED_STEPS,
+    DeviceCall,
+    Runner,
+    StepInfo,
+    require_shape,
+    translate,
 )
+from djl_python_neuronx.engine.sampler import Sampler
+from djl_python_neuronx.engine.scheduler import Batch, ChunkScheduler, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
+from djl_python_neuronx.engine.speculation import Proposer, Speculator, verify
 from djl_python_neuronx.errors import (
     BackendError,
     DeviceMemoryError,
@@ -42,12 +42,19 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutpu
 
 logger = logging.getLogger(__name__)
 
+_DEVICE_FAULTS = (StepError, DeviceMemoryError)
+
+
+class StepResult(NamedTuple):
+    """What one step gives out: one message, whatever the batch."""
+
+    outputs: list[TokenOutput]
+    info: StepInfo | None = None
+    """What ran; None if nothing ran, or it failed."""
+
 
 class Engine:
-    """Continuous batching over one backend. Synchronous, single-threaded, token ids only.
-
-    All methods but `check` belong to one thread.
-    """
+    """Continuous batching over one backend. Synchronous, token ids only; all methods belong to one thread."""
 
     def __init__(
         self,
@@ -57,14 +64,11 @@ class Engine:
         max_join_wait_s: float = 0.0,
         proposer: Proposer | None = None,
     ) -> None:
-        """`proposer` drafts what the backend verifies; it is used where `spec.max_drafts` is not 0."""
+        """`proposer` drafts tokens for the backend to verify; not used where `spec.max_drafts` is 0."""
         self.spec = backend.spec
+        self.runner = Runner(backend)
         self.dead: BackendError | None = None
-        """Why the engine has given up; every later step does nothing."""
-        self.last_step: StepInfo | None = None
-        """What the last `step` ran; None if it ran nothing or failed."""
-        self.drafting = Drafting(proposer, self.spec.max_drafts)
-        """Who drafts, and how that went for the last step."""
+        """Why the device was given up; every later step does nothing."""
         self._backend = backend
         self._scheduler = (
             ChunkScheduler(self.spec)
@@ -75,8 +79,7 @@ class Engine:
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
-        self.runner = Runner(backend)
-        """Who calls the device."""
+        self._speculator = Speculator(proposer, self.spec.max_drafts)
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
 
@@ -97,42 +100,37 @@ class Engine:
 
     @property
     def device_call(self) -> DeviceCall | None:
-        """The call that the device is busy with, the model's own or the draft model's."""
-        return self.runner.device_call or self.drafting.device_call
+        """The device call in flight (model or draft model), or None. Any thread."""
+        return self.runner.device_call or self._speculator.device_call
 
     @property
-    def proposer(self) -> Proposer | None:
-        """Who drafts; None: nobody, or one that was given up after its failures."""
-        return self.drafting.proposer
-
-    @property
-    def graphs_run(self) -> frozenset[Graph]:
-        """Every graph that has run."""
-        return frozenset(self.runner.graphs_run)
-
-    def check(self, request: GenerationRequest) -> None:
-        """See `limits.check`: compares a request with the loaded model. Pure; any thread."""
-        check(request, self.spec)
+    def speculates(self) -> bool:
+        """False without a proposer, or once it is disabled after its failures."""
+        return self._speculator.proposer is not None
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request that `check` has passed; its id must not be in use."""
+        """Queue a request that `limits.check` has passed.
+
+        Raises:
+            RequestError: its id is in use.
+        """
         seed = request.sampling.seed
         sequence = Sequence(
             request,
-            max_model_len=self.spec.max_model_len - self.spec.lookahead,
+            max_model_len=self.spec.max_model_len,
             eos_ids=self.spec.eos_ids,
             seed=secrets.randbits(63) if seed is None else seed,
         )
         if request.request_id in self._live:
-            msg = f"request id {request.request_id!r} is already in use"
+            msg = f"request id {request.request_id!r} is already in use; send another"
             raise RequestError(msg)
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a sequence whose text side saw a stop string; idempotent, no output follows.
+        """End a sequence whose text contains a stop string; idempotent, no output follows.
 
-        The token that was decoded meanwhile is dropped: the text side shows none of it.
+        The token that was decoded meanwhile is dropped: it never reaches the text.
         """
         sequence = self._live.get(request_id)
         if sequence is not None:
@@ -140,15 +138,15 @@ class Engine:
             self._end(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Forget a sequence and free its slot; idempotent, no output follows."""
+        """Drop a sequence and free its slot; idempotent, no output follows."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence)
 
     def abort_all(self) -> None:
-        """Forget every sequence."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        """Drop every sequence."""
+        for sequence in list(self._live.values()):
+            self._end(sequence)
 
     def expire(self, waited_s: float) -> list[TokenOutput]:
         """End the sequences that have waited longer than `waited_s` for a slot, each with its error."""
@@ -156,102 +154,111 @@ class Engine:
         late = [sequence for sequence in self._scheduler.waiting if sequence.arrived_s < limit]
         what, fix = "no slot became free", "raise option.max_rolling_batch_size"
         if self._scheduler.slots.num_free:
-            what = "prompts that came before filled every step"
+            what = "earlier prompts filled every step"
             fix = "raise option.context_length_estimate"
         message = f"{what} within {waited_s:g} s (option.predict_timeout); retry later, or {fix}"
         return [self._fail(sequence, RequestTimeoutError(message)) for sequence in late]
 
-    def step(self) -> list[TokenOutput]:
-        """One device call for whoever is next. Never raises: what failed is an output that carries its error.
+    def step(self, *, min_drafts: int = 0) -> StepResult:
+        """Run one device call for the next batch, and calls of a draft model before it.
 
-        Drafts for a decode are further calls, of the draft model.
+        Never raises: each failed sequence gets an output with its error. `min_drafts`: see `Speculator.propose`.
         """
-        outputs: list[TokenOutput] = []
-        self.last_step = None
-        scheduled = None if self.dead is not None else self._scheduler.schedule()
-        if isinstance(scheduled, (ScheduledPrefill, ScheduledChunks)):
-            outputs = self._enter(scheduled)
         if self.dead is not None:
-            return outputs + [
-                self._fail(sequence, self.dead) for sequence in [*self._live.values()]
-            ]
-        if scheduled is None or not scheduled.sequences:
-            return outputs
+            return StepResult([])
+        batch = self._scheduler.schedule()
+        outputs = self._admit(batch)
+        if self.dead is not None or not batch:
+            return StepResult(outputs)
         try:
-            step = self._fill(scheduled)
-            output, info = self.runner.run(step, self._batcher.reach)
-            token_ids = choose(self._sampler, step, output, scheduled, self.spec.vocab_size)
-        except Exception as error:  # noqa: BLE001  (one of the four borders where foreign errors are translated)
-            return outputs + self._fail_step(scheduled, error)
+            decoding = [] if batch.chunks else batch.decoding
+            proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
+            step, length = self._batcher.fill(batch, proposal.drafts)
+            output, info = self.runner.run(step, length)
+            token_ids = self._sample(step, output, batch)
+        except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
+            return StepResult(outputs + self._fail_call(batch.sequences, error))
         self._failed_steps = 0
-        advanced = self._advance(scheduled, token_ids, output)
-        drafting = self.drafting
-        info = info._replace(drafts_s=drafting.seconds, draft_failed=drafting.error is not None)
+        outputs += self._advance(batch, token_ids, output)
+        info = info._replace(drafts_s=proposal.seconds, draft_error=proposal.error)
         if info.kind == "verification":
             # Each output has one token that needs no draft.
-            accepted = sum(len(output.token_ids) - 1 for output in advanced if output.token_ids)
+            accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
             info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
-        self.last_step = info
-        return outputs + advanced
+        return StepResult(outputs, info)
 
-    def _enter(self, scheduled: ScheduledPrefill | ScheduledChunks) -> list[TokenOutput]:
-        """Tell backend and sampler about the new slots; a sequence that the backend refuses leaves alone.
+    def _admit(self, batch: Batch) -> list[TokenOutput]:
+        """Acquire the slots of new sequences; one that the backend refuses leaves alone.
 
-        A device that fails again and again whoever comes, with nobody else on it, is given up as in a step. A backend
-        that only refuses a prompt says so with another error, and is not.
+        With nobody else on the device, a failed acquisition counts as a failed step, but not the refusal of a prompt,
+        which is another kind of error.
         """
         outputs: list[TokenOutput] = []
-        failure: BackendError | None = None
-        for sequence in list(scheduled.entering):
-            request, slot = sequence.request, sequence.slot
-            assert slot is not None  # noqa: S101  (narrowing for mypy: the scheduler has just set it)
+        failures: list[BackendError] = []
+        for sequence in batch.entering:
+            request, slot = sequence.request, sequence.held_slot
             try:
                 sequence.num_cached = self._backend.acquire(
                     slot, request.prompt_ids, request.adapter
                 )
-            except Exception as error:  # noqa: BLE001  (a border: see step)
-                scheduled.drop(sequence)
-                translated = translate(error)
-                outputs.append(self._fail(sequence, translated, acquired=False))
-                self.dead = self.dead or (translated if translated.fatal else None)
-                if isinstance(translated, (StepError, DeviceMemoryError)):
-                    failure = translated
+            except Exception as error:  # noqa: BLE001  (a border, see step)
+                batch.drop(sequence)
+                failures.append(translate(error))
+                outputs.append(self._fail(sequence, failures[-1], acquired=False))
                 continue
             self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
-        if failure is not None and not self.num_running:
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                self.dead = self.dead or failure
+        if failures:
+            worst = max(failures, key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)))
+            counts = isinstance(worst, _DEVICE_FAULTS) and not self.num_running
+            outputs += self._fail_call([], worst, counts=counts)
         return outputs
 
-    def _fill(self, scheduled: Scheduled) -> Step:
-        if not isinstance(scheduled, ScheduledDecode):
-            self.drafting.skip()
-        elif any(drafts := self.drafting.propose(scheduled.sequences, self._sampler)):
-            return self._batcher.verification(scheduled.sequences, drafts)
-        return self._batcher.fill(scheduled)
+    def _sample(self, step: Step, output: StepOutput, batch: Batch) -> Int32Array:
+        """int32[B, K]: the tokens of the batch's rows; -1: none.
+
+        Raises:
+            StepError: the output has another shape than the step wanted.
+        """
+        count, vocab_size = len(batch.sequences), self.spec.vocab_size
+        if not isinstance(output, HostLogits):
+            require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
+            return output.ids
+        values, parts = output.values, [rows for _, rows in step.parts]
+        if parts[-1].wants == Want.ALL_LOGITS:
+            # Columns beyond the longest row are padding and may be left out.
+            columns = max(values.shape[1], int(parts[-1].lens.max()))
+            require_shape(values.shape, (count, columns, vocab_size))
+            return verify(self._sampler, values, parts[-1])
+        rows = [row for row, _ in batch.sampled]
+        if rows:
+            require_shape(values.shape, (count, 1, vocab_size))
+        if len(rows) == len(parts[0].slots) == count:
+            slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
+            return self._sampler.sample(values[:, 0], slots, positions)[:, None]
+        tokens = np.full((count, 1), -1, np.int32)
+        if rows:
+            slots = np.concatenate([part.slots for part in parts])[rows]
+            positions = np.concatenate([part.starts + part.lens for part in parts])[rows]
+            tokens[rows, 0] = self._sampler.sample(values[rows, 0], slots, positions)
+        return tokens
 
     def _advance(
-        self, scheduled: Scheduled, token_ids: Int32Array, output: StepOutput
+        self, batch: Batch, token_ids: Int32Array, output: StepOutput
     ) -> list[TokenOutput]:
-        """Hand each sequence its tokens and end those whose ids say so."""
-        self._batcher.advance(scheduled, token_ids)
-        unfinished = scheduled.unfinished
-        self._scheduler.advance(scheduled)
+        """Give each sequence its tokens, and end those that are complete."""
+        self._batcher.advance(batch, token_ids)
+        sampled = batch.sampled
+        self._scheduler.advance(batch)
         values = output.values if isinstance(output, HostLogits) else None
+        rows = token_ids.tolist()
         outputs: list[TokenOutput] = []
-        ended: list[Sequence] = []
-        for row, (sequence, ids) in enumerate(
-            zip(scheduled.sequences, token_ids.tolist(), strict=True)
-        ):
-            if row in unfinished:
-                continue
-            taken = sequence.take(ids)
+        for row, sequence in sampled:
+            taken = sequence.take(rows[row])
             if not taken:
-                error = StepError(
+                message = (
                     "the model gave no finite logit for this sequence; its output is lost, retry it"
                 )
-                outputs.append(self._fail(sequence, error))
+                outputs.append(self._fail(sequence, StepError(message)))
                 continue
             request, reason = sequence.request, sequence.finish_reason
             logits = None
@@ -259,9 +266,7 @@ class Engine:
                 logits = values[row, : len(taken)]
             outputs.append(TokenOutput(request, taken, reason, None, logits))
             if reason is not None:
-                ended.append(sequence)
-        for sequence in ended:
-            self._end(sequence)
+                self._end(sequence)
         return outputs
 
     def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:
@@ -271,7 +276,7 @@ class Engine:
         if slot is None or not acquired:
             return
         self._sampler.release(slot)
-        self.drafting.release(slot)
+        self._speculator.release(slot)
         try:
             self._backend.release([slot])
         except Exception:
@@ -284,20 +289,24 @@ class Engine:
         self._end(sequence, acquired=acquired)
         return TokenOutput(sequence.request, (), FinishReason.ERROR, error)
 
-    def _fail_step(self, scheduled: Scheduled, error: Exception) -> list[TokenOutput]:
-        """Fail the sequences of a step, and everyone when the device is lost."""
+    def _fail_call(
+        self, sequences: list[Sequence], error: Exception, *, counts: bool = True
+    ) -> list[TokenOutput]:
+        """Fail the sequences of a failed device call.
+
+        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead and every sequence fails.
+        """
+        if counts:
+            self._failed_steps += 1
+            logger.error(
+                "step_failed rows=%d failures_in_a_row=%d",
+                len(sequences),
+                self._failed_steps,
+                exc_info=error,
+            )
         self._batcher.forget()
-        self._failed_steps += 1
-        self.last_step = None
-        translated = translate(error)
-        logger.error(
-            "step_failed rows=%d failures_in_a_row=%d",
-            len(scheduled.sequences),
-            self._failed_steps,
-            exc_info=error,
-        )
-        failed = list(scheduled.sequences)
-        if translated.fatal or self._failed_steps >= MAX_FAILED_STEPS:
-            self.dead = translated
-            failed = list(self._live.values())
-        return [self._fail(sequence, translate(error)) for sequence in failed]
+        failure = translate(error)
+        if failure.fatal or self._failed_steps >= MAX_FAILED_STEPS:
+            self.dead = failure
+            sequences = list(self._live.values())
+        return [self._fail(sequence, translate(error)) for sequence in sequences]

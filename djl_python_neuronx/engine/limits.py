@@ -1,4 +1,4 @@
-"""What the loaded model can serve: everything about a request that can be refused is refused before it is queued."""
+"""Limits of the loaded model: a request that breaks one is refused before it is queued."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _GREEDY = (1.0, 1.0, 1.0)
 
 
 def longest_prompt(spec: ModelSpec) -> int:
-    """Most prompt tokens that a request may have: one position is kept for the first new token."""
-    room = spec.max_model_len - spec.lookahead - 1
+    """Most tokens of a prompt: one position is kept for the first new token."""
+    room = spec.max_model_len - 1
     return room if spec.mixed_steps else min(spec.prefill_buckets[-1], room)
 
 
 def check(request: GenerationRequest, spec: ModelSpec) -> None:
-    """Compare a request with the loaded model. Pure; any thread.
+    """Check a request against the loaded model. Pure; any thread.
 
     Raises:
         PromptTooLongError: no prefill bucket holds the prompt.
-        UnsupportedParameterError: the backend samples on the device and cannot do what is asked.
-        RequestError: anything else about it that the model cannot serve.
+        UnsupportedParameterError: the backend samples on the device and cannot apply a parameter.
+        RequestError: the model cannot serve it for another reason.
     """
     prompt_ids, longest = request.prompt_ids, longest_prompt(spec)
     if not len(prompt_ids):
@@ -38,20 +38,20 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         )
         raise PromptTooLongError(msg)
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
-        msg = f"a prompt token id lies outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
+        msg = f"a prompt token id is outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
         raise RequestError(msg)
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
     if not 0 <= request.adapter < len(spec.adapters):
-        msg = f"adapter {request.adapter} is not loaded; there are {len(spec.adapters)} (0: base model)"
+        msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
     if Want.LOGITS not in spec.outputs:
         _check_device_sampling(request, spec)
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:
-    """Where the loaded model's tokens are chosen and within which bounds, in plain values."""
+    """Where the loaded model samples, and within which bounds, in plain values."""
     if Want.LOGITS in spec.outputs:
         return {"place": "host"}
     facts: dict[str, object] = {"place": "device"}
@@ -78,7 +78,7 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:
         msg = (
-            f"{', '.join(refused)}: this deployment samples on the device, which cannot do that; "
+            f"{', '.join(refused)}: not supported, because this deployment samples on the device; "
             "leave it out, or deploy without option.on_device_generation"
         )
         raise UnsupportedParameterError(msg)
@@ -87,7 +87,7 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     if spec.fixed_sampling is not None and row != spec.fixed_sampling:
         msg = (
             f"top_k, top_p and temperature are {row}; this deployment has {spec.fixed_sampling} compiled in "
-            "((1, 1, 1): greedy, which is meant without them). Send these, or deploy with dynamic "
+            "((1, 1, 1) is greedy, the default). Send these values, or deploy with dynamic "
             "option.on_device_generation"
         )
         raise UnsupportedParameterError(msg)

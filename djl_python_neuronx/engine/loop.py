@@ -1,7 +1,8 @@
-"""The thread shell around the engine, one for every door.
+"""The thread shell around the engine.
 
-Three threads: the engine thread steps; the output thread makes text and delivers it; the watchdog notices a device
-call that does not come back. A door submits requests and gets `Delta`s through its `Outlet`.
+Three threads: the engine thread steps; the output thread detokenizes and delivers; the watchdog detects a device call
+that does not return. A caller submits requests and gets `Delta`s through its `OutputQueue`. Two queues connect the
+engine thread with the others: commands in, one message per step out.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
-from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.outlets import Generation, Mailboxes, Outlet
+from djl_python_neuronx.engine.core import Engine, StepResult
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import StepInfo
-from djl_python_neuronx.engine.streams import Observer, Stream, Streams
-from djl_python_neuronx.engine.switching import ShortSwitchInterval
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.streams import (
+    AsyncQueues,
+    Generation,
+    Observer,
+    OutputQueue,
+    Stream,
+    StreamRegistry,
+)
 from djl_python_neuronx.errors import BackendUnavailableError, RequestAbortedError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
 
@@ -30,28 +38,52 @@ FIRST_CALL_FACTOR = 10
 """The first call of a graph may take this many times longer than others."""
 
 HEAD_START_S, HEAD_START_SHARE = 0.003, 0.2
-"""Seconds that the output thread leaves to the engine thread after each step, and their most as a share of the step.
+"""Seconds that the output thread waits for the engine thread after each step, and their most as a share of the step.
 
 A library computes for some milliseconds of Python before its device runs. Text made meanwhile delays the device by as
 much: 8 streams on transformers-neuronx's rig, steps of 30 ms, lost 4 % to a bare loop, and 0.1 % with this (2 vCPU,
 2026-11-22). A token is shown that much later.
 """
 SHORTEST_SLEEP_S = 1e-4
-"""Below it a sleep takes longer than it is asked for."""
+"""A shorter sleep takes longer than requested."""
 WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
 
 
-class _Stepped(NamedTuple):
-    """What the engine thread hands over after a step: one message, whatever the batch."""
-
-    outputs: list[TokenOutput]
-    info: StepInfo | None
-
+SWITCH_INTERVAL_S = 1e-4
+"""A busy Python thread delays the return from the device by this long: 5.2 ms at Python's default of 5 ms, 0.3 ms
+at 0.1 ms (2 vCPU, 2026-11)."""
 
 _Command = tuple[Callable[..., Any], tuple[Any, ...]]
-_Message = Union[_Stepped, ServingError, None]
-"""Outputs of a step; an error that ends every stream; None: the output thread stops."""
+_Message = Union[StepResult, ServingError, None]
+"""Result of a step; an error that ends every stream; None: the output thread stops."""
+
+
+class _SwitchInterval:
+    """Python's switch interval: short while any loop of the process runs, then again what it was before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loops: set[EngineLoop] = set()
+        self._before_s = 0.0
+
+    def shorten(self, loop: EngineLoop) -> None:
+        """Shorten the interval for a loop; idempotent."""
+        with self._lock:
+            if not self._loops:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
+            self._loops.add(loop)
+
+    def restore(self, loop: EngineLoop) -> None:
+        """Restore the interval after the last loop; idempotent."""
+        with self._lock:
+            if self._loops == {loop}:
+                sys.setswitchinterval(self._before_s)
+            self._loops.discard(loop)
+
+
+_switch_interval = _SwitchInterval()
 
 
 class EngineLoop:
@@ -68,10 +100,10 @@ class EngineLoop:
         on_death: Callable[[ServingError], None] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`on_death` is called on the output thread, after everyone waiting has got the error."""
+        """`on_death` is called on the output thread, after every waiting request has got the error."""
         self.engine = engine
         self._tokenizer = tokenizer
-        self._streams = Streams(engine.spec.num_slots + max_waiting)
+        self.streams = StreamRegistry(engine.spec.num_slots + max_waiting)
         self._step_timeout_s = step_timeout_s
         self._queue_timeout_s = step_timeout_s if queue_timeout_s is None else queue_timeout_s
         self._on_death = on_death
@@ -81,8 +113,7 @@ class EngineLoop:
         self._closing = threading.Event()
         self._dead = threading.Event()
         self._dying = threading.Lock()
-        self._mailboxes = Mailboxes(self.abort)
-        self._switching = ShortSwitchInterval()
+        self._async_queues = AsyncQueues(self.abort)
         self._death: ServingError | None = None
         self._threads = [
             threading.Thread(target=target, name=f"djl-neuronx-{name}", daemon=True)
@@ -96,7 +127,7 @@ class EngineLoop:
     @property
     def error(self) -> ServingError | None:
         """Why nothing is accepted any more; None while the loop is healthy."""
-        return self._streams.closed
+        return self.streams.closed
 
     @property
     def alive(self) -> bool:
@@ -104,28 +135,23 @@ class EngineLoop:
         engine, output, _ = self._threads
         return self.error is None and engine.is_alive() and output.is_alive()
 
-    @property
-    def num_streams(self) -> int:
-        """Requests that have not got their last delta."""
-        return len(self._streams)
-
     def start(self) -> None:
         """Start the threads."""
-        self._switching.hold()
+        _switch_interval.shorten(self)
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: GenerationRequest, outlet: Outlet) -> None:
-        """Check and queue a request; its deltas go to `outlet`.
+    def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
+        """Check and queue a request; its deltas go to `output_queue`.
 
         Raises:
             RequestError: the loaded model cannot serve it, or the waiting queue is full.
             BackendUnavailableError: the engine is dead or stopping.
         """
         try:
-            self.engine.check(request)
-            stream = Stream(request, self._tokenizer, outlet)
-            self._streams.open(stream, lambda: self._commands.put((self.engine.add, (request,))))
+            check(request, self.engine.spec)
+            stream = Stream(request, self._tokenizer, output_queue)
+            self.streams.open(stream, lambda: self._commands.put((self.engine.add, (request,))))
         except ServingError as error:
             self._reject(error)
             raise
@@ -134,9 +160,9 @@ class EngineLoop:
         self._notify(lambda observer: observer.rejected(error))
 
     def abort(self, request_id: str) -> None:
-        """Give a request up: no further delta is made for it and its slot is free before the next step. Idempotent."""
+        """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
         abort = (self.engine.abort, (request_id,))
-        stream = self._streams.end(request_id, lambda: self._commands.put(abort))
+        stream = self.streams.end(request_id, lambda: self._commands.put(abort))
         if stream is not None:
             self._notify(lambda observer: observer.given_up(stream))
 
@@ -146,10 +172,10 @@ class EngineLoop:
         Raises:
             ServingError: see `submit`; after that an error is the last delta, never an exception.
         """
-        mailbox = self._mailboxes.of(asyncio.get_running_loop())
-        self.submit(request, mailbox)
+        async_queue = self._async_queues.of(asyncio.get_running_loop())
+        self.submit(request, async_queue)
         # No delta can overtake the registration: both happen in this event loop's thread.
-        return Generation(request.request_id, mailbox, self.abort)
+        return Generation(request.request_id, async_queue, self.abort)
 
     def close(self, drain_s: float = 0.0) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
@@ -157,10 +183,10 @@ class EngineLoop:
         Idempotent; a second call cuts the drain of the first short. False: the engine thread is stuck in the device
         and left behind, because nothing can end it.
         """
-        self._streams.close(
+        self.streams.close(
             BackendUnavailableError("the server is stopping; send the request elsewhere")
         )
-        self._streams.wait_until_empty(drain_s)
+        self.streams.wait_until_empty(drain_s)
         self._closing.set()
         self._commands.put((self.engine.abort_all, ()))
         self._commands.put(None)
@@ -172,7 +198,7 @@ class EngineLoop:
         for thread in self._threads:
             if thread.is_alive() and thread is not current:
                 thread.join(JOIN_S)
-        self._switching.let_go()
+        _switch_interval.restore(self)
         return not self._threads[0].is_alive()
 
     # Engine thread
@@ -198,9 +224,8 @@ class EngineLoop:
                 function, arguments = command
                 outputs = function(*arguments)
                 if outputs:
-                    self._messages.put(_Stepped(outputs, None))
-            outputs = engine.step()
-            self._messages.put(_Stepped(outputs, engine.last_step))
+                    self._messages.put(StepResult(outputs))
+            self._messages.put(engine.step())
             if engine.dead is not None:
                 self._die(engine.dead)
 
@@ -227,25 +252,25 @@ class EngineLoop:
                 self._deliver(message)
 
     def _give_way(self, info: StepInfo | None) -> None:
-        """Let the engine thread get its next call to the device before this thread wants the GIL, unless it is late."""
+        """Let the engine thread start its next call before this thread needs the GIL, unless messages are waiting."""
         head_start_s = 0.0 if info is None else info.device_s * HEAD_START_SHARE
         if head_start_s > SHORTEST_SLEEP_S and self._messages.empty():
             time.sleep(min(HEAD_START_S, head_start_s))
 
-    def _deliver(self, message: _Stepped) -> None:
-        by_outlet: dict[Outlet, list[Delta]] = defaultdict(list)
+    def _deliver(self, message: StepResult) -> None:
+        by_queue: dict[OutputQueue, list[Delta]] = defaultdict(list)
         for output in message.outputs:
-            stream = self._streams.get(output.request_id)
+            stream = self.streams.get(output.request_id)
             delta = None if stream is None else self._next_delta(stream, output)
             if stream is not None and delta is not None:
-                by_outlet[stream.outlet].append(delta)
-        for outlet, deltas in by_outlet.items():
-            self._hand_over(outlet, deltas)
+                by_queue[stream.queue].append(delta)
+        for output_queue, deltas in by_queue.items():
+            self._hand_over(output_queue, deltas)
         num_tokens = sum(len(output.token_ids) for output in message.outputs)
         self._notify(lambda observer: observer.stepped(message.info, num_tokens))
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
-        """Feed a stream; whatever goes wrong with its text is that request's error and nobody else's."""
+        """Feed a stream; a failure of its text is an error of this request only."""
         request_id = output.request_id
         try:
             delta = stream.text.feed(output)
@@ -262,22 +287,22 @@ class EngineLoop:
         if delta.finish_reason is None:
             return delta
         end = (self.engine.finish, (request_id, delta.finish_reason))
-        engine_knows = output.finish_reason is not None
-        then = None if engine_knows else lambda: self._commands.put(end)
-        if self._streams.end(request_id, then) is None:
+        ended_by_engine = output.finish_reason is not None
+        then = None if ended_by_engine else lambda: self._commands.put(end)
+        if self.streams.end(request_id, then) is None:
             return None
         self._notify(lambda observer: observer.ended(stream, delta))
         return delta
 
-    def _hand_over(self, outlet: Outlet, deltas: list[Delta]) -> None:
+    def _hand_over(self, output_queue: OutputQueue, deltas: list[Delta]) -> None:
         try:
-            outlet.deliver(deltas)
+            output_queue.deliver(deltas)
         except Exception:
             logger.exception("delivery_failed requests=%d", len(deltas))
 
     def _end_all(self, error: ServingError) -> None:
         """Answer every stream with an error."""
-        for stream in self._streams.end_all():
+        for stream in self.streams.end_all():
             self._end(stream, error)
         if self._on_death is not None and error is self._death:
             on_death, self._on_death = self._on_death, None
@@ -286,10 +311,10 @@ class EngineLoop:
     def _end(self, stream: Stream, error: ServingError) -> None:
         delta = stream.failed(error)
         self._notify(lambda observer: observer.ended(stream, delta))
-        self._hand_over(stream.outlet, [delta])
+        self._hand_over(stream.queue, [delta])
 
     def _notify(self, event: Callable[[Observer], None]) -> None:
-        """Metrics and logs must never cost a request."""
+        """Call the observer: a failure of metrics or logs must never cost a request."""
         if self._observer is not None:
             try:
                 event(self._observer)
@@ -316,8 +341,8 @@ class EngineLoop:
                 self._commands.put((self.engine.expire, (self._queue_timeout_s,)))
 
     def _die(self, error: ServingError) -> None:
-        """Once: the first reason counts."""
-        self._streams.close(error)
+        """End the loop, once: the first reason counts."""
+        self.streams.close(error)
         with self._dying:
             if self._dead.is_set():
                 return

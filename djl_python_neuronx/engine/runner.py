@@ -1,4 +1,4 @@
-"""The one place where the engine calls a device: timed, watched, and noted by graph."""
+"""Device calls: timed, watched and recorded by graph; a backend's failures as our errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Literal, NamedTuple
 
 from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
+from djl_python_neuronx.errors import BackendError, StepError
 
-Kind = Literal["prefill", "decode", "verification", "mixed"]
+MAX_FAILED_STEPS = 3
+"""Device calls that may fail in a row before a model is given up: a lost device fails every call, and would fail every
+request sent to it, one by one."""
+
+GraphKind = Literal["prefill", "decode", "verification", "mixed"]
 
 
 class DeviceCall(NamedTuple):
-    """A call that the device is busy with; read by the watchdog."""
+    """A device call in flight; read by the watchdog."""
 
     started_s: float
     first: bool
@@ -20,18 +25,18 @@ class DeviceCall(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A program of the device."""
+    """A compiled program of the device."""
 
-    kind: Kind
+    kind: GraphKind
     bucket: int
     cache: int = 0
-    """Of `ModelSpec.cache_buckets`; 0: there are none."""
+    """KV-cache bucket (see `ModelSpec.cache_buckets`); 0 if the model has none."""
 
 
 class StepInfo(NamedTuple):
-    """What a step was, for metrics."""
+    """What a step ran, for metrics."""
 
-    kind: Kind
+    kind: GraphKind
     bucket: int
     """Compiled length that ran: a prefill's prompt columns, a decode's cache columns, all tokens of a mixed step."""
     rows: int
@@ -39,36 +44,35 @@ class StepInfo(NamedTuple):
     """Valid tokens fed; a prefill's padding is rows * bucket - tokens."""
     device_s: float
     num_reencoded: int = 0
-    """Tokens that were encoded again although they had been in the cache."""
+    """Tokens prefilled again although they had been in the cache."""
     drafts_s: float = 0.0
-    """Time that drafting for it took, the draft model's calls included."""
-    draft_failed: bool = False
-    """Nothing could be drafted for it, because the proposer failed."""
+    """Time that its proposal took, the draft model's calls included."""
+    draft_error: BackendError | None = None
+    """Why the proposer failed; None if it did not."""
     drafted: int = 0
-    """Drafts that were verified."""
+    """Draft tokens that were verified."""
     accepted: int = 0
-    """Those of them that stand in the text."""
+    """Draft tokens that became output."""
 
 
 class Runner:
-    """Runs steps on a backend. Engine thread; the attributes may be read by any."""
+    """Runs steps on a backend. Engine thread; any thread may read the attributes."""
 
     def __init__(self, backend: Backend) -> None:
         """Nothing has run yet."""
         self.backend = backend
         self.device_call: DeviceCall | None = None
         self.graphs_run: set[Graph] = set()
-        """Every graph that has run."""
 
-    def run(self, step: Step, reach: int) -> tuple[StepOutput, StepInfo]:
-        """Run a step that needs `reach` columns of what its buckets count.
+    def run(self, step: Step, length: int) -> tuple[StepOutput, StepInfo]:
+        """Run a step; `length` is what its bucket must hold, see `Batcher.fill`.
 
         Raises:
-            Exception: whatever the backend raises.
+            Exception: any error of the backend.
         """
         parts = [rows for _, rows in step.parts]
         kind = _kind_of(step)
-        graph = self._graph(kind, reach, parts)
+        graph = self._graph(kind, length, parts)
         started_s = time.monotonic()
         self.device_call = DeviceCall(started_s, graph not in self.graphs_run)
         try:
@@ -83,21 +87,43 @@ class Runner:
             kind = "mixed"
         return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reencoded)
 
-    def _graph(self, kind: Kind, reach: int, parts: list[Rows]) -> Graph:
+    def _graph(self, kind: GraphKind, length: int, parts: list[Rows]) -> Graph:
         spec = self.backend.spec
         if not spec.mixed_steps:
             buckets = spec.prefill_buckets if kind == "prefill" else spec.token_buckets
-            return Graph(kind, choose_bucket(reach, buckets or (spec.max_model_len,)))
+            return Graph(kind, choose_bucket(length, buckets or (spec.max_model_len,)))
         # Chunks and decodes run in the same graphs.
         cache = 0
         if spec.cache_buckets:
             size = spec.cache_block
             blocks = sum(int((-(-(part.starts + part.lens) // size)).sum()) for part in parts)
             cache = choose_bucket(min(blocks * size, spec.cache_buckets[-1]), spec.cache_buckets)
-        return Graph("mixed", choose_bucket(reach, spec.prefill_buckets), cache)
+        return Graph("mixed", choose_bucket(length, spec.prefill_buckets), cache)
 
 
-def _kind_of(step: Step) -> Kind:
+def _kind_of(step: Step) -> GraphKind:
     if step.prefill is None and step.decode is not None and step.decode.wants == Want.ALL_LOGITS:
         return "verification"
     return step.kind
+
+
+def require_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuse an output of another shape than the step wanted.
+
+    Raises:
+        StepError: the shapes differ, or there is no second axis.
+    """
+    if found != expected or len(found) == 1:
+        msg = f"the backend answered with shape {found}, expected {expected}; this is a bug of the backend"
+        raise StepError(msg)
+
+
+def translate(error: Exception) -> BackendError:
+    """A backend's own error as it is, any other as a new StepError, so that no two rows share one."""
+    if isinstance(error, BackendError):
+        return error
+    step_error = StepError(
+        f"the device call failed ({type(error).__name__}: {error}); this request is lost, retry it"
+    )
+    step_error.__cause__ = error
+    return step_error

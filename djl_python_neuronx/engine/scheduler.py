@@ -1,49 +1,23 @@
-"""Who runs next."""
+"""Scheduling: which sequences run in the next device call, and in which slots."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Union
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.engine.slots import SlotPool
-
-
-@dataclass
-class ScheduledPrefill:
-    """Prompts to run in one call, ascending by slot, with slots assigned."""
-
-    sequences: list[Sequence]
-    unfinished: frozenset[int] = frozenset()
-    """Rows of `sequences` that get no token yet: none, for these are whole prompts."""
-
-    @property
-    def entering(self) -> list[Sequence]:
-        """Those that have just got their slot."""
-        return self.sequences
-
-    def drop(self, sequence: Sequence) -> None:
-        """Leave one out, which the backend refuses."""
-        self.sequences.remove(sequence)
-
-
-@dataclass
-class ScheduledDecode:
-    """Every live sequence, ascending by slot."""
-
-    sequences: list[Sequence]
-    unfinished: frozenset[int] = frozenset()
-    """Rows of `sequences` that get no token: none."""
 
 
 class Chunk(NamedTuple):
-    """The next tokens of a prompt."""
+    """The next tokens of a prompt, at most `num_tokens`; a whole prompt is one chunk, the last."""
 
     sequence: Sequence
     num_tokens: int
@@ -55,41 +29,83 @@ class Chunk(NamedTuple):
 
 
 @dataclass
-class ScheduledChunks:
-    """Chunks of prompts, and every running sequence beside them; each ascends by slot."""
+class Batch:
+    """The sequences of one device call; both lists ascend by slot."""
 
-    chunks: list[Chunk]
-    decoding: list[Sequence]
-    entering: list[Sequence]
-    """Those among the chunks' sequences that have just got their slot."""
+    chunks: list[Chunk] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
+    entering: list[Sequence] = field(default_factory=list)
+    """Sequences of `chunks` that have just got their slot."""
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.decoding)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """In the order of the output's rows."""
+        """All sequences, in the order of the output's rows."""
         return [chunk.sequence for chunk in self.chunks] + self.decoding
 
     @property
-    def unfinished(self) -> frozenset[int]:
-        """Rows of `sequences` whose prompt goes on, so that they get no token yet."""
-        return frozenset(row for row, chunk in enumerate(self.chunks) if not chunk.is_last)
+    def sampled(self) -> list[tuple[int, Sequence]]:
+        """The rows that get a token, with their sequences: all but those of prompts with more chunks to come."""
+        last = [(row, chunk.sequence) for row, chunk in enumerate(self.chunks) if chunk.is_last]
+        return last + list(enumerate(self.decoding, len(self.chunks)))
 
     def drop(self, sequence: Sequence) -> None:
-        """Leave one out, which the backend refuses."""
+        """Remove the chunk of a sequence."""
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
 
 
-Scheduled = Union[ScheduledPrefill, ScheduledDecode, ScheduledChunks]
+class SlotPool:
+    """Free slots, lowest first: rows then ascend by slot with no reordering, and small batches stay dense."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))
+        self._taken: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots in use."""
+        return len(self._taken)
+
+    def take(self) -> int:
+        """Take the lowest free slot.
+
+        Raises:
+            IndexError: no slot is free; check `num_free` first.
+        """
+        slot = heapq.heappop(self._free)
+        self._taken.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot.
+
+        Raises:
+            KeyError: it is not taken; freeing twice would give one slot to two sequences.
+        """
+        self._taken.remove(slot)
+        heapq.heappush(self._free, slot)
+
+
+_by_slot = attrgetter("held_slot")
 
 
 class Scheduler:
     """First come, first served; prefill before decode, but with a cap.
 
     After a prefill the running sequences get `decode_interleave` decode steps before the next one, so that a
-    burst of arrivals never silences the streams that run.
+    burst of arrivals never silences the running streams.
 
-    Where a joiner has everyone encoded anew (`ModelSpec.joins`), those who wait gather while others run: until they
-    fill the free slots, but none for longer than `max_join_wait_s` since it arrived, beside the decode steps that are
-    owed. They join in one call, whatever their buckets. `clock` gives seconds, as `Sequence.arrived_s` has them.
+    Where a new sequence costs every running one a re-prefill (`ModelSpec.joins`), waiting sequences gather while others
+    run: until they fill the free slots, but none for longer than `max_join_wait_s` since it arrived, after the
+    decode steps that are owed. They join in one call, whatever their buckets. `clock` returns seconds, on the scale of
+    `Sequence.arrived_s`.
     """
 
     def __init__(
@@ -103,53 +119,67 @@ class Scheduler:
         self.slots = SlotPool(spec.num_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """Ascending by slot. The list is replaced, never changed in place: its identity tells who is in the batch."""
+        """Ascending by slot. The list is replaced, never changed in place: the same list means the same batch."""
         self._spec = spec
-        self._reencodes = spec.joins == "reencode"
+        self._reprefills = spec.joins == "reencode"
         self._decode_interleave = decode_interleave
         self._max_join_wait_s = max_join_wait_s
         self._clock = clock
         self._decodes_owed = 0
+        self._entered: list[Sequence] = []
+        """Sequences with a slot whose prompt is not complete in the cache yet, by arrival."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self.waiting.append(sequence)
 
-    def schedule(self) -> Scheduled | None:
-        """The next device call, or None when there is nothing to do."""
+    def schedule(self) -> Batch:
+        """The next device call; empty if there is nothing to do. `advance` must follow once it has run."""
         if self.waiting and self.slots.num_free and not (self.running and self._holds_back()):
             self._decodes_owed = self._decode_interleave
-            return ScheduledPrefill(self._admit())
-        if self.running:
-            self._decodes_owed = max(0, self._decodes_owed - 1)
-            return ScheduledDecode(self.running)
-        return None
+            entering = self._admit()
+            self._entered = entering.copy()
+            return Batch([Chunk(one, one.prompt_len) for one in entering], [], entering)
+        self._decodes_owed = max(0, self._decodes_owed - 1)
+        return Batch(decoding=self.running)
 
-    def advance(self, scheduled: Scheduled) -> None:
-        """What was scheduled has run. Whole prompts run on from when they are admitted."""
+    def advance(self, batch: Batch) -> None:
+        """Record that a batch has run: its chunks are in the cache, and a sequence runs after its last one."""
+        if not batch.chunks:
+            return
+        running = self.running.copy()
+        for chunk in batch.chunks:
+            sequence, ends = chunk.sequence, chunk.is_last
+            sequence.num_cached = min(sequence.num_cached + chunk.num_tokens, sequence.prompt_len)
+            if ends:
+                self._entered.remove(sequence)
+                bisect.insort(running, sequence, key=_by_slot)
+        if len(running) > len(self.running):
+            self.running = running
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its slot is free for the next prefill."""
+        """Remove a sequence, wherever it is; its slot is free for the next prefill."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
+        self._entered = [other for other in self._entered if other is not sequence]
         self.running = [other for other in self.running if other is not sequence]
         self.slots.give_back(sequence.slot)
         sequence.slot = None
 
     def _holds_back(self) -> bool:
-        """Whether those who run go on first: with decode steps that are owed, or until more joiners share a prefill."""
+        """Whether the next step is a decode: decode steps are owed, or more sequences can share the next prefill."""
         if self._decodes_owed:
             return True
-        if not self._reencodes or len(self.waiting) >= self.slots.num_free:
+        if not self._reprefills or len(self.waiting) >= self.slots.num_free:
             return False
         return self._clock() - self.waiting[0].arrived_s < self._max_join_wait_s
 
     def _admit(self) -> list[Sequence]:
-        """The head of the queue and those behind it that share its call: its bucket, unless all are encoded anew.
+        """Give slots to the head of the queue and those behind it that share its call.
 
-        A sequence is overtaken only while a slot is left for it: being in the same call costs it nothing, losing
-        its slot would.
+        They share it if their bucket is the head's; with re-prefill all do. A sequence is overtaken only while a slot
+        is left for it: another sequence in the same call costs it nothing, losing its slot would.
         """
         buckets = self._spec.prefill_buckets
         head_bucket = choose_bucket(self.waiting[0].prompt_len, buckets)
@@ -159,21 +189,57 @@ class Scheduler:
         for sequence in self.waiting:
             if len(chosen) == most or len(chosen) + passed_over == self.slots.num_free:
                 break
-            if self._reencodes or choose_bucket(sequence.prompt_len, buckets) == head_bucket:
+            if self._reprefills or choose_bucket(sequence.prompt_len, buckets) == head_bucket:
                 chosen.append(sequence)
             else:
                 passed_over += 1
         for sequence in chosen:
             self.waiting.remove(sequence)
             sequence.slot = self.slots.take()
-        running = self.running.copy()
-        for sequence in chosen:
-            bisect.insort(running, sequence, key=slot_of)
-        self.running = running
         return chosen
 
 
-def slot_of(sequence: Sequence) -> int:
-    """The slot of a sequence that has one."""
-    assert sequence.slot is not None  # noqa: S101  (narrowing for mypy: only running sequences come here)
-    return sequence.slot
+class ChunkScheduler(Scheduler):
+    """First come, first served, a token budget for every step, and a token for every running sequence in it.
+
+    Running streams are never silent: the budget that their tokens leave goes to the prompts, the oldest first. So the
+    largest bucket bounds how much an arrival can add to the time between two tokens.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """`spec.prefill_buckets` are numbers of tokens of a whole step.
+
+        Raises:
+            ValueError: the running sequences alone can fill a step.
+        """
+        super().__init__(spec)
+        self._budget = spec.prefill_buckets[-1]
+        if self._budget <= spec.num_slots:
+            msg = (
+                f"a step holds {self._budget} tokens (context_length_estimate), and {spec.num_slots} slots "
+                "(max_rolling_batch_size) leave none of them to prompts; expected more tokens than slots. Raise "
+                "context_length_estimate or lower max_rolling_batch_size"
+            )
+            raise ValueError(msg)
+
+    def schedule(self) -> Batch:
+        """See `Scheduler`."""
+        budget = self._budget - len(self.running)
+        chunks: list[Chunk] = []
+        known = len(self._entered)
+        for sequence in self._entered:
+            if budget > 0:
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
+        while budget > 0 and self.waiting and self.slots.num_free:
+            sequence = self.waiting.popleft()
+            sequence.slot = self.slots.take()
+            self._entered.append(sequence)
+            chunks.append(_chunk(sequence, budget))
+            budget -= chunks[-1].num_tokens
+        chunks.sort(key=lambda chunk: chunk.sequence.held_slot)
+        return Batch(chunks, self.running, self._entered[known:])
+
+
+def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    return Chunk(sequence, min(sequence.prompt_len - sequence.num_cached, budget))

@@ -8,7 +8,7 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 
 class Sequence:
-    """The tokens of one request and where they stand; owned by the engine thread."""
+    """The tokens of one request and its state; owned by the engine thread."""
 
     __slots__ = (
         "arrived_s",
@@ -30,7 +30,7 @@ class Sequence:
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
         self.num_cached = 0
-        """Prompt tokens that the backend already held when the slot was acquired."""
+        """Prompt tokens in the cache: those that the backend already had, then every chunk that has run."""
         self.seed = seed
         self.arrived_s = time.monotonic()
         self.stop_ids = (
@@ -42,8 +42,14 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """Id of the request that this sequence answers."""
+        """Id of the request."""
         return self.request.request_id
+
+    @property
+    def held_slot(self) -> int:
+        """The slot of a sequence that has one."""
+        assert self.slot is not None  # noqa: S101  (narrowing for mypy: the scheduler has set it)
+        return self.slot
 
     @property
     def prompt_len(self) -> int:
@@ -52,22 +58,22 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """Cache position of the newest token, the one not yet in the cache: what a decode step writes."""
+        """Cache position of the newest token, which is not yet in the cache: the next decode step writes it."""
         return self.prompt_len + len(self.output_ids) - 1
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are still to be generated, unless it ends before."""
+        """Tokens still to generate, unless it ends before."""
         return self.max_new_tokens - len(self.output_ids)
 
     def tokens_from(self, position: int) -> list[int]:
-        """Tokens of prompt and output from a position on; the prompt is not copied where only output is asked for."""
+        """Tokens of prompt and output from a position on; the prompt is not copied if all of them are output."""
         if position >= self.prompt_len:
             return self.output_ids[position - self.prompt_len :]
         return [*self.request.prompt_ids[position:], *self.output_ids]
 
     def take(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Append generated tokens up to a -1, or to the one that ends the sequence, as far as ids can tell."""
+        """Append generated tokens up to a -1, or up to the one that ends the sequence; returns those appended."""
         taken: tuple[int, ...] = ()
         for token_id in token_ids:
             if token_id < 0:

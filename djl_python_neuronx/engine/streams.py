@@ -1,15 +1,15 @@
-"""The requests between submission and their last delta."""
+"""Requests between submission and their last delta, and the queues that their deltas go to."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from djl_python_neuronx.engine.outlets import Outlet
+from djl_python_neuronx.engine.detokenizer import Delta, TextStream
 from djl_python_neuronx.engine.runner import StepInfo
-from djl_python_neuronx.engine.text import Delta, TextStream
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
@@ -19,15 +19,132 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 
+class OutputQueue(Protocol):
+    """Receives the deltas of the requests submitted with it."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Take the deltas of one step, of all its requests in one message. Output thread; must not block."""
+
+
+class BlockingQueue:
+    """A queue for a thread that waits: everything delivered since the last `drain`."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self._arrived = threading.Condition()
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """See `OutputQueue`."""
+        with self._arrived:
+            self._deltas += deltas
+            self._arrived.notify_all()
+
+    def drain(self, timeout_s: float) -> list[Delta]:
+        """Wait for the first delta, at most `timeout_s`, and take all that have arrived."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._deltas, timeout_s)
+            deltas, self._deltas = self._deltas, []
+            return deltas
+
+
+class AsyncQueue:
+    """The queue of all requests of one event loop: one wake-up per step, however many requests it has."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[str], None]) -> None:
+        self.queues: dict[str, asyncio.Queue[Delta | None]] = {}
+        self._loop = loop
+        self._abort = abort
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """See `OutputQueue`."""
+        try:
+            self._loop.call_soon_threadsafe(self._sort, deltas)
+        except RuntimeError:  # the event loop is closed: nobody is left to read
+            for delta in deltas:
+                self._abort(delta.request_id)
+
+    def _sort(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            waiting = self.queues.get(delta.request_id)
+            if waiting is not None:
+                waiting.put_nowait(delta)
+
+
+class AsyncQueues:
+    """One queue for each event loop."""
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        self._of: dict[asyncio.AbstractEventLoop, AsyncQueue] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> AsyncQueue:
+        """The queue of a running event loop; those of closed loops are dropped."""
+        with self._lock:
+            if loop not in self._of:
+                self._of = {
+                    known: queue for known, queue in self._of.items() if not known.is_closed()
+                }
+                self._of[loop] = AsyncQueue(loop, self._abort)
+            return self._of[loop]
+
+
+class Generation:
+    """The deltas of one request, for ``async for``.
+
+    Closing it before the end aborts the request and ends the iteration, also one that waits for a delta.
+    """
+
+    def __init__(self, request_id: str, queue: AsyncQueue, abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        self._request_id = request_id
+        self._open_queues = queue.queues
+        self._queue = queue.queues[request_id] = asyncio.Queue[Delta | None]()
+        self._finished = False
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._finished:
+            raise StopAsyncIteration
+        delta = await self._queue.get()
+        if delta is None:
+            raise StopAsyncIteration
+        if delta.finished:
+            self._finish()
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort the request if it is not finished; idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """Same as `aclose`, for callers that cannot wait."""
+        if not self._finished:
+            self._finish()
+            self._queue.put_nowait(None)
+            self._abort(self._request_id)
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._open_queues.pop(self._request_id, None)
+
+
 class Stream:
-    """One request, its text and where its deltas go."""
+    """One request, its text and the queue for its deltas."""
 
-    __slots__ = ("first_token_s", "last_token_s", "outlet", "request", "submitted_s", "text")
+    __slots__ = ("first_token_s", "last_token_s", "queue", "request", "submitted_s", "text")
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, outlet: Outlet) -> None:
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
+    ) -> None:
         self.request = request
         self.text = TextStream(request, tokenizer)
-        self.outlet = outlet
+        self.queue = queue
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
@@ -51,24 +168,24 @@ class Observer(Protocol):
         """A request was not accepted."""
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
-        """A step came back from the device with tokens; None: it failed."""
+        """A step has run and given tokens; `info` is None if it failed."""
 
     def given_up(self, stream: Stream) -> None:
-        """A request was aborted: it gets no last delta."""
+        """A request was aborted; it gets no last delta."""
 
     def ended(self, stream: Stream, delta: Delta) -> None:
-        """A request got its last delta."""
+        """A request has got its last delta."""
 
 
-class Streams:
+class StreamRegistry:
     """All open streams, at most `most` of them; any thread.
 
-    `then` is called under the lock, so that the engine hears of a request's end after its beginning.
+    `then` is called under the lock, so that the engine gets the command that ends a request after the one that adds it.
     """
 
     def __init__(self, most: int) -> None:
         self.closed: ServingError | None = None
-        """Why nothing is accepted any more."""
+        """Why nothing is accepted any more, or None."""
         self._most = most
         self._open: dict[str, Stream] = {}
         self._changed = threading.Condition()
@@ -77,7 +194,7 @@ class Streams:
         return len(self._open)
 
     def get(self, request_id: str) -> Stream | None:
-        """The stream of an id, if it is open."""
+        """The stream of an id, or None if it is not open."""
         return self._open.get(request_id)
 
     def open(self, stream: Stream, then: Callable[[], None]) -> None:
@@ -85,7 +202,7 @@ class Streams:
 
         Raises:
             BackendUnavailableError: nothing is accepted any more.
-            QueueFullError: there are too many.
+            QueueFullError: `most` are open.
             RequestError: its id is in use.
         """
         with self._changed:
@@ -93,8 +210,8 @@ class Streams:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
             if len(self._open) >= self._most:
                 msg = (
-                    f"{len(self._open)} requests are running or waiting, the most that this deployment holds; "
-                    "retry later, or raise option.max_waiting or option.max_rolling_batch_size"
+                    f"{len(self._open)} requests are running or waiting; this deployment takes no more. "
+                    "Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
                 )
                 raise QueueFullError(msg)
             if stream.request.request_id in self._open:
@@ -104,7 +221,7 @@ class Streams:
             then()
 
     def end(self, request_id: str, then: Callable[[], None] | None = None) -> Stream | None:
-        """Let go of a stream; None if it was not open, and then nothing happens."""
+        """Remove a stream and run `then`. Returns None, and skips `then`, if it is not open."""
         with self._changed:
             stream = self._open.pop(request_id, None)
             if stream is not None:
@@ -115,7 +232,7 @@ class Streams:
             return stream
 
     def end_all(self) -> list[Stream]:
-        """Let go of every stream."""
+        """Remove and return every stream."""
         with self._changed:
             streams = list(self._open.values())
             self._open.clear()
@@ -123,7 +240,7 @@ class Streams:
             return streams
 
     def close(self, why: ServingError) -> None:
-        """Accept nothing more; the first reason stays."""
+        """Accept nothing more; the first reason counts."""
         with self._changed:
             self.closed = self.closed or why
 

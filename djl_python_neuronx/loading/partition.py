@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing
@@ -23,16 +22,13 @@ from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    BackendError,
     InvalidOptionError,
 )
 from djl_python_neuronx.loading.compiled import obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.artifacts.s3 import Settings
+from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ def compile_model(
     model_dir = fetch.local_folder(model, None)
     if model_dir is None:
         overrides = {"model_id": model, **overrides}
-    prepared = prepare(
+    prepared = prepare_or_raise(
         None,
         model_dir,
         environ=environ,
@@ -71,7 +67,8 @@ def compile_model(
         machine=machine,
         progress=progress.transfer,
     )
-    return _write(prepared, output, environ, weights, progress, overwrite=overwrite)
+    tokenizer = prepared.load_tokenizer()
+    return _write(prepared, tokenizer, output, environ, weights, progress, overwrite=overwrite)
 
 
 def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> Manifest:
@@ -80,7 +77,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     Raises:
         ServingError: what is wrong with the settings, the model, the machine or the output.
     """
-    prepared = prepare(properties, Path(properties["model_dir"]), environ=environ)
+    prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
         raise InvalidOptionError(
@@ -90,16 +87,17 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
             allowed="the folder or s3://bucket/key that the compiled model is to be written to",
         )
     schema = options.partition_schema or "safetensors"
-    if schema == "safetensors" and prepared.plan.kind not in {"safetensors", "presharded", "ranks"}:
-        plan = prepared.plan
+    held = prepared.weights
+    if schema == "safetensors" and held and held.kind not in {"safetensors", "presharded", "ranks"}:
         msg = (
-            f"partition_schema is safetensors, and the weights in {plan.model_dir} are not ({plan.kind}): neither "
+            f"partition_schema is safetensors, and the weights in {held.folder} are not ({held.kind}): neither "
             "library writes them anew. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
         )
         raise ArtifactError(msg)
     weights: WeightsInOutput = "none" if schema == "compile_only" else "link"
     return _write(
         prepared,
+        prepared.load_tokenizer(),
         options.save_mp_checkpoint_path,
         environ,
         weights,
@@ -111,6 +109,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
 
 def _write(
     prepared: Prepared,
+    tokenizer: Tokenizer,
     output: str,
     environ: Mapping[str, str],
     weights: WeightsInOutput,
@@ -124,22 +123,20 @@ def _write(
         layout = manifests.read(prepared.artifact.path).layout or "huggingface"
     else:
         layout = prepared.artifact.format
-    settings = _s3_settings(prepared, output, environ, overwrite=overwrite)
-    compiler = backends.compiler(prepared.loader)
-    if compiler is not None and (reason := compiler.uncompilable(prepared.plan)):
-        msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
-        raise BackendError(msg)
+    to_s3 = _check_s3_output(prepared, output, environ, overwrite=overwrite)
     draft = prepared.draft
     # What is served elsewhere needs the draft model's weights too, or neither's.
     included = draft is not None and weights != "none"
     options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
-    compiled = obtain(prepared, environ=environ, listener=progress.compile)
+    compiled = obtain(
+        prepared, tokenizer, environ=environ, listener=progress.compile, required=True
+    )
 
     def write(destination: Path) -> Manifest:
         with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
             finished = Path(beside, DRAFT)
             if draft is not None and included:
-                _write(draft, str(finished), environ, weights, progress, overwrite=False)
+                _write(draft, tokenizer, str(finished), environ, weights, progress, overwrite=False)
             made = write_output(
                 _source(prepared),
                 destination,
@@ -159,7 +156,7 @@ def _write(
             manifests.write(destination, made)
         return made
 
-    if settings is None:
+    if not to_s3:
         made = write(Path(output).expanduser().absolute())
     else:
         from djl_python_neuronx.artifacts import s3
@@ -170,9 +167,7 @@ def _write(
         # Beside the downloads, so that weights are links and take no room.
         with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
             made = write(Path(temporary, "output"))
-            s3.upload(
-                Path(temporary, "output"), output, settings=settings, progress=progress.transfer
-            )
+            s3.upload(Path(temporary, "output"), output, environ, progress=progress.transfer)
     logger.info(
         "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
         output, len(made.files), sum(entry.bytes for entry in made.files.values()),
@@ -181,25 +176,23 @@ def _write(
     return made
 
 
-def _s3_settings(
+def _check_s3_output(
     prepared: Prepared, output: str, environ: Mapping[str, str], *, overwrite: bool
-) -> Settings | None:
-    """How to reach an output in S3 that may be written to; None for a folder, which `write_output` looks at."""
+) -> bool:
+    """Check that an output in S3 may be written; False for a local folder, which `write_output` checks."""
     scheme = fetch.uri_scheme(output)
     if scheme is None:
-        return None
+        return False
     if scheme != "s3":
         msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
         raise ArtifactError(msg)
-    settings = fetch.s3_settings(output, environ)
-    from djl_python_neuronx.artifacts import s3
-
+    s3 = fetch.s3_module(output)
     source = prepared.options.model_id
     if source is not None and fetch.uri_scheme(source) == "s3":
         s3.check_apart(output, source)
     if not overwrite:
-        s3.check_free(output, settings)
-    return settings
+        s3.check_free(output, environ)
+    return True
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:
@@ -224,10 +217,10 @@ def _text(value: object) -> object:
 
 
 def _source(prepared: Prepared) -> Path:
-    model, weights = prepared.artifact.path, prepared.plan.model_dir
-    if weights != model:
+    model, weights = prepared.artifact.path, prepared.weights
+    if weights is not None and weights.folder != model:
         msg = (
-            f"the model in {model} has its weights in {weights.name}/; expected them beside config.json. "
+            f"the model in {model} has its weights in {weights.folder.name}/; expected them beside config.json. "
             "Compile the checkpoint that it was made from"
         )
         raise ArtifactNotFoundError(msg)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.outlets import Generation
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 

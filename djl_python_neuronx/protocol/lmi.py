@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from djl_python_neuronx.engine.text import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, did_you_mean
 from djl_python_neuronx.protocol.base import (
     Formatter,

@@ -1,6 +1,6 @@
-"""HTTP for machines without DJL Serving: SageMaker's container contract and DJL's routes as an ASGI app.
+"""HTTP server for machines without DJL Serving: SageMaker's container contract and DJL's routes as an ASGI app.
 
-It listens before it loads: `/ping` is 503 until every graph has run once, and again when the engine has died.
+It listens before it loads: `/ping` answers 503 until every graph has run once, and again after the engine has failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ANSWER_S = 5.0
 
 
 class Application:
-    """The state behind the routes: a service that is loading, there, or failed to load."""
+    """The routes and their state: a service that is loading, loaded, or failed to load."""
 
     def __init__(self, folder_name: str) -> None:
         self._folder_name = folder_name
@@ -54,12 +54,12 @@ class Application:
 
     @property
     def model_name(self) -> str:
-        """What the model is called in paths: `option.model_name`, or its folder."""
+        """The model's name in paths: `option.model_name`, or the name of its folder."""
         configured = None if self.service is None else self.service.options.model_name
         return configured or self._folder_name
 
     def load(self, load: Callable[[], Service]) -> None:
-        """Load the service; a failure is kept and logged, for a person to read."""
+        """Load the service; a failure is logged and kept for the responses."""
         try:
             self.service = load()
         except ServingError as error:
@@ -71,10 +71,10 @@ class Application:
             self.failure = ServingError(message)
 
     def ready(self) -> Service:
-        """The service.
+        """The loaded service.
 
         Raises:
-            BackendUnavailableError: it is still loading, could not be loaded, or its engine is dead.
+            BackendUnavailableError: it is still loading, could not be loaded, or its engine has failed.
         """
         if self.failure is not None:
             raise BackendUnavailableError(str(self.failure)) from self.failure
@@ -87,17 +87,17 @@ class Application:
         return self.service
 
     async def ping(self, _request: Request) -> Response:
-        """200 when requests are answered."""
+        """200 if requests can be served."""
         self.ready()
         return Response(orjson.dumps({"status": "healthy"}), media_type="application/json")
 
     async def metrics(self, _request: Request) -> Response:
-        """Prometheus metrics; none before the model is there."""
+        """Prometheus metrics; empty until the model is loaded."""
         body = b"" if self.service is None else self.service.metrics.exposition()
         return Response(body, media_type="text/plain; version=0.0.4")
 
     async def info(self, _request: Request) -> Response:
-        """What is served: lengths, slots, where and how tokens are sampled, and what else shapes a step."""
+        """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
         service = self.ready()
         spec = service.backend.spec
         facts = {
@@ -112,10 +112,10 @@ class Application:
         return Response(orjson.dumps(facts), media_type="application/json")
 
     async def predictions(self, request: Request) -> Response:
-        """DJL's route: the model is named in the path."""
+        """Generate; DJL's route, with the model's name in the path."""
         name = request.path_params["model"]
         if name != self.model_name:
-            msg = f"there is no model {name!r} here; this server serves {self.model_name!r}"
+            msg = f"unknown model {name!r}; this server serves {self.model_name!r}"
             raise HTTPException(HTTPStatus.NOT_FOUND, msg)
         return await self.invocations(request)
 
@@ -130,7 +130,7 @@ class Application:
 
 
 class _Server(uvicorn.Server):
-    """Closes the engine loop while the connections are still there to be answered."""
+    """Closes the engine loop while connections are open, so that every request gets a response."""
 
     def __init__(self, config: uvicorn.Config, application: Application, drain_s: float) -> None:
         super().__init__(config)
@@ -138,20 +138,20 @@ class _Server(uvicorn.Server):
         self._drain_s = drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening; requests that do not end within the drain time get their error, not a cut connection."""
+        """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         service = self._application.service
         closing = None
         if service is not None:
             closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
         await super().shutdown(sockets)
         if service is not None and closing is not None:
-            if self.force_exit:  # a second signal: whoever sent it does not want to wait
+            if self.force_exit:  # a second signal: do not wait
                 await asyncio.to_thread(service.loop.close)
             await closing
 
 
 def create_app(application: Application) -> Starlette:
-    """The ASGI app around the state."""
+    """The ASGI app for the application's routes."""
     return Starlette(
         routes=[
             Route("/ping", application.ping, methods=["GET"]),
@@ -172,7 +172,7 @@ def create_app(application: Application) -> Starlette:
 def serve(
     load: Callable[[], Service], *, folder_name: str, host: str, port: int, drain_s: float = 30.0
 ) -> int:
-    """Listen, load, serve until SIGTERM or SIGINT, drain. The exit status: 1 if it cannot listen or load."""
+    """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load."""
     application = Application(folder_name)
     config = uvicorn.Config(
         create_app(application),
@@ -195,7 +195,7 @@ def serve(
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
 
     def on_signal(_number: int, _frame: object) -> None:
-        """Uvicorn raises the signal that stopped it once more when it is done; by default that ends the process."""
+        """Stop the server. Uvicorn raises the signal again when it is done, which would end the process by default."""
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -205,10 +205,10 @@ def serve(
     status = 0
     try:
         server.run()
-    except SystemExit:  # uvicorn's way to say that it cannot listen; it has logged why
+    except SystemExit:  # uvicorn cannot listen, and has logged why
         status = 1
     if loader.is_alive():
-        # An interpreter that ends beside a thread in torch's code aborts, now and then.
+        # The interpreter sometimes aborts when it ends while a thread runs torch's code.
         logging.shutdown()
         os._exit(status)
     if application.service is not None:
@@ -217,7 +217,7 @@ def serve(
 
 
 async def _read(request: Request) -> bytes:
-    """The body, refused as soon as it is known to be too large."""
+    """The body, rejected as soon as it is over the limit."""
     limit = f"the body is larger than {MAX_BODY_BYTES} bytes, the limit; send a shorter prompt"
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:

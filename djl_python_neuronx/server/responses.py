@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from djl_python_neuronx.engine.outlets import Generation
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import QueueFullError, RequestAbortedError, ServingError
 from djl_python_neuronx.protocol.base import ParsedRequest, error_body
 

@@ -5,6 +5,7 @@ Nothing of torch or of the Neuron libraries is needed: what is not read by `dete
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1}
@@ -243,14 +245,32 @@ def own_output(path: Path) -> Path:
     """What this package's compilation writes: here over the LMI container's layout."""
     lmi_aot(path)
     files = {
-        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size}
+        file.relative_to(path).as_posix(): file_entry(file)
         for file in path.rglob("*")
         if file.is_file()
     }
-    manifest = {"format": "djl_python_neuronx", "version": 1, "layout": "lmi_aot", "files": files}
-    manifest["compiled_for"] = {"n_positions": 64, "context_length_estimate": [32, 64]}
-    write_json(path / "manifest.json", manifest)
+    write_manifest(path, "lmi_aot", files, {"n_positions": 64, "context_length_estimate": [32, 64]})
     return path
+
+
+def file_entry(file: Path) -> dict[str, object]:
+    content = file.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def write_manifest(
+    path: Path, layout: str, files: Mapping[str, object], graph_options: Mapping[str, object]
+) -> None:
+    facts = {
+        "graph_options": graph_options,
+        "artifact_digest": "sampled:aa",
+        "compiler": "neuronx-cc",
+        "compiler_version": COMPILER,
+        "target": "inf2",
+    }
+    manifest = {"format": "djl_python_neuronx", "version": 1, "layout": layout, "files": files}
+    manifest |= {"facts": facts, "effective_options": {}, "packages": {}, "created": "2026-11-22"}
+    write_json(path / "manifest.json", manifest)
 
 
 BUILDERS = {

@@ -48,8 +48,7 @@ def make_small_and_quick(patch):
 
 
 def settings(proxy, **more):
-    environ = {**KEYS, "AWS_ENDPOINT_URL": proxy.url, **more.pop("environ", {})}
-    return s3.Settings(environ=environ, **more)
+    return {**KEYS, "AWS_ENDPOINT_URL": proxy.url, **more}
 
 
 def put(bucket, files, prefix="llama/"):
@@ -66,7 +65,7 @@ def contents(folder):
 
 
 def fetch(proxy, root, **more):
-    return s3.fetch(URI, root, selection=EVERYTHING, settings=settings(proxy, **more))
+    return s3.fetch(URI, root, settings(proxy, **more), selection=EVERYTHING)
 
 
 def published(root):

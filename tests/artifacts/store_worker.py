@@ -21,8 +21,9 @@ NUM_GRAPHS = 3
 _STEPS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "fcntl.flock")
 
 
-def make_facts(**options):
+def make_facts(role="model", **options):
     return CompileFacts(
+        role=role,
         graph_options={"n_positions": 128, "buckets": [64, 128], **options},
         artifact_digest="sampled:aa",
         compiler="neuronx-cc",
@@ -76,14 +77,12 @@ def graphs_made(journal):
 
 
 def build(root, journal, *, pause_s=0.0, options=None, role="model", **settings):
-    store = CompileStore(root, **settings)
+    store = CompileStore(root, on_mismatch="recompile", **settings)
     return store.build(
-        make_facts(**(options or {})),
+        make_facts(role, **(options or {})),
         Compiler(journal, pause_s),
         effective_options={},
         packages={"neuronx-cc": "2.16.372.0"},
-        on_mismatch="recompile",
-        role=role,
     )
 
 
@@ -92,8 +91,8 @@ def never(folder):
     raise AssertionError(msg)
 
 
-def find_or_fail(store, facts, **settings):
-    return store.build(facts, never, effective_options={}, packages={}, **settings)
+def find_or_fail(store, facts):
+    return store.build(facts, never, effective_options={}, packages={})
 
 
 def finished(root):

@@ -225,7 +225,7 @@ def test_a_disk_that_refuses(shelf, tmp_path, number, said):
 
 def test_a_root_that_is_a_file(shelf, tmp_path):
     (tmp_path / "root").write_text("x")
-    with pytest.raises(ArtifactAccessError, match="cannot be used"):
+    with pytest.raises(ArtifactAccessError, match="could not be stored in"):
         fetch(shelf, tmp_path / "root")
 
 
@@ -322,7 +322,6 @@ def test_who_waits_says_for_whom(shelf, tmp_path, caplog):
     [place] = tmp_path.iterdir()
     holder = json.loads((place / "lock.json").read_text())
     assert holder["pid"] == os.getpid()
-    assert holder["process_start_ticks"] > 0
     second = threading.Thread(target=fetch, args=(shelf, tmp_path))
     second.start()
     said = f"lock_waiting what=shelf://one holder_pid={os.getpid()} holder_since={holder['since']}"

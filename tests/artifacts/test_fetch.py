@@ -355,25 +355,23 @@ def test_hub_ids(name):
     assert is_hub_id(name)
 
 
-def test_a_scheme_is_one_class(monkeypatch, tmp_path):
-    monkeypatch.setattr(fetch, "_REMOTES", dict(fetch._REMOTES))
-
-    @fetch.scheme("memory")
+def test_a_scheme_is_one_object(monkeypatch, tmp_path):
     class Memory:
         def read(self, uri, name, environ):
             return json.dumps({"model_type": uri + name + environ["X"]}).encode()
 
-        def names(self, uri, environ):
+        def list_names(self, uri, environ):
             return ["config.json"]
 
-        def fetch(self, uri, root, environ, *, everything, progress):
+        def fetch(self, uri, root, environ, *, selection, progress):
             root.mkdir()
             (root / "config.json").write_bytes(self.read(uri, "", environ))
             return root
 
+    monkeypatch.setitem(fetch.SCHEMES, "memory", lambda uri: Memory())
     environ = {"X": "b"}
     assert fetch_config("memory://a", None, environ) == {"model_type": "memory://aconfig.jsonb"}
-    assert fetch.names("memory://a", environ, origin="here") == ["config.json"]
+    assert fetch.list_names("memory://a", environ, origin="here") == ["config.json"]
     folder = fetch.fetch("memory://a", environ=environ, root=tmp_path / "got")
     assert (folder / "config.json").read_bytes() == b'{"model_type": "memory://ab"}'
 

@@ -221,12 +221,11 @@ def test_lmi_output_whose_config_was_overwritten_still_tells_what_it_can(tmp_pat
 def test_a_manifest_over_a_plain_model_adds_graphs_and_backend(folder):
     (folder / "compiled").mkdir()
     (folder / "compiled" / "0123456789abcdef0123.neff").write_bytes(folders.NEFF)
-    manifest = {"format": "djl_python_neuronx", "version": 1, "layout": "huggingface"}
-    manifest |= {"files": {"config.json": {"bytes": (folder / "config.json").stat().st_size}}}
-    write_json(folder / "manifest.json", {**manifest, "compiled_for": {"fuse_qkv": True}})
+    files = {"config.json": folders.file_entry(folder / "config.json")}
+    folders.write_manifest(folder, "huggingface", files, {"fuse_qkv": True})
     expected = ("safetensors", "bfloat16", ".", "compiled")
     assert facts(detect(folder)) == ("djl_neuronx", None, *expected)
-    folders.edit_json(folder / "manifest.json", backend="tnx")
+    folders.edit_json(folder / "manifest.json", effective_options={"model_loader": "tnx"})
     assert facts(detect(folder)) == ("djl_neuronx", "tnx", *expected)
     with pytest.raises(ArtifactMismatchError, match="fuse_qkv: compiled True, wanted False"):
         detect(folder).check_fit({"fuse_qkv": False})

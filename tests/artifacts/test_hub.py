@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -296,7 +297,7 @@ def test_offline_names_what_a_model_lacks_where_a_file_is_in_the_making(snapshot
     check_whole(snapshot, SERVING)  # without `offline`: the library remembers its list of the files
     making = snapshot.parents[1] / "blobs" / "abc.incomplete"
     making.write_bytes(b"{")
-    said = f": {named} (begun: {making}) missing"
+    said = f": {named} (unfinished: {making}) missing"
     with pytest.raises(ArtifactAccessError, match=re.escape(said)):
         check_whole(snapshot, SERVING)
 
@@ -349,8 +350,8 @@ def test_offline_an_index_that_is_none_is_left_to_who_reads_it(snapshot, environ
     [
         ("ours/none", None, ArtifactNotFoundError, "has no model 'ours/none'"),
         ("ours/llama", "v3", ArtifactNotFoundError, "has no revision 'v3'"),
-        ("ours/gated", None, ArtifactAccessError, "is gated. Accept its terms"),
-        ("not a model", None, ArtifactNotFoundError, "is no model id"),
+        ("ours/gated", None, ArtifactAccessError, "is gated: accept its terms"),
+        ("not a model", None, ArtifactNotFoundError, "is not a model id"),
         ("ours/readme", None, ArtifactNotFoundError, "none of which is a model's"),
     ],
 )
@@ -377,7 +378,7 @@ def test_a_hub_that_stops_to_answer_is_not_taken_for_offline_mode(server, enviro
     def stops(*_, **__):
         raise LocalEntryNotFoundError("away")
 
-    monkeypatch.setattr(hub, "snapshot_download", stops)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stops)
     with pytest.raises(ArtifactAccessError, match=f"{server.url} did not answer") as caught:
         hub.fetch("ours/llama", environ=environ)
     assert "OFFLINE" not in str(caught.value)

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import constants
 
 from djl_python_neuronx.artifacts import hub
-from djl_python_neuronx.artifacts.hub import HubSettings, without_users
+from djl_python_neuronx.artifacts.hub import HubSettings
 from djl_python_neuronx.errors import ArtifactAccessError
 
 
@@ -98,8 +98,6 @@ def test_no_password_is_told(endpoint, site):
     assert settings.site == site
     assert settings.endpoint == endpoint.rstrip("/")
     assert "s3cr" not in repr(settings)
-    text = f"HTTP 500 for {settings.endpoint}/x, moved to {settings.endpoint}/y"
-    assert without_users(text) == f"HTTP 500 for {site}/x, moved to {site}/y"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,7 @@ def test_no_password_is_told(endpoint, site):
 )
 def test_a_password_that_ends_the_host_is_refused_untold(password):
     environ = {"HF_ENDPOINT": f"https://me:{password}@hub.example"}
-    with pytest.raises(ArtifactAccessError, match="HF_ENDPOINT is no URL") as caught:
+    with pytest.raises(ArtifactAccessError, match="HF_ENDPOINT is not a URL") as caught:
         hub.fetch("ours/llama", environ=environ)
     assert "s3" not in str(caught.value)
     assert "3cr" not in str(caught.value)

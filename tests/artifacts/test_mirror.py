@@ -6,7 +6,7 @@ import pytest
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import unfinished
-from djl_python_neuronx.artifacts.mirror import Mirror, S3Transport
+from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactMismatchError, ArtifactNotFoundError
 from tests.artifacts.s3_rig import settings
@@ -27,10 +27,11 @@ def machine(proxy, tmp_path):
     """A store on a machine of that name, with the common twin."""
 
     def make(name):
-        transport = S3Transport(tmp_path / name / "downloads", settings(proxy))
         return {
             "root": tmp_path / name / "store",
-            "mirror": Mirror("s3://models/compiled", transport),
+            "mirror": Mirror(
+                "s3://models/compiled", tmp_path / name / "downloads", settings(proxy)
+            ),
         }
 
     return make
@@ -76,7 +77,7 @@ def test_a_changed_option_names_itself_with_the_place_in_s3(machine, tmp_path):
 
 
 def test_a_bucket_that_is_not_there_is_told_before_the_compile(proxy, tmp_path):
-    transport = S3Transport(tmp_path / "downloads", settings(proxy))
-    store = CompileStore(tmp_path / "store", mirror=Mirror("s3://modles/compiled", transport))
+    mirror = Mirror("s3://modles/compiled", tmp_path / "downloads", settings(proxy))
+    store = CompileStore(tmp_path / "store", mirror=mirror)
     with pytest.raises(ArtifactNotFoundError, match="modles"):
         find_or_fail(store, make_facts())

@@ -58,7 +58,7 @@ def facts(folder):
 
 def load(proxy, root, **environ):
     """As the start of a server fetches: only what a format needs."""
-    return s3.fetch(URI, root, settings=settings(proxy, environ=environ))
+    return s3.fetch(URI, root, settings(proxy, **environ))
 
 
 def assert_same(folder, source):
@@ -121,7 +121,7 @@ def test_our_own_output_goes_up_and_comes_down_through_faults(proxy, bucket, tmp
     ]
     going_up.append(Fault("reset", when=lambda r: r.method == "GET", times=2))
     proxy.rules = list(going_up)
-    s3.upload(source, URI, settings=settings(proxy))
+    s3.upload(source, URI, settings(proxy))
     coming_down = [Fault(kind, times=2) for kind in KINDS]
     proxy.rules = list(coming_down)
     assert_same(load(proxy, tmp_path / "cache"), source)

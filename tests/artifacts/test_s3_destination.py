@@ -71,11 +71,11 @@ def test_it_is_refused_before_anything_is_compiled(proxy, bucket, monkeypatch):
         raise BegunError
 
     monkeypatch.setattr(compiling, "obtain", begin)
-    monkeypatch.setattr(compiling.fetch, "s3_settings", lambda *_: settings(proxy))
+    environ = settings(proxy)
     options = {"model_loader": "cpu", "n_positions": "128"}
     with pytest.raises(ArtifactError, match=r"thesis\.txt"):
-        compiling.compile_model(str(TINY), URI, environ={}, overrides=options)
+        compiling.compile_model(str(TINY), URI, environ=environ, overrides=options)
     with pytest.raises(BegunError):
-        compiling.compile_model(str(TINY), URI, environ={}, overrides=options, overwrite=True)
+        compiling.compile_model(str(TINY), URI, environ=environ, overrides=options, overwrite=True)
     with pytest.raises(BegunError):
-        compiling.compile_model(str(TINY), URI + "2", environ={}, overrides=options)
+        compiling.compile_model(str(TINY), URI + "2", environ=environ, overrides=options)

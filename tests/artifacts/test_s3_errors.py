@@ -45,7 +45,7 @@ def test_what_s3_refuses_says_what_to_do(proxy, bucket, tmp_path, when, status, 
     put(bucket, SMALL)
     proxy.rules = [Fault("error", when=when, times=10**6, status=status, code=code)]
     with pytest.raises(kind) as caught:
-        fetch(proxy, tmp_path, environ={"AWS_MAX_ATTEMPTS": "2"})
+        fetch(proxy, tmp_path, AWS_MAX_ATTEMPTS="2")
     assert said in str(caught.value)
     assert URI in str(caught.value)
     assert caught.value.__cause__ is not None

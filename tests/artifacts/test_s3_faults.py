@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.errors import ArtifactAccessError
 from tests.artifacts.s3_proxy import Fault
 from tests.artifacts.s3_rig import (
@@ -33,13 +34,13 @@ pytest_plugins = ["tests.artifacts.s3_fixtures"]
     ],
     ids=lambda fault: f"{fault.kind}-{fault.status}",
 )
-def test_what_breaks_for_a_while_is_mended(proxy, bucket, tmp_path, fault):
+def test_what_breaks_for_a_while_is_mended(proxy, bucket, tmp_path, fault, monkeypatch):
     put(bucket, {**SMALL, NAME: LARGE})
     proxy.rules = [fault]
     fault.done = 0
     # Short where it has to pass; a busy machine's silence is none of the faults.
-    read_timeout_s = 1.0 if fault.kind == "stall" else 60.0
-    assert contents(fetch(proxy, tmp_path, read_timeout_s=read_timeout_s)) == {**SMALL, NAME: LARGE}
+    monkeypatch.setattr(s3, "_READ_TIMEOUT_S", 1.0 if fault.kind == "stall" else 60.0)
+    assert contents(fetch(proxy, tmp_path)) == {**SMALL, NAME: LARGE}
     assert fault.done == fault.times
 
 

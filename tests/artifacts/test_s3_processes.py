@@ -32,13 +32,12 @@ from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.artifacts import cache
 from djl_python_neuronx.artifacts.folder import EVERYTHING
 uri, root, environ, cache.PIECE_BYTES = *sys.argv[1:4], int(sys.argv[4])
-settings = s3.Settings(environ=json.loads(environ), client="classic")
-print(s3.fetch(uri, Path(root), selection=EVERYTHING, settings=settings))
+print(s3.fetch(uri, Path(root), json.loads(environ), selection=EVERYTHING))
 """
 
 
 def start(proxy, root):
-    environ = json.dumps(dict(settings(proxy).environ))
+    environ = json.dumps(settings(proxy))
     command = [sys.executable, "-c", CHILD, URI, str(root), environ, str(PIECE_BYTES)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]

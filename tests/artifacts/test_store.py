@@ -8,7 +8,7 @@ import time
 import pytest
 
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.atomic import held
+from djl_python_neuronx.artifacts.atomic import hold_lock
 from djl_python_neuronx.artifacts.store import CompileStore, remove_stale
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -25,6 +25,8 @@ from tests.artifacts.store_worker import (
     graphs_made,
     make_facts,
 )
+
+GRAPH = "graphs/1.neff"
 
 
 @pytest.fixture
@@ -155,36 +157,51 @@ def test_what_a_draft_model_was_compiled_for_is_nobody_else_s(place):
     )
     assert set(finished(root)) == {draft, alone}
     # The other way round, and each is told of its like.
-    other = make_facts(n_positions=256)
     for role, compiled in (("model", 128), ("draft", 64)):
         with pytest.raises(ArtifactMismatchError) as caught:
-            find_or_fail(CompileStore(root), other, role=role)
+            find_or_fail(CompileStore(root), make_facts(role, n_positions=256))
         assert caught.value.differences == {"n_positions": (compiled, 256)}
     # What fits is used, whatever it was made as.
-    assert find_or_fail(CompileStore(root), make_facts(n_positions=64)) == draft
+    found = find_or_fail(CompileStore(root), make_facts(n_positions=64))
+    assert (found / GRAPH).samefile(draft / GRAPH)
 
 
 @pytest.mark.parametrize(("first", "then"), [("draft", "model"), ("model", "draft")])
 def test_a_compile_found_for_another_role_is_of_both(place, first, then):
     root, journal = place
     made = build(root, journal, role=first)
-    assert find_or_fail(CompileStore(root), make_facts(), role=then) == made
-    assert manifests.read(made).role == first, "a finished compile is never changed"
+    found = find_or_fail(CompileStore(root), make_facts(then))
+    assert files_of(found) == expected_files()
+    assert (found / GRAPH).samefile(made / GRAPH), "it takes no room"
+    assert manifests.read(made).facts.role == first, "a finished compile is never changed"
+    assert manifests.read(found).facts.role == then
     for role in (first, then):
         with pytest.raises(ArtifactMismatchError, match="n_positions: compiled 128, wanted 256"):
-            find_or_fail(CompileStore(root), make_facts(n_positions=256), role=role)
+            find_or_fail(CompileStore(root), make_facts(role, n_positions=256))
 
 
 def test_a_manifest_of_before_roles_is_a_model_s(place):
     root, journal = place
     path = build(root, journal) / "manifest.json"
     content = json.loads(path.read_text())
-    assert content.pop("role") == "model"
+    assert content["facts"].pop("role") == "model"
     path.write_text(json.dumps(content))
     find_or_fail(CompileStore(root), make_facts())
     with pytest.raises(ArtifactMismatchError):
         find_or_fail(CompileStore(root), make_facts(n_positions=256))
-    assert CompileStore(root).nearest(make_facts(n_positions=256), "draft") is None
+    assert CompileStore(root).nearest(make_facts("draft", n_positions=256)) is None
+
+
+def test_a_manifest_with_the_role_beside_the_facts_is_of_that_role(place):
+    """As it was written before a role was a fact: under the key without one."""
+    root, journal = place
+    path = build(root, journal) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["facts"]["role"]
+    path.write_text(json.dumps({**content, "role": "draft"}))
+    assert CompileStore(root).nearest(make_facts(n_positions=256)) is None
+    assert files_of(find_or_fail(CompileStore(root), make_facts("draft"))) == expected_files()
+    assert find_or_fail(CompileStore(root), make_facts()) == path.parent
 
 
 def test_recompile_makes_the_other_one_beside_it(place, caplog):
@@ -253,6 +270,6 @@ def test_work_that_nobody_takes_up_is_removed_in_the_end(place):
         os.utime(path, (long_ago, long_ago))
     for path in (root / ".work").glob("*"):
         os.utime(path, (long_ago, long_ago))
-    with held(root / ".locks" / "bb", what="test"):
+    with hold_lock(root / ".locks" / "bb", what="test"):
         remove_stale(root / ".work", root / ".locks", stale_s=500)
     assert sorted(path.name for path in (root / ".work").iterdir()) == ["bb.1", "cc.1"]

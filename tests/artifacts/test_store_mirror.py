@@ -2,9 +2,11 @@
 
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import CompileStore
@@ -26,8 +28,10 @@ from tests.artifacts.store_worker import (
 )
 
 
-class FolderTransport:
-    """Folders of this machine as the remote place. Keeps the order of what it was asked."""
+class FolderS3:
+    """Folders of this machine in place of S3; `asked` records the requests in order."""
+
+    ATTEMPTS = 1
 
     def __init__(self, root):
         self.root = root
@@ -40,18 +44,18 @@ class FolderTransport:
             raise ArtifactAccessError(self.broken)
         return self.root / uri.removeprefix("s3://")
 
-    def read_object(self, uri, name):
+    def read(self, uri, name, environ, *, attempts):
         path = self._path(uri) / name
         self.asked.append("read")
         if not path.exists():
             raise ArtifactNotFoundError(str(path))
         return path.read_bytes()
 
-    def download(self, uri, folder):
+    def fetch(self, uri, root, environ, *, selection):
         self.asked.append("download")
-        shutil.copytree(self._path(uri), folder, dirs_exist_ok=True)
+        return self._path(uri)
 
-    def upload(self, folder, uri):
+    def upload(self, folder, uri, environ):
         self.asked.append("upload")
         if self.read_only:
             msg = "may not write"
@@ -60,12 +64,14 @@ class FolderTransport:
 
 
 @pytest.fixture
-def transport(tmp_path):
-    return FolderTransport(tmp_path / "remote")
+def transport(tmp_path, monkeypatch):
+    remote = FolderS3(tmp_path / "remote")
+    monkeypatch.setattr(fetch, "s3_module", lambda uri: remote)
+    return remote
 
 
-def mirror(transport):
-    return Mirror("s3://bucket/compiled/", transport)
+def mirror(_transport):
+    return Mirror("s3://bucket/compiled/", Path("unused"), {})
 
 
 def test_what_one_machine_compiled_the_next_one_fetches(tmp_path, transport):
@@ -94,7 +100,7 @@ def test_a_draft_model_s_compile_is_not_the_latest_of_the_model(tmp_path, transp
     fresh = CompileStore(tmp_path / "two", mirror=mirror(transport))
     for role, compiled in (("model", 128), ("draft", 64)):
         with pytest.raises(ArtifactMismatchError) as caught:
-            find_or_fail(fresh, make_facts(n_positions=256), role=role)
+            find_or_fail(fresh, make_facts(role, n_positions=256))
         assert caught.value.differences == {"n_positions": (compiled, 256)}
 
 
@@ -104,15 +110,15 @@ def test_a_draft_model_s_compile_that_is_served_is_the_latest_of_the_model_too(
 ):
     build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport), role="draft")
     serving = CompileStore(tmp_path / server, mirror=mirror(transport))
-    find_or_fail(serving, make_facts(), role="model")
+    find_or_fail(serving, make_facts("model"))
     transport.asked.clear()
     for role in ("model", "draft"):
-        find_or_fail(serving, make_facts(), role=role)
+        find_or_fail(serving, make_facts(role))
     assert transport.asked == [], "known of both roles"
     fresh = CompileStore(tmp_path / "fresh", mirror=mirror(transport))
     for role in ("model", "draft"):
         with pytest.raises(ArtifactMismatchError):
-            find_or_fail(fresh, make_facts(n_positions=256), role=role)
+            find_or_fail(fresh, make_facts(role, n_positions=256))
 
 
 def test_a_remote_place_that_cannot_be_read_stops_before_the_compile(tmp_path, transport):

@@ -119,7 +119,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     for name in map(str, range(40)):
         engine.add(GenerationRequest(name, prompt, sampling, 20, ignore_eos=True))
     while engine.has_work:
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             found.update(output.token_ids)
     # Of 800 draws each token is missed with a chance of 1 in 4000.

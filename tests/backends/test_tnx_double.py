@@ -62,7 +62,7 @@ def assert_expected(backend: Backend, seed: int) -> None:
         for i, arrival in enumerate(arrivals):
             if arrival == turn:
                 engine.add(GenerationRequest(str(i), prompts[i], max_new_tokens=lengths[i]))
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
     for i, prompt in enumerate(prompts):

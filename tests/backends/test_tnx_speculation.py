@@ -16,8 +16,11 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Backend, Step, Want  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
-from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
-from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
+from djl_python_neuronx.engine.speculation import (  # noqa: E402
+    DraftModel,
+    NgramProposer,
+    Proposer,
+)
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
@@ -35,7 +38,7 @@ def verifying(directory: Path, num_slots: int = 4, **options: object) -> LoadPla
 
 def proposer_of(kind: str, backend: Backend, target: Path, other: Path) -> Proposer:
     if kind == "lookup":
-        return PromptLookup(backend.spec, 2)
+        return NgramProposer(backend.spec, 2)
     folder = target if kind == "same model" else other
     return DraftModel(backends.get("tnx").load(tnx_plan(folder, backend.spec.num_slots)))
 
@@ -93,7 +96,7 @@ def test_seeds_give_the_tokens_that_they_give_without_drafts(tmp_path: Path, dra
 def finished(engine: Engine) -> dict[str, list[int]]:
     found: dict[str, list[int]] = defaultdict(list)
     while engine.has_work:
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
     return found
@@ -177,5 +180,5 @@ def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path
 def test_one_slot_speculates_too(tmp_path: Path) -> None:
     target = save_tiny_model("llama", tmp_path)
     backend = backends.get("tnx").load(verifying(target, num_slots=1))
-    proposer = PromptLookup(backend.spec, 2)
+    proposer = NgramProposer(backend.spec, 2)
     assert assert_like_alone(backend, load_reference(target), seed=4, proposer=proposer) > 100

@@ -97,7 +97,7 @@ def test_each_step_tells_what_it_encoded_again(tmp_path: Path) -> None:
             if arrival == turn:
                 prompt = [3 + length + i for i in range(length)]
                 engine.add(GenerationRequest(name, prompt, max_new_tokens=wanted, ignore_eos=True))
-        outputs, info = engine.step(), engine.last_step
+        outputs, info = engine.step()
         if info is None:
             continue
         joins, runs_out = info.kind == "prefill", end == limit

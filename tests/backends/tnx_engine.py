@@ -10,8 +10,8 @@ import torch
 
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.drafts import Proposer
 from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.device_driver import Text, assert_same
 
@@ -50,7 +50,7 @@ def assert_like_alone(
                 engine.abort(str(i))
         if turn > 60 and not engine.has_work:
             break
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
             if output.finish_reason is not None:

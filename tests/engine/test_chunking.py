@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import Graph
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import PromptTooLongError, StepError
@@ -59,7 +60,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
             break
         before = {name: len(ids) for name, ids in found.items()}
         running = [name for name, ids in before.items() if ids and name in engine._live]
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
         # A running stream gets a token in every step, whatever else is in it.
@@ -80,25 +81,22 @@ def test_the_oldest_prompt_gets_what_a_step_has_room_for() -> None:
     backend.steps.clear()
     names: list[str] = []
     while "short" not in names:
-        names += [output.request_id for output in engine.step()]
+        outputs, info = engine.step()
+        names += [output.request_id for output in outputs]
     prefills = [step.lens for step in backend.steps if step.kind == "prefill"]
     # 15 of 16 tokens beside the stream's: 40 = 15 + 15 + 10, and the short one finds room beside the rest.
     assert prefills == [(15,), (15,), (10, 3)]
     assert {name: names.count(name) for name in set(names)} == {"stream": 3, "long": 1, "short": 1}
-    assert engine.last_step is not None
-    assert (engine.last_step.kind, engine.last_step.bucket, engine.last_step.tokens) == (
-        "mixed",
-        16,
-        14,
-    )
+    assert info is not None
+    assert (info.kind, info.bucket, info.tokens) == ("mixed", 16, 14)
 
 
 def test_prompts_are_as_long_as_the_slot() -> None:
     engine = Engine(ToyBackend(SPEC))
     longest = SPEC.max_model_len - 1
-    engine.check(request("a", [5] * longest))
+    check(request("a", [5] * longest), engine.spec)
     with pytest.raises(PromptTooLongError, match=str(longest)):
-        engine.check(request("b", [5] * (longest + 1)))
+        check(request("b", [5] * (longest + 1)), engine.spec)
     engine.add(request("a", [5] * longest, 5))
     assert tokens(run(engine)["a"]) == expected([5] * longest, 1)
 
@@ -135,7 +133,7 @@ def test_a_prompt_that_the_backend_refuses_leaves_alone() -> None:
 def test_warm_up_runs_a_step_of_every_size() -> None:
     engine = Engine(ToyBackend(SPEC))
     assert warm_up(engine) == ()
-    assert engine.graphs_run == {Graph("mixed", bucket) for bucket in SPEC.prefill_buckets}
+    assert engine.runner.graphs_run == {Graph("mixed", bucket) for bucket in SPEC.prefill_buckets}
 
 
 def test_slots_that_can_fill_a_step_are_refused() -> None:
@@ -174,12 +172,12 @@ def test_warm_up_fills_the_cache_for_the_graphs_that_only_a_full_one_needs(
     assert warm_up(engine) == ()
     # All that there are, but that no step of one token needs what takes two slots.
     graphs = {Graph("mixed", n, c) for n in spec.prefill_buckets for c in spec.cache_buckets}
-    assert graphs - engine.graphs_run == ({Graph("mixed", 1, 512)} & graphs)
-    warm = engine.graphs_run
+    assert graphs - engine.runner.graphs_run == ({Graph("mixed", 1, 512)} & graphs)
+    warm = engine.runner.graphs_run.copy()
     for i in range(2 * spec.num_slots):
         engine.add(request(str(i), [5 + i] * (60 + i), 30))
     found = run(engine)
-    assert engine.graphs_run == warm
+    assert engine.runner.graphs_run == warm
     for i in range(2 * spec.num_slots):
         assert tokens(found[str(i)]) == expected([5 + i] * (60 + i), 30)
     assert_clean(engine, backend)
@@ -192,5 +190,5 @@ def test_a_graph_is_also_told_by_the_cache_that_is_in_use() -> None:
     for name in "abc":
         engine.add(request(name, [5] * 60, 20))
     run(engine)
-    assert Graph("mixed", 8, 128) in engine.graphs_run
-    assert Graph("mixed", 8, 512) in engine.graphs_run
+    assert Graph("mixed", 8, 128) in engine.runner.graphs_run
+    assert Graph("mixed", 8, 512) in engine.runner.graphs_run

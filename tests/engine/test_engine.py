@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from djl_python_neuronx.backends.base import ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
+from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
     BackendError,
@@ -45,7 +46,7 @@ def run(engine: Engine, outputs: list[TokenOutput] | None = None) -> dict[str, l
     for _ in range(10_000):
         if not engine.has_work:
             return found
-        for output in engine.step():
+        for output in engine.step().outputs:
             found[output.request_id].append(output)
     pytest.fail("the engine does not come to an end")
 
@@ -95,7 +96,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
                 engine.abort(str(i))
         if turn > max([*arrivals, *given_up.values()]) and not engine.has_work:
             break
-        for output in engine.step():
+        for output in engine.step().outputs:
             found[output.request_id].append(output)
     for i, prompt in enumerate(prompts):
         alone = expected(prompt, min(lengths[i], spec.max_model_len - len(prompt)), EOS)
@@ -119,17 +120,18 @@ def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> N
     for arrival in ("a", "", "b", "", "cd", "", ""):
         for name in arrival:
             engine.add(request(name, prompts[name], 30, ignore_eos=True))
-        for output in engine.step():
+        outputs, info = engine.step()
+        for output in outputs:
             found[output.request_id].append(output)
-        assert engine.last_step is not None
-        reencoded.append(engine.last_step.num_reencoded)
+        assert info is not None
+        reencoded.append(info.num_reencoded)
     kinds = [(step.kind, step.slots) for step in backend.steps]
     alone, together = ("decode", (0,)), ("decode", (0, 1, 2, 3))
     joins = [("prefill", (0,)), ("prefill", (1, 2, 3))]
     assert kinds == [joins[0], alone, alone, alone, joins[1], together, together]
     # Three decodes have cached as many tokens behind the three of a's prompt.
     assert reencoded == [0, 0, 0, 0, 6, 0, 0]
-    found = run(engine, [output for outputs in found.values() for output in outputs])
+    found = run(engine, [output for of_one in found.values() for output in of_one])
     for name, prompt in prompts.items():
         assert tokens(found[name]) == expected(prompt, 30)
     assert_clean(engine, backend)
@@ -271,7 +273,7 @@ def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> N
     engine = Engine(backend, decode_interleave=0)
     backend.full = False
     engine.add(request("stream", [5, 6], 30, ignore_eos=True))
-    outputs = engine.step()
+    outputs = engine.step().outputs
     backend.full = True
     for i in range(2 * MAX_FAILED_STEPS):
         engine.add(request(f"beside {i}", [5, 6], 3))
@@ -325,9 +327,9 @@ def test_what_the_backend_has_of_a_prompt_is_not_run_again(length: int, mixed: b
         engine.add(request(name, [ord(name)] * length, 9, ignore_eos=True))
     found: dict[str, list[TokenOutput]] = defaultdict(list)
     while engine.has_work:
-        for output in engine.step():
+        outputs, info = engine.step()
+        for output in outputs:
             found[output.request_id].append(output)
-        info = engine.last_step
         assert info is not None
         if info.kind in {"prefill", "mixed"}:
             longest = info.tokens if mixed else max(backend.steps[-1].lens)
@@ -413,16 +415,16 @@ def test_waiting_too_long_is_an_error() -> None:
 def test_check_refuses(fields: dict[str, object], error: type[Exception], says: str) -> None:
     good = GenerationRequest("a", [1, 2], max_new_tokens=5)
     engine = Engine(ToyBackend())
-    engine.check(good)
+    check(good, engine.spec)
     with pytest.raises(error, match=says):
-        engine.check(replace(good, **fields))  # type: ignore[arg-type]
+        check(replace(good, **fields), engine.spec)  # type: ignore[arg-type]
 
 
 def test_the_longest_prompt_leaves_room_for_a_token() -> None:
     engine = Engine(ToyBackend(replace(TOY_SPEC, prefill_buckets=(32, 128))))
-    engine.check(request("a", [5] * 127))
+    check(request("a", [5] * 127), engine.spec)
     with pytest.raises(PromptTooLongError):
-        engine.check(request("a", [5] * 128))
+        check(request("a", [5] * 128), engine.spec)
 
 
 def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -> None:
@@ -436,9 +438,9 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
         SamplingParams(temperature=1.0, seed=3),
     ):
         with pytest.raises(UnsupportedParameterError, match="samples on the device"):
-            engine.check(request("b", [5, 6], sampling=sampling))
+            check(request("b", [5, 6], sampling=sampling), engine.spec)
     with pytest.raises(UnsupportedParameterError, match="log-probabilities"):
-        engine.check(request("b", [5, 6], logprobs=True))
+        check(request("b", [5, 6], logprobs=True), engine.spec)
     assert_clean(engine, backend)
 
 
@@ -470,10 +472,10 @@ def test_what_a_sampling_device_cannot_do_is_refused(facts, sampling, says) -> N
     engine = Engine(ToyBackend(replace(TOY_SPEC, outputs=Want.TOKENS, **facts)))
     asked = request("a", [5, 6], sampling=sampling)
     if says is None:
-        engine.check(asked)
+        check(asked, engine.spec)
         return
     with pytest.raises(UnsupportedParameterError, match=says):
-        engine.check(asked)
+        check(asked, engine.spec)
 
 
 def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:
@@ -485,7 +487,7 @@ def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:
         ("given", SamplingParams(temperature=2.0, top_k=3)),
         ("greedy", SamplingParams()),
     ):
-        engine.check(request(name, [5, 6], 3, sampling=params))
+        check(request(name, [5, 6], 3, sampling=params), engine.spec)
         engine.add(request(name, [5, 6], 3, sampling=params, ignore_eos=True))
     run(engine)
     rows = {(64.0, 0.25, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 1.0)}
@@ -562,7 +564,7 @@ def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() ->
     engine = Engine(backend)
     for name, first in (("a", 5), ("b", 13), ("c", 7)):
         engine.add(request(name, [first, 8], 3))
-    outputs = engine.step()
+    outputs = engine.step().outputs
     assert {output.request_id for output in outputs if output.error is not None} == set("abc")
     assert backend.num_steps == 0
-    assert engine.step() == []
+    assert engine.step() == ([], None)

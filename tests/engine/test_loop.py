@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import HEAD_START_S, EngineLoop
-from djl_python_neuronx.engine.outlets import Inbox
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
@@ -58,7 +58,7 @@ def request(
     )
 
 
-def collect(inbox: Inbox, *names: str) -> dict[str, list[Delta]]:
+def collect(inbox: BlockingQueue, *names: str) -> dict[str, list[Delta]]:
     """Drain until each of the requests has its last delta."""
     found: dict[str, list[Delta]] = {}
     open_names = set(names)
@@ -88,7 +88,7 @@ def wait_until(condition: Any) -> None:
 
 
 def assert_idle(loop: EngineLoop, backend: ToyBackend) -> None:
-    wait_until(lambda: not loop.engine.has_work and loop.num_streams == 0)
+    wait_until(lambda: not loop.engine.has_work and len(loop.streams) == 0)
     assert backend.violations == []
     assert backend.acquired == frozenset()
 
@@ -96,7 +96,7 @@ def assert_idle(loop: EngineLoop, backend: ToyBackend) -> None:
 def test_deltas_carry_the_text_and_the_counts() -> None:
     backend = ToyBackend()
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 6), inbox)
         deltas = collect(inbox, "a")["a"]
         assert text(deltas) == shown(expected([5, 6], 6))
@@ -111,7 +111,7 @@ def test_a_stop_string_ends_the_request_and_frees_its_slot() -> None:
     with running(backend) as loop:
         ids = expected([5, 6], 40)
         stop = f"<{ids[7]}><{ids[8]}>"
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 100, stop_strings=("never", stop)), inbox)
         loop.submit(request("b", [7, 6], 5), inbox)
         found = collect(inbox, "a", "b")
@@ -124,7 +124,7 @@ def test_a_stop_string_ends_the_request_and_frees_its_slot() -> None:
 def test_abort_delivers_nothing_more_and_frees_the_slot() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
     with running(backend) as loop:
-        inbox, other = Inbox(), Inbox()
+        inbox, other = BlockingQueue(), BlockingQueue()
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         loop.submit(request("b", [7, 6], 3), other)
         assert inbox.drain(PATIENCE_S)
@@ -140,7 +140,7 @@ def test_an_id_in_use_is_refused() -> None:
     backend = ToyBackend()
     backend.hang_at = {0}
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("same", [5, 6], 4), inbox)
         with pytest.raises(RequestError, match="already in use"):
             loop.submit(request("same", [5, 6], 4), inbox)
@@ -153,7 +153,7 @@ def test_the_queue_is_bounded() -> None:
     backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
     backend.hang_at = {0}
     with running(backend, max_waiting=2) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         for name in "abc":
             loop.submit(request(name, [5, 6]), inbox)
         with pytest.raises(QueueFullError, match=r"option\.max_waiting"):
@@ -168,20 +168,20 @@ def test_the_queue_is_bounded() -> None:
 
 def test_what_the_model_cannot_serve_is_refused_at_the_door() -> None:
     with running(ToyBackend()) as loop, pytest.raises(PromptTooLongError):
-        loop.submit(request("a", [5] * 100), Inbox())
-    assert loop.num_streams == 0
+        loop.submit(request("a", [5] * 100), BlockingQueue())
+    assert len(loop.streams) == 0
 
 
 def test_waiting_longer_than_allowed_is_a_timeout() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
     with running(backend) as loop:
-        inbox = Inbox()
-        loop.submit(request("a", [5, 6], ENDLESS), Inbox())
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], ENDLESS), BlockingQueue())
         wait_until(lambda: backend.num_steps)
         loop._queue_timeout_s = 0.1  # from now on: the first one has not waited for long
         loop.submit(request("b", [5, 6], 4), inbox)
         assert isinstance(collect(inbox, "b")["b"][-1].error, RequestTimeoutError)
-        assert loop.num_streams == 1
+        assert len(loop.streams) == 1
         loop.abort("a")
         assert_idle(loop, backend)
 
@@ -190,7 +190,7 @@ def test_a_failed_step_is_an_error_delta_and_the_loop_goes_on() -> None:
     backend = ToyBackend()
     backend.fail_at = {3: RuntimeError("XLA says no")}
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 10), inbox)
         (last,) = [delta for delta in collect(inbox, "a")["a"] if delta.finished]
         assert isinstance(last.error, StepError)
@@ -204,7 +204,7 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
     backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
     deaths: list[ServingError] = []
     answered_before_death: list[int] = []
-    inbox = Inbox()
+    inbox = BlockingQueue()
 
     def on_death(error: ServingError) -> None:
         answered_before_death.append(sum(delta.finished for delta in inbox.drain(0.0)))
@@ -235,7 +235,7 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
 def test_the_first_call_of_a_graph_may_take_longer() -> None:
     backend = ToyBackend(prefill_s=1.0)
     with running(backend, step_timeout_s=0.6) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 1), inbox)
         assert text(collect(inbox, "a")["a"]) == shown(expected([5, 6], 1))
         assert loop.alive
@@ -248,7 +248,7 @@ def test_a_fatal_error_ends_the_loop() -> None:
     backend.fail_at = {2: fatal}
     deaths: list[ServingError] = []
     with running(backend, on_death=deaths.append) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 10), inbox)
         assert collect(inbox, "a")["a"][-1].error is fatal
         wait_until(lambda: deaths)
@@ -263,7 +263,7 @@ def test_an_outlet_that_fails_harms_nobody_else() -> None:
 
     backend = ToyBackend(step_s=0.001)
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 10), Broken())
         loop.submit(request("b", [7, 6], 10), inbox)
         assert text(collect(inbox, "b")["b"]) == shown(expected([7, 6], 10))
@@ -274,7 +274,7 @@ def test_close_lets_running_requests_end() -> None:
     backend = ToyBackend()
     backend.hang_at = {3}
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 20), inbox)
         inbox_deltas = inbox.drain(PATIENCE_S)
         closer = threading.Thread(target=loop.close, args=(PATIENCE_S,))
@@ -292,7 +292,7 @@ def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
     interval = sys.getswitchinterval()
     backend = ToyBackend(LONG, step_s=0.005)
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         inbox.drain(PATIENCE_S)
         loop.close()
@@ -338,7 +338,7 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
         assert_idle(loop, backend)
         asyncio.run(many(loop))
         assert_idle(loop, backend)
-        assert len(loop._mailboxes) <= 2
+        assert len(loop._async_queues) <= 2
 
 
 class Recorder:
@@ -366,7 +366,7 @@ def test_the_observer_hears_what_happened_and_cannot_break_anything() -> None:
     backend = ToyBackend()
     recorder = Recorder()
     with running(backend, observer=recorder) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 2), inbox)
         collect(inbox, "a")
         backend.fail_at = {2: RuntimeError("no")}
@@ -392,7 +392,7 @@ def test_an_output_thread_that_ends_is_a_death_and_not_silence() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
     deaths: list[ServingError] = []
     with running(backend, on_death=deaths.append) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         inbox.drain(PATIENCE_S)
         loop._messages.put(object())  # type: ignore[arg-type]
@@ -410,7 +410,7 @@ def test_death_is_told_once() -> None:
     backend.fail_at = {1: fatal}
     deaths: list[ServingError] = []
     with running(backend, on_death=deaths.append) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 10), inbox)
         collect(inbox, "a")
         wait_until(lambda: deaths)
@@ -427,7 +427,7 @@ def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
 
     with running(backend) as loop:
         asyncio.run(start(loop))
-        wait_until(lambda: loop.num_streams == 0 and loop.engine.num_running == 0)
+        wait_until(lambda: len(loop.streams) == 0 and loop.engine.num_running == 0)
         assert backend.num_steps < ENDLESS
 
 
@@ -453,7 +453,7 @@ def test_the_output_thread_leaves_the_device_a_head_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "sleep", note)
     backend = ToyBackend(step_s=0.02)
     with running(backend) as loop:
-        inbox = Inbox()
+        inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], 5), inbox)
         assert text(collect(inbox, "a")["a"]) == shown(expected([5, 6], 5))
         assert max(noted) == HEAD_START_S

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.engine.scheduler import ScheduledDecode, ScheduledPrefill, Scheduler
+from djl_python_neuronx.engine.scheduler import Batch, Scheduler, SlotPool
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.engine.slots import SlotPool
 from djl_python_neuronx.types import GenerationRequest
 from tests.toy_backend import TOY_SPEC
 
@@ -39,14 +38,22 @@ class Gathering:
         self.scheduler.add(sequence(name, prompt_len, self.now_s))
 
     def next(self) -> tuple[str, list[str]]:
-        scheduled = self.scheduler.schedule()
-        kind = "prefill" if isinstance(scheduled, ScheduledPrefill) else "decode"
-        return kind, names(scheduled)
+        batch = run(self.scheduler)
+        assert batch
+        return "prefill" if batch.chunks else "decode", names(batch)
 
 
-def names(scheduled: ScheduledPrefill | ScheduledDecode | None) -> list[str]:
-    assert scheduled is not None
-    return [s.request_id for s in scheduled.sequences]
+def run(scheduler: Scheduler) -> Batch:
+    """One device call."""
+    batch = scheduler.schedule()
+    assert not batch.chunks or not batch.decoding
+    assert batch.entering == [chunk.sequence for chunk in batch.chunks if chunk.is_last]
+    scheduler.advance(batch)
+    return batch
+
+
+def names(batch: Batch) -> list[str]:
+    return [s.request_id for s in batch.sequences]
 
 
 def test_slots_are_lowest_first_and_never_held_twice() -> None:
@@ -64,12 +71,12 @@ def test_first_come_first_served_one_prefill_at_a_time() -> None:
     scheduler = Scheduler(TOY_SPEC)
     for name in "abc":
         scheduler.add(sequence(name, 4))
-    assert names(scheduler.schedule()) == ["a"]
-    decode = scheduler.schedule()
-    assert isinstance(decode, ScheduledDecode)
+    assert names(run(scheduler)) == ["a"]
+    decode = run(scheduler)
+    assert not decode.chunks
     assert names(decode) == ["a"]
-    assert names(scheduler.schedule()) == ["b"]
-    assert names(scheduler.schedule()) == ["a", "b"]
+    assert names(run(scheduler)) == ["b"]
+    assert names(run(scheduler)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("interleave", [1, 2, 5])
@@ -77,9 +84,7 @@ def test_running_streams_get_their_decodes_between_prefills(interleave: int) -> 
     scheduler = Scheduler(replace(TOY_SPEC, num_slots=16), decode_interleave=interleave)
     for i in range(6):
         scheduler.add(sequence(str(i), 4))
-    kinds = "".join(
-        "P" if isinstance(scheduler.schedule(), ScheduledPrefill) else "d" for _ in range(20)
-    )
+    kinds = "".join("P" if run(scheduler).chunks else "d" for _ in range(20))
     assert kinds.startswith(("P" + "d" * interleave) * 3)
 
 
@@ -87,8 +92,8 @@ def test_prompts_of_one_bucket_share_a_call() -> None:
     scheduler = Scheduler(replace(TOY_SPEC, num_slots=8, max_prefill_batch=4))
     for name, length in (("a", 5), ("b", 20), ("c", 8), ("d", 7)):
         scheduler.add(sequence(name, length))
-    prefill = scheduler.schedule()
-    assert isinstance(prefill, ScheduledPrefill)
+    prefill = run(scheduler)
+    assert len(prefill.chunks) == 3
     assert names(prefill) == ["a", "c", "d"]
     assert [s.slot for s in prefill.sequences] == [0, 1, 2]
 
@@ -97,9 +102,9 @@ def test_nobody_loses_a_slot_to_those_behind() -> None:
     scheduler = Scheduler(replace(TOY_SPEC, num_slots=2, max_prefill_batch=4))
     for name, length in (("a", 5), ("b", 20), ("c", 5)):
         scheduler.add(sequence(name, length))
-    assert names(scheduler.schedule()) == ["a"]
-    scheduler.schedule()
-    assert names(scheduler.schedule()) == ["b"]
+    assert names(run(scheduler)) == ["a"]
+    run(scheduler)
+    assert names(run(scheduler)) == ["b"]
 
 
 def test_rows_ascend_by_slot_and_the_list_changes_with_the_batch() -> None:
@@ -108,16 +113,16 @@ def test_rows_ascend_by_slot_and_the_list_changes_with_the_batch() -> None:
     for s in sequences:
         scheduler.add(s)
     for _ in range(6):
-        scheduler.schedule()
+        run(scheduler)
     before = scheduler.running
     scheduler.remove(sequences[0])
     assert scheduler.running is not before
     late = sequence("d", 4)
     scheduler.add(late)
-    scheduler.schedule()
+    run(scheduler)
     assert late.slot == 0
     assert [s.slot for s in scheduler.running] == [0, 1, 2]
-    assert names(scheduler.schedule()) == ["d", "b", "c"]
+    assert names(run(scheduler)) == ["d", "b", "c"]
 
 
 def test_removing_a_waiting_sequence_frees_nothing() -> None:
@@ -125,7 +130,7 @@ def test_removing_a_waiting_sequence_frees_nothing() -> None:
     waiting = sequence("a", 4)
     scheduler.add(waiting)
     scheduler.remove(waiting)
-    assert scheduler.schedule() is None
+    assert not scheduler.schedule()
     assert scheduler.slots.num_free == TOY_SPEC.num_slots
 
 
@@ -167,10 +172,10 @@ def test_decodes_are_owed_when_the_wait_is_over_too() -> None:
 def test_where_joining_is_free_nobody_gathers() -> None:
     scheduler = Scheduler(TOY_SPEC, max_join_wait_s=1000.0, clock=lambda: 0.0)
     scheduler.add(sequence("a", 4))
-    scheduler.schedule()
-    scheduler.schedule()
+    run(scheduler)
+    run(scheduler)
     scheduler.add(sequence("b", 4))
-    assert names(scheduler.schedule()) == ["b"]
+    assert names(run(scheduler)) == ["b"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -196,11 +201,11 @@ def test_nobody_waits_longer_than_the_limit_or_is_overtaken(data: st.DataObject)
             gone.add(int(leaver.request_id))
         running, waiting = len(scheduler.running), list(scheduler.waiting)
         room = min(num_slots - running, len(waiting))
-        scheduled = scheduler.schedule()
-        if scheduled is None:
+        scheduled = run(scheduler)
+        if not scheduled:
             assert not running
             assert not waiting
-        elif isinstance(scheduled, ScheduledPrefill):
+        elif scheduled.chunks:
             assert scheduled.sequences == waiting[:room]
             assert not running or decodes >= interleave
             waited_s = batch.now_s - waiting[0].arrived_s

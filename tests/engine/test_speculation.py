@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.draft_model import DraftModel
-from djl_python_neuronx.engine.drafts import PromptLookup, Proposer
-from djl_python_neuronx.engine.faults import MAX_FAILED_STEPS
-from djl_python_neuronx.engine.runner import DeviceCall
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, DeviceCall
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence as Running
+from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import DeviceMemoryError, StepError
 from djl_python_neuronx.sampling import SamplingParams
@@ -83,7 +81,7 @@ def draft_toy(kind: type[ToyBackend] = ToyBackend, **facts: object) -> ToyBacken
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "guesses": lambda: Guesser(1),
-    "prompt lookup": lambda: PromptLookup(SPEC, 3),
+    "prompt lookup": lambda: NgramProposer(SPEC, 3),
     "the same model": lambda: DraftModel(draft_toy()),
     "an unsure model": lambda: DraftModel(draft_toy(Unsure)),
     "a model of short prompts": lambda: DraftModel(draft_toy(prefill_buckets=(8, 16))),
@@ -124,7 +122,7 @@ def test_any_arrivals_give_what_they_give_without_drafts(
                 engine.abort(str(i))
         if turn > 30 and not engine.has_work:
             break
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None, output.error
             if output.request.logprobs:
                 assert output.logits is not None
@@ -155,18 +153,18 @@ def test_drafts_of_the_same_model_all_stand_greedy_or_sampled() -> None:
         engine.add(GenerationRequest("a", [5, 6, 7], params, max_new_tokens=41))
         drafted = accepted = steps = 0
         while engine.has_work:
-            engine.step()
-            assert engine.last_step is not None
-            drafted += engine.last_step.drafted
-            accepted += engine.last_step.accepted
-            steps += engine.last_step.kind == "verification"
+            info = engine.step().info
+            assert info is not None
+            drafted += info.drafted
+            accepted += info.accepted
+            steps += info.kind == "verification"
         assert drafted == accepted > 0
         # The draft model reads the last draft of a step only with the next one, which then has one less.
         assert steps <= 1 + 40 / NUM_DRAFTS
 
 
 def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
-    lookup = PromptLookup(SPEC, 3)
+    lookup = NgramProposer(SPEC, 3)
     cases = {
         (1, 2, 3, 9, 8, 7, 2, 3): [9, 8, 7],  # two tokens match
         (5, 1, 2, 3, 9, 1, 2, 3, 4, 1, 2, 3): [4, 1, 2],  # of two matches of three the last
@@ -204,7 +202,7 @@ def test_prompt_lookup_is_the_plain_search(text: list[int], longest: int) -> Non
         GenerationRequest("a", text[:1]), max_model_len=128, eos_ids=frozenset(), seed=0
     )
     sequence.slot = 1
-    lookup = PromptLookup(SPEC, longest)
+    lookup = NgramProposer(SPEC, longest)
     sampler = Sampler(SPEC.num_slots, SPEC.vocab_size)
     found: list[int] = []
     # As the engine calls it: the text grows between the calls.
@@ -229,9 +227,9 @@ def test_a_draft_model_that_fails_costs_speed_and_no_request(at: int, fatal: boo
         assert tokens(found[name]) == expected([ord(name), 5], 30)
     assert_clean(engine, backend)
     # After a failure that is none of the device itself it drafts again.
-    kinds = {graph.kind for graph in engine.graphs_run}
+    kinds = {graph.kind for graph in engine.runner.graphs_run}
     assert ("verification" in kinds) == (not fatal or at > 4)
-    assert (engine.proposer is None) == fatal
+    assert engine.speculates == (not fatal)
 
 
 def test_the_device_that_verifies_may_fail_and_the_next_request_works() -> None:
@@ -263,7 +261,7 @@ def test_warm_up_runs_every_graph_that_verifies_and_drafts(kind: str) -> None:
     backend = ToyBackend(SPEC)
     engine = Engine(backend, proposer=proposer)
     assert warm_up(engine) == ()
-    assert engine.proposer is proposer
+    assert engine.speculates
     assert {step.bucket for step in backend.steps if step.kind == "prefill"} == {8, 16, 32, 64}
     if kind == "the same model":
         assert {step.bucket for step in draft.steps if step.kind == "prefill"} == {8, 16, 32, 64}
@@ -283,7 +281,7 @@ def test_a_draft_model_that_fails_again_and_again_is_given_up() -> None:
     engine = Engine(backend, proposer=DraftModel(draft))
     engine.add(request("a", [5, 6], 30))
     assert tokens(run(engine)["a"]) == expected([5, 6], 30)
-    assert engine.proposer is None
+    assert not engine.speculates
     assert draft.num_steps == MAX_FAILED_STEPS
 
 
@@ -293,7 +291,7 @@ def test_a_draft_model_that_fails_now_and_then_stays() -> None:
     engine = Engine(backend, proposer=DraftModel(draft))
     engine.add(request("a", [5, 6], 100))
     assert tokens(run(engine)["a"]) == expected([5, 6], 100)
-    assert engine.proposer is not None
+    assert engine.speculates
     assert draft.num_steps > 12 * MAX_FAILED_STEPS
 
 
@@ -305,8 +303,7 @@ def test_the_step_tells_what_was_drafted_and_stands() -> None:
     engine.add(request("a", [5, 6, 7], 40, stop_token_ids=frozenset({stop})))
     engine.add(request("b", [8] * 28, 40))
     while engine.has_work:
-        outputs = engine.step()
-        info, record = engine.last_step, backend.steps[-1]
+        (outputs, info), record = engine.step(), backend.steps[-1]
         assert info is not None
         assert info.bucket == record.bucket
         taken = sum(len(output.token_ids) for output in outputs)

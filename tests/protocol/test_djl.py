@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.text import Delta
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
 from djl_python_neuronx.service import Service
@@ -161,7 +161,7 @@ def test_any_arrivals(arrivals):
             prompt, num_tokens, _ = one
             last = json.loads(caller.data(key).splitlines()[-1])
             assert last["generated_text"] == text(prompt, num_tokens)
-        assert door.num_rows == service.loop.num_streams == 0
+        assert door.num_rows == len(service.loop.streams) == 0
         assert backend.violations == []
     finally:
         door.close()
@@ -174,7 +174,7 @@ def test_tokens_that_came_between_calls_travel_together(backend, door, service):
     backend.hang_at.add(2)
     caller.step([body([5], 20, stream=True)])
     backend.resume.set()
-    wait_until(lambda: service.loop.num_streams == 0)
+    wait_until(lambda: len(service.loop.streams) == 0)
     caller.step()
     assert caller.live == []
     assert len(caller.answers[0][-1]["data"].splitlines()) >= 18
@@ -183,7 +183,7 @@ def test_tokens_that_came_between_calls_travel_together(backend, door, service):
 
 def test_content_types_are_per_row(door, service):
     first = door.answer(call(0, [body([5], 1), body([6], 1, stream=True), b"{"]))
-    wait_until(lambda: service.loop.num_streams == 0)
+    wait_until(lambda: len(service.loop.streams) == 0)
     second = door.answer(call(door.num_rows))
     types = [
         properties[f"batch_{i}_Content-Type"]
@@ -211,13 +211,13 @@ def test_reset_gives_up_before_new_rows_are_read(backend, door, service):
     door.answer(call(0, [body([5], 60), body([6], 60)]))
     output = door.answer(call(0, [body([7], 3)], reset_rollingbatch="true"))
     assert len(records(output)) == door.num_rows == 1
-    assert service.loop.num_streams == 1
+    assert len(service.loop.streams) == 1
     backend.resume.set()
     caller = Caller(door)
     caller.live, caller.answers = [0], {0: records(output)}
     caller.finish()
     assert json.loads(caller.data(0)) == {"generated_text": text([7], 3)}
-    assert door.num_rows == service.loop.num_streams == 0
+    assert door.num_rows == len(service.loop.streams) == 0
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_rows_that_do_not_continue_the_last_call_fail_it_whole(backend, door, se
     backend.hang_at.add(1)
     door.answer(call(0, [body([5], 60), body([6], 60)]))
     assert door.answer(broken).code == 500
-    assert door.num_rows == service.loop.num_streams == 0
+    assert door.num_rows == len(service.loop.streams) == 0
     backend.resume.set()
     caller = Caller(door)
     caller.step([body([7], 3)])
@@ -251,7 +251,7 @@ def test_rows_that_nobody_asks_for_are_given_up(service):
     try:
         output = door.answer(call(0, [body([5], 100), body([6], 100), body([7], 100)]))
         assert output.code == 200
-        wait_until(lambda: door.num_rows == service.loop.num_streams == 0)
+        wait_until(lambda: door.num_rows == len(service.loop.streams) == 0)
     finally:
         door.close()
 
@@ -332,7 +332,7 @@ def test_a_bug_costs_one_request(service):
     caller.finish()
     assert caller.answers[0][-1]["code"] == caller.answers[2][-1]["code"] == "500"
     assert json.loads(caller.data(1)) == {"generated_text": text([5], 30)}
-    assert service.loop.num_streams == 0
+    assert len(service.loop.streams) == 0
     door.close()
 
 
@@ -356,7 +356,7 @@ def test_asynchronous_records_never_raise(service, backend):
     assert [record["last"] for record in streamed] == ["false"] * 8 + ["true"]
     lines = [json.loads(record["data"]) for record in streamed]
     assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
-    assert service.loop.num_streams == 0
+    assert len(service.loop.streams) == 0
     assert backend.violations == []
 
 
@@ -367,7 +367,7 @@ def test_a_closed_answer_frees_its_slot(service):
         await answer.aclose()
 
     asyncio.run(run())
-    assert service.loop.num_streams == 0
+    assert len(service.loop.streams) == 0
 
 
 def test_a_long_prompt_is_read_on_a_thread(service):
@@ -390,7 +390,7 @@ def test_a_plain_stream_that_is_dropped_frees_its_slot(backend, service):
     assert backend.hanging.wait(PATIENCE_S)
     del chunks, output
     backend.resume.set()
-    wait_until(lambda: service.loop.num_streams == 0)
+    wait_until(lambda: len(service.loop.streams) == 0)
     assert backend.num_steps < 60
 
 

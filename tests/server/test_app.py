@@ -27,9 +27,12 @@ import uvicorn  # noqa: E402
 
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
-from djl_python_neuronx.engine.draft_model import DraftModel  # noqa: E402
-from djl_python_neuronx.engine.drafts import PromptLookup, Proposer  # noqa: E402
-from djl_python_neuronx.engine.outlets import Inbox  # noqa: E402
+from djl_python_neuronx.engine.speculation import (  # noqa: E402
+    DraftModel,
+    NgramProposer,
+    Proposer,
+)
+from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
 from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -200,7 +203,7 @@ DRAFTING = replace(TOY_SPEC, outputs=Want.LOGITS)
 def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
     draft = ToyBackend(DRAFTING)
     draft.fail_at = dict.fromkeys(range(1000), RuntimeError("told to"))
-    proposer = DraftModel(draft) if source == "draft model" else PromptLookup(VERIFYING, 3)
+    proposer = DraftModel(draft) if source == "draft model" else NgramProposer(VERIFYING, 3)
     application = Application("toy")
     application.service = toy_service(ToyBackend(VERIFYING), proposer=proposer)
     running = Running(application)
@@ -273,7 +276,7 @@ def test_a_client_that_goes_away_frees_its_slot(
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100, stream=stream)))
     assert backend.hanging.wait(PATIENCE_S)
     connection.close() if not stream else connection.sock.close()
-    wait_until(lambda: loop.num_streams == 0)
+    wait_until(lambda: len(loop.streams) == 0)
     backend.resume.set()
     wait_until(lambda: loop.engine.num_running == 0)
     assert backend.num_steps == 4
@@ -346,7 +349,7 @@ def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBacke
             ]
             assert server.application.service is not None
             loop = server.application.service.loop
-            while loop.num_streams < 4:
+            while len(loop.streams) < 4:
                 await asyncio.sleep(0.005)
             refused = await client.post(server.url + "/invocations", json=body([9]))
             assert refused.status_code == 503
@@ -435,7 +438,7 @@ def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: i
     backend = ToyBackend(spec)
     backend.hang_at = {1}
     service = toy_service(backend, max_join_wait_ms=wait_ms)
-    inbox = Inbox()
+    inbox = BlockingQueue()
     try:
         service.loop.submit(
             GenerationRequest("a", [5, 6, 7], max_new_tokens=8, ignore_eos=True), inbox
@@ -445,7 +448,7 @@ def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: i
             GenerationRequest("b", [8, 9], max_new_tokens=3, ignore_eos=True), inbox
         )
         backend.resume.set()
-        wait_until(lambda: not service.loop.engine.has_work and service.loop.num_streams == 0)
+        wait_until(lambda: not service.loop.engine.has_work and len(service.loop.streams) == 0)
         text = service.metrics.exposition().decode()
         assert f"djl_neuronx_reencoded_tokens_total {reencoded}.0" in text
         assert backend.violations == []
@@ -493,7 +496,7 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
             await asyncio.gather(*(one(client, i) for i in range(300)))
 
     asyncio.run(all_of_them())
-    wait_until(lambda: service.loop.num_streams == 0 and service.loop.engine.num_running == 0)
+    wait_until(lambda: len(service.loop.streams) == 0 and service.loop.engine.num_running == 0)
     assert crowd.violations == []
     assert crowd.acquired == frozenset()
     assert service.loop.engine.num_waiting == 0
@@ -537,7 +540,7 @@ def test_gauges_fall_when_the_last_request_is_given_up(
     assert backend.hanging.wait(PATIENCE_S)
     assert "djl_neuronx_slots_in_use 1.0" in http.get(server.url + "/metrics").text
     connection.close()
-    wait_until(lambda: loop.num_streams == 0)
+    wait_until(lambda: len(loop.streams) == 0)
     backend.resume.set()
     wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(server.url + "/metrics").text)
     aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
-from djl_python_neuronx.engine.text import TextStream
+from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
@@ -172,7 +172,7 @@ def test_special_and_ending_tokens_are_listed_without_text(tokenizers, name):
     assert [token.special for token in tokens] == [False, True, False, True]
     assert tokens[1].text == tokens[3].text == ""
     assert last.finish_reason is FinishReason.EOS
-    assert stream.stopped is None
+    assert last.num_generated_tokens == len(tokens)
     # A stop token with a text of its own is not shown either, unless it was not what ended the sequence.
     for reason, shown in ((FinishReason.EOS, False), (FinishReason.LENGTH, True)):
         text, tokens, _ = summary(
@@ -215,10 +215,10 @@ def test_stop_strings_cut_like_a_search_in_the_whole_text(tokenizers, text, stop
     expected, stopped = cut(text, stops)
     assert shown == expected
     if not stopped:
-        assert (stream.stopped, last.finish_reason, len(tokens)) == (None, reason, len(ids))
+        assert (last.finish_reason, len(tokens)) == (reason, len(ids))
         return
     assert last.finish_reason is FinishReason.STOP
-    assert stream.stopped == len(tokens)
+    assert last.num_generated_tokens == len(tokens)
     # The last listed token is the one that completed the stop string.
     completed = [cut(made.decode(ids[:n]), stops)[1] for n in range(len(ids) + 1)]
     assert len(tokens) == completed.index(True)
@@ -254,7 +254,7 @@ def test_a_stop_string_over_several_tokens(tokenizers, name):
     text, tokens, last = summary(feed_all(stream, ids, [2]))
     assert text == " quick br"
     assert last.finish_reason is FinishReason.STOP
-    assert stream.stopped == len(tokens) < len(ids)
+    assert last.num_generated_tokens == len(tokens) < len(ids)
 
 
 def test_a_long_stop_string_that_almost_comes_is_released(tokenizers):
@@ -285,13 +285,8 @@ def test_an_error_passes_through(tokenizers):
     error = StepError("the step failed")
     stream = TextStream(request_for([5, 6]), tokenizers["byte_level"])
     stream.feed(TokenOutput(REQUEST, (40, 41)))
-    delta = stream.feed(TokenOutput(REQUEST, (), FinishReason.ERROR, error, index=3))
-    assert (delta.error, delta.finish_reason, delta.tokens, delta.index) == (
-        error,
-        FinishReason.ERROR,
-        (),
-        3,
-    )
+    delta = stream.feed(TokenOutput(REQUEST, (), FinishReason.ERROR, error))
+    assert (delta.error, delta.finish_reason, delta.tokens) == (error, FinishReason.ERROR, ())
     assert (delta.num_prompt_tokens, delta.num_generated_tokens) == (2, 2)
     assert stream.feed(TokenOutput(REQUEST, (42,))) is None
 

@@ -46,6 +46,6 @@ def test_bars_and_the_log_above_them(terminal):
         package.removeHandler(handler)
     shown = terminal.getvalue()
     assert "1 of 4 MiB" in shown
-    assert "graph 3/11, 2 min, some 5 min left" in shown
+    assert "graph 3/11, 2 min, about 5 min left" in shown
     assert "a line [of] the log\n" in shown
     assert handler.stream is terminal

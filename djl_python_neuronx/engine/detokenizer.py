@@ -1,0 +1,279 @@
+"""Detokenizer: token ids to text, one sequence at a time, never half a character. Output thread."""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from djl_python_neuronx.engine.sampler import logprobs
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
+
+_REPLACEMENT = "\ufffd"
+
+_CONTEXT_TOKENS = 6
+"""Tokens of the prompt that the first token's text may depend on."""
+
+_MAX_PENDING_TOKENS = 8
+"""More than a character's 4 bytes can take: tokens that are still no text then never will be."""
+
+
+class Token(NamedTuple):
+    """A generated token, as in the wire formats."""
+
+    id: int
+    text: str
+    """Text that became readable with this token; "" while it is held back."""
+    logprob: float | None
+    special: bool
+
+
+class Delta(NamedTuple):
+    """The text and tokens that one step added to one request. Exactly one delta of a request is `finished`: its last.
+
+    A tuple, because one is made per row and step: a frozen dataclass costs 1 µs more.
+    """
+
+    request_id: str
+    text: str
+    """Newly readable text: the concatenation over all deltas is the generated text."""
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None = None
+    error: ServingError | None = None
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    """Generated so far, this delta included."""
+
+    @property
+    def finished(self) -> bool:
+        """True for the last delta of a request."""
+        return self.finish_reason is not None
+
+
+class TextStream:
+    """The text of one sequence, up to a stop string. One thread at a time; O(1) per token at any length.
+
+    The text is the same however the tokens are split into outputs: the concatenation of all `Delta.text` equals that of
+    all `Token.text`, except at an end without a token, where only `Delta.text` has the text held back so far.
+    """
+
+    __slots__ = (
+        "_closed",
+        "_detokenizer",
+        "_held",
+        "_num_generated",
+        "_request",
+        "_special_ids",
+        "_stops",
+    )
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._special_ids = tokenizer.special_ids
+        self._detokenizer = make_detokenizer(request.prompt_ids, tokenizer)
+        self._stops = [_StopString(text) for text in request.stop_strings if text]
+        self._held = ""
+        self._num_generated = 0
+        self._closed = False
+
+    def feed(self, output: TokenOutput) -> Delta | None:
+        """The delta of an output, or None once the text has ended. Tokens after a stop string are left out.
+
+        The token that ended the sequence (eos or a stop token) is marked special and has no text.
+        """
+        if self._closed:
+            return None
+        reason = output.finish_reason
+        ids = output.token_ids
+        scores = None if output.logits is None else logprobs(output.logits, ids).tolist()
+        tokens: list[Token] = []
+        text, stopped = "", False
+        last = len(ids) - 1 if reason is not None else -1
+        for i, token_id in enumerate(ids):
+            special = token_id in self._special_ids or (i == last and reason is FinishReason.EOS)
+            shown = "" if special else self._detokenizer.feed(token_id)
+            if self._stops or i == last:
+                shown, stopped = self._show(shown, ends=i == last)
+            tokens.append(
+                Token(token_id, shown, scores[i] if scores is not None else None, special)
+            )
+            text += shown
+            if stopped:
+                break
+        self._num_generated += len(tokens)
+        if reason is not None and not ids:
+            text, stopped = self._show("", ends=True)
+        if stopped:
+            reason = FinishReason.STOP
+        self._closed = reason is not None
+        return Delta(
+            self._request.request_id,
+            text,
+            tuple(tokens),
+            reason,
+            output.error,
+            len(self._request.prompt_ids),
+            self._num_generated,
+        )
+
+    def _show(self, text: str, *, ends: bool) -> tuple[str, bool]:
+        """The text that becomes readable with `text`, and whether a stop string ends it there.
+
+        Text that could still become a stop string is held back until `ends`.
+        """
+        if ends:
+            text += self._detokenizer.flush()
+        if not self._stops:
+            return text, False
+        pending = self._held + text
+        found = [
+            (end, -len(stop.text))
+            for stop in self._stops
+            if (end := stop.find_end(text)) is not None
+        ]
+        if found:
+            end, negative_len = min(found)  # the first to end, of those the longest
+            return pending[: len(self._held) + end + negative_len], True
+        readable = (
+            len(pending) if ends else len(pending) - max(stop.matched for stop in self._stops)
+        )
+        self._held = pending[readable:]
+        return pending[:readable], False
+
+
+class _StopString:
+    """Finds a stop string in text that comes in parts (Knuth-Morris-Pratt: O(1) per character for any string)."""
+
+    __slots__ = ("_borders", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        """Characters at the end of the text so far that are a beginning of the stop string."""
+        # For each prefix: its longest proper prefix that is also its suffix.
+        self._borders = [0]
+        for char in text[1:]:
+            self._borders.append(self._extend(self._borders[-1], char))
+
+    def find_end(self, part: str) -> int | None:
+        """Where in the next part of the text the stop string ends, or None if it does not."""
+        position = 0
+        while position < len(part):
+            if self.matched == 0:
+                position = part.find(self.text[0], position)
+                if position < 0:
+                    return None
+            self.matched = self._extend(self.matched, part[position])
+            position += 1
+            if self.matched == len(self.text):
+                return position
+        return None
+
+    def _extend(self, matched: int, char: str) -> int:
+        while matched and self.text[matched] != char:
+            matched = self._borders[matched - 1]
+        return matched + (self.text[matched] == char)
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence, token by token."""
+
+    def feed(self, token_id: int) -> str:
+        """Text that becomes readable with a token that is not special; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """Remaining text at the end: an incomplete character becomes U+FFFD."""
+
+
+def make_detokenizer(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> Detokenizer:
+    """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`."""
+    if tokenizer.pieces is None:
+        return _WindowDetokenizer(prompt_ids, tokenizer)
+    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces)
+
+
+class _TableDetokenizer:
+    """Looks up the bytes of each token and returns whole characters: 0.3 µs per token."""
+
+    __slots__ = ("_at_start", "_partial", "_pieces", "_tokenizer")
+
+    def __init__(
+        self, prompt_ids: Sequence[int], tokenizer: Tokenizer, pieces: Sequence[bytes]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._partial = b""
+        self._at_start = not any(self._piece(token_id) for token_id in prompt_ids)
+
+    def feed(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        piece = self._piece(token_id)
+        if self._at_start and piece:
+            piece = self._first(token_id, piece)
+        if self._partial:
+            piece = self._partial + piece
+        text, used = utf_8_decode(piece, "replace", False)
+        self._partial = piece[used:]
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        text, _ = utf_8_decode(self._partial, "replace", True)
+        self._partial = b""
+        return text
+
+    def _piece(self, token_id: int) -> bytes:
+        # Models are often padded beyond their tokenizer's vocabulary.
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
+    def _first(self, token_id: int, piece: bytes) -> bytes:
+        """The bytes of a token at the very start of a text, where many decoders drop its space."""
+        self._at_start = False
+        if not piece.startswith(b" "):
+            return piece
+        shown = self._tokenizer.decode([token_id])
+        return b" " * (len(shown) - len(shown.lstrip(" "))) + piece.lstrip(b" ")
+
+
+class _WindowDetokenizer:
+    """Decodes a short window again for each token and returns what is new: for tokenizers without a table.
+
+    The window is the latest tokens that became text, as context, and those that have not yet.
+    """
+
+    __slots__ = ("_num_context", "_special_ids", "_tokenizer", "_window")
+
+    def __init__(self, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids
+        # Without special ids: a context that has no text would make the next token look like the start of one.
+        written = (
+            token_id for token_id in reversed(prompt_ids) if token_id not in self._special_ids
+        )
+        self._window = list(islice(written, _CONTEXT_TOKENS))[::-1]
+        self._num_context = len(self._window)
+
+    def feed(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        if token_id in self._special_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._new_text()
+        is_whole = bool(text) and not text.endswith(_REPLACEMENT)
+        if not is_whole and len(self._window) - self._num_context < _MAX_PENDING_TOKENS:
+            return ""
+        del self._window[: self._num_context]
+        self._num_context = len(self._window)
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        text = self._new_text()
+        self._num_context = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._window[: self._num_context])
+        return self._tokenizer.decode(self._window)[len(known) :]
