@@ -697,7 +697,7 @@ def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
     target = folder(tmp_path, config=config)
     wanted = {"model_loader": "tnx", "tensor_parallel_degree": "64", "n_positions": "4096"}
     alone = run(target, machine="trn1.32xlarge", **wanted)
-    assert any("64 NeuronCores are asked for" in error for error in alone.errors)
+    assert any("64 NeuronCores are needed" in error for error in alone.errors)
     for machine in ("trn1.32xlarge", None):
         environ = {"NEURON_LOCAL_TP": "32", "NEURON_RANK_ID": "0"}
         report = run(target, environ, machine, **wanted)
