@@ -14,7 +14,6 @@ from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import speculating
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,8 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
     artifact, options = prepared.artifact, prepared.options
     arguments = prepared.planned.arguments
     max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    if max_model_len is None or num_slots is None:
-        msg = "n_positions and max_rolling_batch_size must be filled in first"
+    if max_model_len is None or num_slots is None or options.dtype == "auto":
+        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
         raise ConfigError(msg)
     # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
     prefill_buckets = options.context_length_estimate or (max_model_len,)
@@ -47,14 +46,14 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         max_model_len=max_model_len,
         prefill_buckets=prefill_buckets,
         token_buckets=options.token_buckets or make_buckets(max_model_len),
-        dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
+        dtype=options.dtype,
         tensor_parallel_degree=prepared.case.degree,
         process_cores=prepared.process_cores,
         trust_remote_code=options.trust_remote_code,
         revision=options.revision,
         num_threads=options.cpu_threads,
         eos_ids=_eos_ids(artifact, tokenizer),
-        num_drafts=options.speculative_length if speculating(options) else 0,
+        num_drafts=options.speculative_length if options.speculating else 0,
         mixed_steps=bool(options.enable_chunked_prefill),
         default_top_k=options.on_device_default_top_k,
         arguments=arguments or LibraryArguments(),

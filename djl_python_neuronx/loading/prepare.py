@@ -41,11 +41,10 @@ from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
-from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan, make_plan
+from djl_python_neuronx.planning.plan import ServingPlan, make_plan, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -398,6 +397,14 @@ class _Preparation:
         case = Case(settings.options, model.facts, machine, backend, draft_facts)
         resolved, case = assess(settings, case, self.problems)
         weights, fits = self._judge_graphs(model.artifact, case, role)
+        compiled = model.artifact.compiled if fits else None
+        case = replace(
+            case,
+            presharded=weights is not None and weights.kind == "presharded",
+            foreign_graphs=compiled is not None and not fitting.compiled_here(compiled),
+        )
+        for finding in stored_findings(case):
+            self.problems.add(finding.level, resolved.describe(finding), finding.names)
         prepared = Prepared(
             resolved=resolved,
             name=model.name,
@@ -526,7 +533,7 @@ def _without_weights(path: Path, name: str, source: str, config: Mapping[str, An
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
     degrees = [options.tensor_parallel_degree]
-    if drafting(options):
+    if options.drafting:
         degrees.append(options.draft_model_tp_size)
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     numbers = [degree for degree in degrees if isinstance(degree, int)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from djl_python_neuronx.config.values import jsonable, shown
-from djl_python_neuronx.planning.intent import drafting, speculating
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ PARTS = (
     ("headroom", "headroom", "░", "-", "yellow"),
 )
 """What a core's memory goes to, in the order of the bar."""
-_CACHE_ENGINE = ("block_size", "num_blocks")
 _LEVELS: tuple[tuple[str, str, str], ...] = (
     # heading, attribute of the report, style; the worst last, where a terminal shows it
     ("Notes", "notes", ""),
@@ -108,27 +106,6 @@ def blocks(
     yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
 
 
-def calls(report: Report) -> dict[str, dict[str, object]]:
-    """Methods of the library that are called beside its constructors, with their keywords.
-
-    Source: transformers-neuronx 0.13, base.py and config.py; the package backends/tnx calls them.
-    """
-    plan, options = report.plan, _options(report)
-    found: dict[str, dict[str, object]] = {}
-    if plan is None or plan.arguments is None or plan.loader != "tnx" or options is None:
-        return found
-    batching = plan.arguments.neuron_config.get("continuous_batching")
-    if isinstance(batching, Mapping) and "block_size" in batching:
-        found["init_cache_engine"] = {name: batching[name] for name in _CACHE_ENGINE}
-    if speculating(options):
-        found["enable_speculative_decoder"] = {
-            # The last of a step's tokens is the model's own.
-            "speculation_length": options.speculative_length + 1,
-            "batch_sizes": [options.max_rolling_batch_size],
-        }
-    return found
-
-
 def gib(size_bytes: int) -> str:
     """Bytes as GiB with two digits."""
     return f"{size_bytes / _GIB:.2f}"
@@ -161,7 +138,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
         return
     yield f"backend   {plan.loader}, from the format {plan.format}"
     yield f"machine   {_machine(plan, report)}"
-    if (options := _options(report)) is not None and speculating(options):
+    if (options := _options(report)) is not None and options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_drafts_from(options)}"
     if plan.graphs:
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
@@ -187,7 +164,7 @@ def _options(report: Report) -> ServingOptions | None:
 def _degrees(report: Report) -> tuple[int, ...]:
     """Cores of the model and of its draft model; empty where they are the same ones."""
     options = _options(report)
-    if options is None or not drafting(options) or report.plan is None:
+    if options is None or not options.drafting or report.plan is None:
         return ()
     degree, of_draft = options.tensor_parallel_degree, options.draft_model_tp_size
     if report.plan.loader == "cpu" or not isinstance(degree, int) or of_draft in {None, degree}:
@@ -196,7 +173,7 @@ def _degrees(report: Report) -> tuple[int, ...]:
 
 
 def _drafts_from(options: ServingOptions) -> str:
-    if drafting(options):
+    if options.drafting:
         return f"from the draft model {options.speculative_draft_model}"
     longest = options.ngram_prompt_lookup_max
     return f"looked up in prompt and text by the newest {longest} or fewer"
@@ -284,23 +261,18 @@ def _verdict(report: Report) -> str:
 
 def _handed_over(report: Report) -> Iterator[Table]:
     """What the library is given, for the model and for its draft model."""
-    for plan, whose, called in (
-        (report.plan, "", calls(report)),
-        (report.draft_plan, ", for the draft model", {}),
-    ):
+    for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
         if plan is not None and plan.arguments is not None:
             title = f"Handed to the {plan.loader} library{whose}"
-            rows = tuple(_argument_rows(plan.arguments, called))
+            rows = tuple(_argument_rows(plan.arguments))
             yield Table(title, ("where", "name", "value"), rows)
 
 
-def _argument_rows(
-    arguments: LibraryArguments, called: Mapping[str, Mapping[str, object]]
-) -> Iterator[tuple[str, str, str]]:
+def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]]:
     groups: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("constructor", arguments.constructor),
         ("NeuronConfig", arguments.neuron_config),
-        *((f"{method}()", keywords) for method, keywords in called.items()),
+        *((f"{method}()", keywords) for method, keywords in arguments.calls.items()),
         ("environment", arguments.environment),
     )
     for where, values in groups:
@@ -326,6 +298,6 @@ def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
         },
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
-        "calls": jsonable(calls(report)),
+        "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
         "draft_arguments": None if draft is None else jsonable(draft.arguments),
     }

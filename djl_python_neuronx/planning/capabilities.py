@@ -46,6 +46,8 @@ class Capability:
     """Several prompt lengths are compiled. False: a prompt runs token by token."""
     token_buckets: bool = True
     """Several sequence lengths are compiled for decode graphs."""
+    prompt_batch_size: bool = False
+    """The constructor takes the rows of a prefill apart from those of a decode."""
     speculation: bool = True
     """The model can verify the tokens that a draft model proposes."""
     degree_divides: tuple[str, ...] = ()
@@ -230,6 +232,7 @@ _NO_MOE_WEIGHTS = {
 _GPT2 = Capability(
     continuous_batching=False,
     token_buckets=False,
+    prompt_batch_size=True,
     # The library has it for one sequence at a time, in static batches only.
     speculation=False,
     ignored_options=_WITHOUT_GROUPS,
