@@ -318,8 +318,8 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
     if (value.get("format"), number) != (FORMAT, VERSION):
         msg = (
             f"{where} has format {value.get('format')!r}, version {number!r}, of {value.get('package_version')} of "
-            f"this package; {_package_version()} expected {FORMAT!r}, {VERSION}. Install that version of the package, copy "
-            "the folder again, or compile again."
+            f"this package; {_package_version()} expected {FORMAT!r}, {VERSION}. Install that version of the package, "
+            "or copy the folder again, or compile again."
         )
         raise ArtifactError(msg)
     try:
