@@ -34,6 +34,9 @@ MAX_LITERAL = 8_192
 MAX_DEPTH = 32
 """Brackets within brackets."""
 
+MAX_SHOWN = 200
+"""Characters of a name or value in a message."""
+
 _LARGEST, _BEYOND = 2**31 - 1, 2**63
 _DTYPES = {
     **dict.fromkeys(("fp32", "f32", "float"), "float32"),
@@ -175,6 +178,15 @@ def shown(value: object) -> str:
     if isinstance(plain, float) and plain.is_integer():
         return str(int(plain))
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def shortened(value: object) -> object:
+    """For messages: `value` itself, or the beginning of its text if that is too long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
+        return f"<{type(value).__name__}>"
+    return value if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)

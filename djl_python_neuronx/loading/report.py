@@ -14,7 +14,6 @@ from djl_python_neuronx.config.values import jsonable, shown
 from djl_python_neuronx.loading.check import Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.intent import speculating
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
 
@@ -35,7 +34,6 @@ PARTS = (
 _COLOURS = {mark: colour for _, _, mark, _, colour in PARTS}
 _FILE_WIDTH = 160
 """Columns of a table in a file or a pipe, which have no width of their own."""
-_CACHE_ENGINE = ("block_size", "num_blocks")
 _LEVELS: tuple[tuple[str, Level, str], ...] = (
     # heading, level, style; the worst last, where a terminal shows it
     ("Notes", "note", ""),
@@ -131,28 +129,6 @@ def blocks(
         if messages := report.findings.messages(level):
             yield Lines(title, tuple(f"- {message}" for message in messages), style)
     yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
-
-
-def calls(report: Report) -> dict[str, dict[str, object]]:
-    """Methods of the library that are called beside its constructors, with their keywords.
-
-    Source: transformers-neuronx 0.13, base.py and config.py; the package backends/tnx calls them.
-    """
-    plan = report.plan
-    options = None if report.prepared is None else report.prepared.options
-    found: dict[str, dict[str, object]] = {}
-    if plan is None or plan.arguments is None or plan.loader != "tnx" or options is None:
-        return found
-    batching = plan.arguments.neuron_config.get("continuous_batching")
-    if isinstance(batching, Mapping) and "block_size" in batching:
-        found["init_cache_engine"] = {name: batching[name] for name in _CACHE_ENGINE}
-    if speculating(options):
-        found["enable_speculative_decoder"] = {
-            # The last of a step's tokens is the model's own.
-            "speculation_length": options.speculative_length + 1,
-            "batch_sizes": [options.max_rolling_batch_size],
-        }
-    return found
 
 
 def gib(size_bytes: int) -> str:
@@ -299,23 +275,18 @@ def _verdict(report: Report) -> str:
 
 def _handed_over(report: Report) -> Iterator[Table]:
     """What the library is given, for the model and for its draft model."""
-    for plan, whose, called in (
-        (report.plan, "", calls(report)),
-        (report.draft_plan, ", for the draft model", {}),
-    ):
+    for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
         if plan is not None and plan.arguments is not None:
             title = f"Handed to the {plan.loader} library{whose}"
-            rows = tuple(_argument_rows(plan.arguments, called))
+            rows = tuple(_argument_rows(plan.arguments))
             yield Table(title, ("where", "name", "value"), rows)
 
 
-def _argument_rows(
-    arguments: LibraryArguments, called: Mapping[str, Mapping[str, object]]
-) -> Iterator[tuple[str, str, str]]:
+def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]]:
     groups: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("constructor", arguments.constructor),
         ("NeuronConfig", arguments.neuron_config),
-        *((f"{method}()", keywords) for method, keywords in called.items()),
+        *((f"{method}()", keywords) for method, keywords in arguments.calls.items()),
         ("environment", arguments.environment),
     )
     for where, values in groups:
@@ -341,7 +312,7 @@ def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
         },
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
-        "calls": jsonable(calls(report)),
+        "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
         "draft_arguments": None if draft is None else jsonable(draft.arguments),
     }
 
