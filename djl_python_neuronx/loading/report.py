@@ -163,7 +163,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     yield f"model     {prepared.name}: {model.model_type}, {size} parameters ({prepared.source})"
     yield f"backend   {plan.loader}, from the format {plan.format}"
     yield f"machine   {_machine(prepared)}"
-    if prepared.case.speculating:
+    if options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_draft_source(options)}"
     if plan.graphs:
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
@@ -185,13 +185,13 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
 def _two_degrees(prepared: Prepared) -> tuple[int, ...]:
     """Degrees of the model and of its draft model. Empty if both use the same cores."""
     case, of_draft = prepared.case, prepared.options.draft_model_tp_size
-    if not case.drafting or case.on_cpu or of_draft in {None, case.degree}:
+    if not prepared.options.drafting or case.on_cpu or of_draft in {None, case.degree}:
         return ()
     return case.degree, of_draft or case.degree
 
 
 def _draft_source(options: ServingOptions) -> str:
-    if options.speculative_draft_model is not None:
+    if options.drafting:
         return f"from the draft model {options.speculative_draft_model}"
     longest = options.ngram_prompt_lookup_max
     return f"looked up in prompt and text by the newest {longest} or fewer"
