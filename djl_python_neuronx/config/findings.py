@@ -109,11 +109,9 @@ class Rule:
     """Returns a truthy value if the options break the rule."""
     problem: str
     level: Level = "error"
-    filled_in: bool = False
-    """The rule reads options that defaults fill in (dtype, degree, lengths, slots), and is judged after that."""
 
     def judge(self, options: ServingOptions) -> Finding | None:
-        """Returns the finding, or None if the options follow the rule."""
+        """Return the finding, or None if the options follow the rule."""
         return Finding(self.names, self.problem, self.level) if self.broken(options) else None
 
 

@@ -764,6 +764,29 @@ class ServingOptions(
         """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
 
+    @property
+    def drafting(self) -> bool:
+        """Whether a draft model is used."""
+        return self.speculative_draft_model is not None and self.speculative_length > 0
+
+    @property
+    def speculating(self) -> bool:
+        """Whether steps verify drafted tokens, of a draft model or of a prompt lookup."""
+        return self.drafting or (
+            self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
+        )
+
+    @property
+    def continuous_batching(self) -> bool:
+        """Whether a sequence joins a running batch without a second prefill of the others, if the library can do it.
+
+        One slot needs no batching, unless it verifies drafts or its prompts come in chunks.
+        """
+        if self.rolling_batch_strategy is not None:
+            return self.rolling_batch_strategy == "continuous_batching"
+        several = (self.max_rolling_batch_size or 0) > 1
+        return several or self.speculating or self.enable_chunked_prefill
+
 
 @cache
 def option(name: str) -> Option:
