@@ -27,7 +27,7 @@ from djl_python_neuronx.errors import (
     StepError,
 )
 from djl_python_neuronx.loading.compiled import Compiled, obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics, Recorder
@@ -109,14 +109,16 @@ class Service:
         """
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
-        prepared = prepare(
+        prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
         )
-        draft = prepared.draft
+        tokenizer, draft = prepared.load_tokenizer(), prepared.draft
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled = obtain(prepared, environ=environ, listener=progress.compile)
+        compiled = obtain(prepared, tokenizer, environ=environ, listener=progress.compile)
         compiled_draft = (
-            None if draft is None else obtain(draft, environ=environ, listener=progress.compile)
+            None
+            if draft is None
+            else obtain(draft, tokenizer, environ=environ, listener=progress.compile)
         )
         backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
         try:
@@ -137,7 +139,7 @@ class Service:
         service = cls(
             options,
             backend,
-            prepared.tokenizer,
+            tokenizer,
             proposer=proposer,
             warm_up=not options.skip_warmup,
             on_death=on_death,

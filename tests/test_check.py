@@ -20,7 +20,7 @@ from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.loading import check as check_module
-from djl_python_neuronx.loading import outline
+from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.report import as_json, bar, gib, shown
 from djl_python_neuronx.loading.terminal import render
@@ -163,7 +163,7 @@ def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     assert "no weights" in warning
     assert "only planned" in warning
     assert not report.loadable
-    assert "the plan holds; its weights are not here and were not looked at: 1 warning" in printed(
+    assert "the plan holds; the weights were not downloaded or checked: 1 warning" in printed(
         report
     )
 
@@ -182,7 +182,7 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):
 
 
 def test_a_tokenizer_is_what_is_loaded_as_one():
-    assert outline.has_vocabulary is tokenizer.has_vocabulary
+    assert prepare_module.has_vocabulary is tokenizer.has_vocabulary
     whole = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
     assert all(tokenizer.has_vocabulary([name]) for name in (*whole, "x.model", "x.tiktoken"))
     assert not tokenizer.has_vocabulary(["tokenizer_config.json", "config.json", "x.json"])
@@ -389,12 +389,13 @@ def test_which_loader_is_planned_for(
     tmp_path, monkeypatch, options, here, machine, installed, model, loader
 ):
     """As it will be once this version loads with both libraries."""
-    monkeypatch.setattr(check_module, "NOT_SERVED", frozenset())
+    monkeypatch.setattr(prepare_module, "NOT_SERVED", frozenset())
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
     states["neuronx-cc"] = "missing"
     found = {name: Library(name, None, state) for name, state in states.items()}
-    monkeypatch.setattr(check_module, "libraries", lambda: found)
+    for module in (check_module, prepare_module):
+        monkeypatch.setattr(module, "libraries", lambda: found)
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
     report = run(folder(tmp_path, config=config), machine=machine, **options)

@@ -7,9 +7,8 @@ import pytest
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
-from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.loading import check as check_module
-from djl_python_neuronx.loading.outline import Place, judge_graphs
+from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import graph_facts
 from djl_python_neuronx.planning.graph_facts import graph_options
@@ -66,7 +65,7 @@ def at_hand(monkeypatch):
             for name, version in versions.items()
         }
         monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: machine)
-        for module in (check_module, graph_facts):
+        for module in (check_module, prepare_module, graph_facts):
             monkeypatch.setattr(module, "libraries", lambda: found)
 
     return place
@@ -126,7 +125,7 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
     assert [told in error for told, error in zip(cut, again.errors, strict=True)] == [True] * len(
         cut
     )
-    assert any("differs in tensor_parallel_degree: it is not used" in w for w in again.warnings)
+    assert any("is not used: it differs in tensor_parallel_degree" in w for w in again.warnings)
 
 
 def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
@@ -137,7 +136,7 @@ def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
     shutil.rmtree(path / "checkpoint")
     report = run(path, machine="inf2.48xlarge")
     assert report.ok
-    assert report.lacking == ("its weights are not here and were not looked at",)
+    assert report.lacking == ("the weights were not downloaded or checked",)
 
 
 def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
@@ -240,11 +239,15 @@ def test_cut_weights_are_for_the_library_that_cut_them(tmp_path, at_hand):
 
 def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand):
     """As at a start, where a draft is compiled again for other flags."""
-    at_hand(LAPTOP)
-    report = run(compiled, machine="inf2.xlarge")
+    at_hand(INF2, "0.13", "2.0")
+    (compiled / "compiled").mkdir()
+    flags = {"NEURON_CC_FLAGS": "-O1"}
+    assert mismatches(run(compiled, flags)) == {"cc_flags"}
+    draft = {"speculative_draft_model": str(compiled), "speculative_length": "3"}
+    assert run(TINY, **GRAPHS, **draft).warnings == ()
+    report = run(TINY, flags, **GRAPHS, **draft)
     assert report.errors == ()
-    place = Place("tnx", report.plan.device, {"NEURON_CC_FLAGS": "-O1"}, {"target": "inf2"})
-    for whose, level in (("", "error"), ("the draft model: ", "warning")):
-        problems = Problems()
-        judge_graphs(report.model, report.resolved.options, place, problems, whose)
-        assert [problem.level for problem in problems] == [level]
+    assert report.draft_plan is not None
+    (warning,) = report.warnings
+    assert warning.startswith("the draft model: what is compiled in ")
+    assert "cc_flags" in warning

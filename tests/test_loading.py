@@ -23,7 +23,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.partition import compile_model
-from djl_python_neuronx.loading.prepare import LoadProgress, prepare
+from djl_python_neuronx.loading.prepare import LoadProgress, prepare_or_raise
 from djl_python_neuronx.planning import graph_facts, machines
 from djl_python_neuronx.planning import loader as loaders
 from djl_python_neuronx.planning.loader import Library
@@ -39,8 +39,8 @@ ROOT = Path(__file__).parents[1]
 def compiled(machine, options, /, **more):
     """Everything up to the graphs."""
     environ = machine.environ
-    prepared = prepare(None, TINY, environ=environ, overrides=options, **more)
-    return obtain(prepared, environ=environ)
+    prepared = prepare_or_raise(None, TINY, environ=environ, overrides=options, **more)
+    return obtain(prepared, prepared.load_tokenizer(), environ=environ)
 
 
 def test_a_second_start_compiles_nothing(machine, options):
@@ -140,14 +140,14 @@ def test_a_machine_of_another_kind_names_itself(machine, options):
 def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, options):
     environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "4-7", "NEURON_RT_NUM_CORES": ""}
     for named in (None, machines.named("inf2.48xlarge")):
-        prepared = prepare(None, TINY, environ=environ, overrides=options, machine=named)
+        prepared = prepare_or_raise(None, TINY, environ=environ, overrides=options, machine=named)
         assert prepared.machine.limited_by == "NEURON_RT_VISIBLE_CORES=4-7"
     assert prepared.machine.visible_cores == 4
 
 
 def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
     environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "zero", "NEURON_RT_NUM_CORES": ""}
-    prepared = prepare(
+    prepared = prepare_or_raise(
         None, TINY, environ=environ, overrides=options, machine=machines.named("inf2.48xlarge")
     )
     assert prepared.machine.limited_by is None
@@ -209,8 +209,8 @@ def test_saved_graphs_are_used_as_they_are(machine, options, tmp_path):
 def test_graphs_that_another_program_compiled_are_told_from_ours(machine, options, tmp_path):
     def obtained(model, **more):
         settings = {**options, **more}
-        prepared = prepare(None, model, environ=machine.environ, overrides=settings)
-        found = obtain(prepared, environ=machine.environ)
+        prepared = prepare_or_raise(None, model, environ=machine.environ, overrides=settings)
+        found = obtain(prepared, prepared.load_tokenizer(), environ=machine.environ)
         assert machine.compiled() == GRAPHS
         return found
 
@@ -236,6 +236,6 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
 
 
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
-    prepared = prepare(None, TINY, environ={}, overrides={"model_loader": "cpu"})
-    found = obtain(prepared, environ={"NEURON_CC_FLAGS": "'x"})
+    prepared = prepare_or_raise(None, TINY, environ={}, overrides={"model_loader": "cpu"})
+    found = obtain(prepared, prepared.load_tokenizer(), environ={"NEURON_CC_FLAGS": "'x"})
     assert (found.folder, dict(found.facts.graph_options)) == (None, {})

@@ -13,7 +13,7 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.partition import compile_model
-from djl_python_neuronx.loading.prepare import prepare
+from djl_python_neuronx.loading.prepare import prepare_or_raise
 from tests.artifacts.s3_rig import KEYS
 from tests.artifacts.test_hub import Hub
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -93,8 +93,8 @@ def test_a_draft_model_is_fetched_too(aws, bucket, options):
     put_tiny(bucket)
     options = {**options, "speculative_draft_model": "s3://models/tiny"}
     options["max_rolling_batch_size"] = "1"
-    prepared = prepare(None, TINY, environ=aws.environ, overrides=options)
-    assert (prepared.draft.plan.model_dir / "config.json").read_bytes() == (
+    prepared = prepare_or_raise(None, TINY, environ=aws.environ, overrides=options)
+    assert (prepared.draft.weights.folder / "config.json").read_bytes() == (
         TINY / "config.json"
     ).read_bytes()
 

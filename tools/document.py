@@ -1,7 +1,7 @@
-"""The generated pages: serving.properties.example and docs/options.md, architectures.md and metrics.md.
+"""Generator of serving.properties.example and of docs/options.md, architectures.md and metrics.md.
 
-``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to
-standard output; `make docs` puts all in place.
+``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to standard output; `make
+docs` writes all files.
 """
 
 from __future__ import annotations
@@ -24,54 +24,63 @@ from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 _OPTIONS_HEAD = """\
 # Options
 
-Made from the option fields in `djl_python_neuronx/config/` by `make docs`; edit the fields there, not this file.
+Generated from the option fields in `djl_python_neuronx/config/` by `make docs`. Edit the fields there, not this file.
 
-In `serving.properties` an option is `option.<name>=<value>`, in the environment `OPTION_<NAME>`. The first of these
-that gives a value wins: the command line, SageMaker's variables (`SAGEMAKER_*`), `option.*` in `serving.properties`,
-`HF_MODEL_ID` and its companions, `OPTION_*`, keys without the prefix and `ARGS_*` (DJL Serving's arguments, such as
-`batch_size`), the stand-in variables listed below, what follows from model and machine, the default. An empty value
-counts as not given, and so does `None` where nothing is the default. A name that is not listed here is an error.
+In `serving.properties` an option is written `option.<name>=<value>`, in the environment `OPTION_<NAME>`. Precedence,
+highest first:
 
-Lists are written `256,512,1024`, as JSON or as a Python literal, objects as JSON or as a Python literal. Booleans are
-`true` or `false` (`1`, `yes`, `on`; `0`, `no`, `off`). Words have no case.
+1. the command line,
+2. SageMaker's variables (`SAGEMAKER_*`),
+3. `option.*` in `serving.properties`,
+4. `HF_MODEL_ID`, `HF_REVISION` and `HF_TASK`,
+5. `OPTION_*` variables,
+6. keys without the prefix, then `ARGS_*` variables (arguments of DJL Serving, such as `batch_size`),
+7. the environment variables listed with the options below,
+8. a value derived from the model and the machine, then the default.
 
-"Not set" leaves a value to the library, or to the model and the machine where the text says so. *Library* tells what
-an option is in transformers-neuronx (`tnx`) and NxD Inference (`nxdi`): a keyword, `keyword.field`, a compiler
-`--flag`, a `VARIABLE` or a `method()`. A library without an equivalent gets the option *left out*, with a note, if it
-only changes speed or memory; else the option is *refused*. The cpu loader needs none of the options that belong to a
-library.
+An empty value counts as not set, and so does `None` where the default is not set. A name that is not listed here is an
+error.
+
+Lists are written `256,512,1024`, as JSON or as a Python literal; objects as JSON or as a Python literal. Booleans are
+`true` or `false` (also `1`, `yes`, `on`; `0`, `no`, `off`). Words are not case-sensitive.
+
+*Not set* means that the library chooses the value, or that it is derived from the model and the machine where the text
+says so. The last lines of an option name its equivalent in transformers-neuronx (TNX) and in NxD Inference (NxDI): a
+keyword, `keyword.field`, a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option
+that only changes speed or memory is *ignored*, with a note, and any other is an *error*. The cpu backend ignores
+options of the libraries.
 """
 
 _TRANSLATED_HEAD = """\
 ## Other names
 
-Names of the old engine for a value of an option.
+Names of the old engine that stand for a value of an option.
 """
 
 _VARIABLES_HEAD = """\
 ## Other variables
 
-What SageMaker sets and what users of the hub's own containers know. The `SAGEMAKER_*` ones overrule the
-file, the others stand in for what is not set.
+Variables of SageMaker, of the Hugging Face hub and of TGI. The `SAGEMAKER_*` ones override `serving.properties`. The
+others apply only if the option is not set there.
 """
 
 _IGNORED_HEAD = """\
 ## Ignored options
 
-Options of the old engine and of DJL Serving. They are accepted and do nothing; the log lists the ones that are set.
+Options of the old engine and of DJL Serving. They are accepted and have no effect; the log lists those that are set.
 """
 
 _UNSUPPORTED_HEAD = """\
-## Options that this version does not support
+## Unsupported options
 
-Options of the old engine. A value that asks for nothing is accepted, every other is an error.
+Options of the old engine. Values that turn the option off are accepted, any other value is an error.
 """
 
 _EXAMPLE_HEAD = """\
-# Every option with its default. Copy to serving.properties beside the model and uncomment what you change.
-# Made from the option fields in djl_python_neuronx/config/ by `make docs`.
+# Every option with its default. Copy this file to serving.properties beside the model and uncomment what you change.
+# Generated from the option fields in djl_python_neuronx/config/ by `make docs`.
 
-# For DJL Serving: the handler, and one of the two ways to batch (`auto` would serve one request at a time).
+# For DJL Serving: the handler, and one of the two ways to batch (`auto` serves one request at a time).
 engine=Python
 option.entryPoint=djl_python_neuronx.handler
 option.async_mode=true
@@ -81,20 +90,20 @@ option.async_mode=true
 _ARCHITECTURES_HEAD = """\
 # Architectures of transformers-neuronx
 
-Made from `djl_python_neuronx/config/capabilities.py` by `make docs`; edit that file, not this one.
+Generated from `djl_python_neuronx/planning/capabilities.py` by `make docs`. Edit that file, not this one.
 
-What version 0.13 of the library can do with each `model_type`, compared with Hugging Face's logits on tiny models with
-random weights and an emulated device. What an architecture cannot do is refused or, where only speed and memory change,
-left out with a note: `djl-neuronx check` tells. [options.md](options.md) explains the options.
+Features of version 0.13 of the library for each `model_type`, compared with Hugging Face's logits on tiny models with
+random weights and an emulated device. An option that an architecture does not support is an error or, if it only
+changes speed or memory, ignored with a note: see `djl-neuronx check`. [options.md](options.md) explains the options.
 """
 
 _METRICS_HEAD = """\
 # Metrics
 
-Made from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`; edit that table, not this page.
+Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Edit that table, not this page.
 
-The embedded server gives these on `/metrics`, in Prometheus' text format. Of a histogram there are `_bucket`, `_sum`
-and `_count`; times are in seconds.
+The embedded server exposes these on `/metrics`, in Prometheus' text format. A histogram has `_bucket`, `_sum` and
+`_count`; times are in seconds.
 """
 
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
@@ -121,7 +130,7 @@ _ACCEPTED = "refused unless `allow_known_defects=true`"
 
 
 def architectures_page() -> str:
-    """What docs/architectures.md says."""
+    """Text of docs/architectures.md."""
     columns = [*TNX, *TNX_UNREADABLE]
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for title, can in _CAPABILITIES.items():
@@ -136,7 +145,7 @@ def architectures_page() -> str:
 
 
 def metrics_page() -> str:
-    """What docs/metrics.md says."""
+    """Text of docs/metrics.md."""
     lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
     for name, metric in METRICS.items():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
@@ -145,7 +154,7 @@ def metrics_page() -> str:
 
 
 def _notes(name: str) -> Iterator[str]:
-    """What the table does not say of an architecture."""
+    """Limits and defects of an architecture."""
     if name in TNX_UNREADABLE:
         yield f"not served; {TNX_UNREADABLE[name]}"
         return
@@ -163,13 +172,13 @@ def _notes(name: str) -> Iterator[str]:
 
 
 def descriptions() -> Mapping[str, str]:
-    """Option name to the text below its field, on one line."""
+    """Option name to the docstring below its field, on one line."""
     texts = {name: text for group in ServingOptions.__bases__ for name, text in _documented(group)}
     return {name: texts[name] for name in ServingOptions.model_fields}
 
 
 def options_page() -> str:
-    """The whole of docs/options.md."""
+    """Text of docs/options.md."""
     texts = descriptions()
     chapters = "\n".join(
         f"## {title}\n\n" + "\n".join(_section(name, texts[name]) for name in names)
@@ -189,16 +198,16 @@ def options_page() -> str:
     ignored = {name: entry.reason for name, entry in IGNORED.items()}
     accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
     tables = (
-        f"{_TRANSLATED_HEAD}\n{_table('name', 'its values', translated)}",
+        f"{_TRANSLATED_HEAD}\n{_table('name', 'values', translated)}",
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
-        f"{_IGNORED_HEAD}\n{_table('name', 'why', ignored)}",
-        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values, which ask for nothing', accepted)}",
+        f"{_IGNORED_HEAD}\n{_table('name', 'reason', ignored)}",
+        f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values', accepted)}",
     )
     return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))
 
 
 def example_file() -> str:
-    """The whole of serving.properties.example."""
+    """Text of serving.properties.example."""
     texts = descriptions()
     blocks = []
     for title, names in SECTIONS.items():
@@ -214,12 +223,12 @@ def example_file() -> str:
 
 
 def equivalents(name: str) -> str:
-    """What an option is in each library, in words; empty for an option that is ours alone."""
+    """Each library's equivalent of an option; empty for an option of the server itself."""
     marker = option(name)
-    missing = "left out" if marker.tunes else "refused"
-    return ", ".join(
-        f"{loader} `{marker.to[loader]}`" if loader in marker.to else f"{loader} none ({missing})"
-        for loader in LIBRARIES
+    missing = f"not supported ({'ignored' if marker.tunes else 'error'})"
+    return "; ".join(
+        f"{library}: {f'`{marker.to[backend]}`' if backend in marker.to else missing}"
+        for backend, library in LIBRARIES.items()
         if marker.to
     )
 
@@ -248,7 +257,13 @@ def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
 
 def _section(name: str, text: str) -> str:
     wrapped = "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
-    facts = "".join(f"- {fact}\n" for fact in _facts(name, option(name)))
+    facts = "".join(
+        textwrap.fill(
+            fact, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        + "\n"
+        for fact in _facts(name, option(name))
+    )
     return f"### {name}\n\n{wrapped}\n\n{facts}"
 
 
@@ -258,11 +273,11 @@ def _facts(name: str, marker: Option) -> Iterator[str]:
     yield f"Values: {allowed_values(name)}{file}."
     yield f"Default: {f'`{default}`' if default else 'not set'}."
     if marker.aliases:
-        yield f"Also written {', '.join(f'`{alias}`' for alias in marker.aliases)}."
+        yield f"Aliases: {', '.join(f'`{alias}`' for alias in marker.aliases)}."
     if marker.env:
-        yield f"Stand-in variable: {', '.join(f'`{variable}`' for variable in marker.env)}."
+        yield f"Environment variable: {', '.join(f'`{variable}`' for variable in marker.env)}."
     if words := equivalents(name):
-        yield f"Library: {words}."
+        yield f"{words}."
 
 
 def _shown(default: object) -> str:

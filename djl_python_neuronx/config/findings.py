@@ -72,6 +72,16 @@ class Problems:
             self._found["error", message] = Problem("error", options or named, message)
             self._errors.append(leaf)
 
+    @property
+    def errors(self) -> tuple[ServingError, ...]:
+        """The errors as exceptions."""
+        return tuple(self._errors)
+
+    def include(self, others: Problems, prefix: str, options: tuple[str, ...]) -> None:
+        """Add the problems of another collection, each message after `prefix` and about `options`."""
+        for problem in others:
+            self.add(problem.level, prefix + problem.message, options)
+
     def raise_errors(self) -> None:
         """Raise the errors collected so far; return if there are none.
 

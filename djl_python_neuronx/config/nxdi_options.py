@@ -44,31 +44,31 @@ class NxdiOptions(OptionGroup):
     """NxD Inference only."""
 
     cp_degree: Annotated[Count | None, _nxdi("cp_degree", COUNT)] = None
-    """Ranks that share one prompt's tokens in attention (context parallelism). Divides `tensor_parallel_degree`."""
+    """Ranks that share one prompt's tokens in attention (context parallelism). Must divide `tensor_parallel_degree`."""
     mlp_cp_degree: Annotated[Count | None, _nxdi("mlp_cp_degree", COUNT)] = None
     """Ranks that share one prompt's tokens in the MLP. More than 1 needs `sequence_parallel`."""
     attention_dp_degree: Annotated[Count | None, _nxdi("attention_dp_degree", COUNT)] = None
-    """Groups that the sequences of a decode step are divided among in attention. Divides `tensor_parallel_degree` and
-    `max_rolling_batch_size`, and needs continuous batching."""
+    """Groups that the sequences of a decode step are divided into in attention. Must divide `tensor_parallel_degree`
+    and `max_rolling_batch_size`; needs continuous batching."""
     ep_degree: Annotated[
         Count, _nxdi("ep_degree", COUNT, tunes=False, computed=True, derived=("ep_degree",))
     ] = 1
-    """Groups that experts are divided among, each with cores of its own: the model takes tensor x pipeline x expert
-    degree cores."""
+    """Groups that experts are divided into, each with its own cores: the model takes tensor x pipeline x expert degree
+    cores."""
     moe_tp_degree: Annotated[Count | None, _nxdi("moe_tp_degree", COUNT)] = None
     """Cores that share one expert."""
     moe_ep_degree: Annotated[Count | None, _nxdi("moe_ep_degree", COUNT)] = None
-    """Groups that the experts of a layer are divided among, within the tensor parallel cores."""
+    """Groups that the experts of a layer are divided into, within the tensor parallel cores."""
     hybrid_sharding_config: Annotated[
         Object | None, _nxdi("hybrid_sharding_config", OBJECT, file=True)
     ] = None
-    """Other expert degrees for prompts than for decoding: `moe_cte_tp_degree`, `moe_cte_ep_degree`,
+    """Expert degrees that differ between prompts and decoding: `moe_cte_tp_degree`, `moe_cte_ep_degree`,
     `moe_tkg_tp_degree` and `moe_tkg_ep_degree`."""
     ep_dispatch_cc_option: Annotated[
         Literal["AR_AG", "RS_AG", "AG_AR"] | None, Upper, _nxdi("ep_dispatch_cc_option")
     ] = None
-    """Collectives that bring tokens to their experts. The library's default is `AR_AG`; `RS_AG` needs at least as many
-    slots as cores."""
+    """Collectives that send tokens to their experts. Library default: `AR_AG`; `RS_AG` needs at least as many slots as
+    cores."""
     logical_nc_config: Annotated[
         Annotated[int, Field(ge=1, le=2)] | None,
         _nxdi(
@@ -79,29 +79,28 @@ class NxdiOptions(OptionGroup):
             derived=("logical_neuron_cores",),
         ),
     ] = None
-    """Physical cores that act as one. The default is the platform's: 2 on Trn2, else 1; 1 on Trn2 makes twice as many
-    cores with half of the memory. The runtime has to be told the
-    same by `NEURON_LOGICAL_NC_CONFIG`, which in the library wins over this option."""
+    """Physical cores that act as one. Default: the platform's, 2 on Trn2, else 1. 1 on Trn2 gives twice as many cores
+    with half of the memory each. `NEURON_LOGICAL_NC_CONFIG`, which in the library overrides this option, must have the
+    same value for the runtime."""
     vocab_parallel: Annotated[bool | None, _nxdi("vocab_parallel")] = None
     """Divide the embedding table among the cores by rows of the vocabulary instead of columns."""
     weight_gather_seq_len_threshold: Annotated[
         Count | None, _nxdi("weight_gather_seq_len_threshold", COUNT)
     ] = None
-    """Prompt length in tokens from which weights are gathered instead of activations. The library's default is
-    32768."""
+    """Prompt length in tokens from which weights are gathered instead of activations. Library default: 32768."""
 
     cast_type: Annotated[
         Literal["config", "as-declared"] | None, Hyphenated, _nxdi("cast_type", tunes=False)
     ] = None
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
     attention_dtype: Annotated[Dtype | None, _nxdi("attention_dtype", DTYPES, tunes=False)] = None
-    """Type that attention computes in. Another one than `dtype` needs `cast_type=as-declared`."""
+    """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
         str | None,
         Field(min_length=1),
         _nxdi("quantized_checkpoints_path", "a file or folder", graph=(), output="local"),
     ] = None
-    """Where the weights that `quantize` makes lie, or are written before compiling. The default is beside the compiled
+    """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
     model."""
     quantization_type: Annotated[
         Literal[
@@ -114,8 +113,8 @@ class NxdiOptions(OptionGroup):
         Lower,
         _nxdi("quantization_type", tunes=False),
     ] = None
-    """What one scale of `quantize` covers. The default here is `per_channel_symmetric`, which is what TNX does; the
-    library's own is `per_tensor_symmetric`."""
+    """Scope of one scale of `quantize`. Default: `per_channel_symmetric`, as in TNX; the library's own default is
+    `per_tensor_symmetric`."""
     quantization_block_size: Annotated[
         Sizes | None, _nxdi("quantization_block_size", 'sizes such as "128,128"', tunes=False)
     ] = None
@@ -123,17 +122,17 @@ class NxdiOptions(OptionGroup):
     quantization_block_axis: Annotated[
         Axes | None, _nxdi("quantization_block_axis", 'axes such as "0,1"', tunes=False)
     ] = None
-    """Axes of a weight that blockwise quantisation cuts into blocks."""
+    """Axes of a weight that blockwise quantisation divides into blocks."""
     quantization_scale_dtype: Annotated[
         Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
         | None,
         _nxdi("quantization_scale_dtype", "a type such as f32", tunes=False),
     ] = None
-    """Type of the scales of blockwise quantisation. The library's default is `f32`."""
+    """Type of the scales of blockwise quantisation. Library default: `f32`."""
     modules_to_not_convert: Annotated[
         Words | None, _nxdi("modules_to_not_convert", WORDS, tunes=False)
     ] = None
-    """Modules that `quantize` leaves as they are. Needed together with the QKV kernels."""
+    """Modules that `quantize` does not quantise. Needed with the QKV kernels."""
     draft_model_modules_to_not_convert: Annotated[
         Words | None, _nxdi("draft_model_modules_to_not_convert", WORDS, tunes=False)
     ] = None
@@ -143,39 +142,39 @@ class NxdiOptions(OptionGroup):
         Lower,
         _nxdi("activation_quantization_type", tunes=False),
     ] = None
-    """Quantise activations too, with scales made at run time (`dynamic`) or stored (`static`). Not together with the
-    MLP kernels, and `fuse_qkv` only as if it were not set (`dynamic`) or not at all (`static`)."""
+    """Quantise activations too, with scales computed at run time (`dynamic`) or stored (`static`). Excludes the MLP
+    kernels. `fuse_qkv` is ignored with `dynamic` and excluded with `static`."""
     quantize_clamp_bound: Annotated[
         Number | None, _nxdi("quantize_clamp_bound", "a number", tunes=False)
     ] = None
-    """Bound that values are clamped to before they are quantised. The library's default is none."""
+    """Bound that values are clamped to before they are quantised. Library default: none."""
     is_mxfp4_compute: Annotated[bool | None, _nxdi("is_mxfp4_compute", tunes=False)] = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
     async_execution: Annotated[bool | None, _nxdi("async_mode", derived=("async_mode",))] = None
-    """Start each decode step before the host has read the one before: the library's `async_mode`, which is another
-    thing than DJL Serving's. Needs on-device sampling; not with Medusa."""
+    """Start each decode step before the host has read the previous one: the library's `async_mode`, unrelated to DJL
+    Serving's. Needs on-device sampling; excludes Medusa."""
     output_logits: Annotated[bool | None, _nxdi("output_logits", tunes=False)] = None
-    """Give the logits to the host as well when sampling on the device, so that requests that only the host can sample
-    are served too."""
+    """Return the logits to the host although the device samples, so that requests that only the host can sample are
+    served too."""
     token_generation_batches: Annotated[
         Buckets | None, _nxdi("token_generation_batches", BUCKETS.replace("lengths", "counts"))
     ] = None
-    """Numbers of sequences that decode graphs are compiled for besides all slots. Not with speculation or block KV."""
+    """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
     prefix_buckets: Annotated[Buckets | None, _nxdi("prefix_buckets", BUCKETS)] = None
-    """Lengths of cached prefixes that prompt graphs are compiled for; with `enable_prefix_caching`."""
+    """Lengths of cached prefixes to compile prompt graphs for; with `enable_prefix_caching`."""
     windowed_context_encoding_size: Annotated[
         Count | None, _nxdi("windowed_context_encoding_size", COUNT)
     ] = None
-    """Prompt tokens that are encoded at a time. With a sliding window model it has to be the window."""
+    """Prompt tokens that are encoded at a time. For a sliding window model it must equal the window."""
     enable_cte_modular_flow: Annotated[bool | None, _nxdi("enable_cte_modular_flow")] = None
-    """Compile prompt graphs layer by layer. Library 0.9 takes the keyword and does not use it."""
+    """Compile prompt graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
     layer_boundary_markers: Annotated[bool | None, _nxdi("layer_boundary_markers")] = None
     """Mark the borders of layers for the compiler."""
     disable_kv_cache_tiling: Annotated[bool | None, _nxdi("disable_kv_cache_tiling")] = None
-    """Do not cut the KV cache into tiles of 128 tokens, which the library does for fused speculation."""
+    """Do not split the KV cache into tiles of 128 tokens, as the library does for fused speculation."""
     k_cache_transposed: Annotated[bool | None, _nxdi("k_cache_transposed")] = None
-    """Keep the keys transposed. Not with `shard_over_sequence` or block KV."""
+    """Store the keys transposed. Excludes `shard_over_sequence` and block KV."""
 
     is_eagle3: Annotated[bool | None, _nxdi("is_eagle3", tunes=False)] = None
     """The draft model is an EAGLE 3 one; with `enable_eagle_speculation`."""
@@ -190,13 +189,13 @@ class NxdiOptions(OptionGroup):
     token_tree_config: Annotated[
         Object | None, _nxdi("token_tree_config", OBJECT, tunes=False, file=True)
     ] = None
-    """Tree of the drafts that EAGLE verifies at once."""
+    """Tree of the drafts that EAGLE verifies in one step."""
     is_medusa: Annotated[bool | None, _nxdi("is_medusa", tunes=False)] = None
-    """Speculate with Medusa heads, which the checkpoint has to hold (`medusa_heads.pt`)."""
+    """Speculate with Medusa heads, which the checkpoint must hold (`medusa_heads.pt`)."""
     medusa_speculation_length: Annotated[
         Count | None, _nxdi("medusa_speculation_length", COUNT, tunes=False)
     ] = None
-    """Tokens that a step with Medusa verifies."""
+    """Tokens that one step with Medusa verifies."""
     num_medusa_heads: Annotated[Count | None, _nxdi("num_medusa_heads", COUNT, tunes=False)] = None
     """Medusa heads of the checkpoint."""
     medusa_tree: Annotated[
@@ -205,13 +204,13 @@ class NxdiOptions(OptionGroup):
     """Paths of the tree of Medusa's drafts."""
 
     attn_kernel_enabled: Annotated[bool | None, _nxdi("attn_kernel_enabled")] = None
-    """Kernel for attention over prompts. The library decides by length if it is not set."""
+    """Kernel for attention over prompts. Default: the library decides by length."""
     strided_context_parallel_kernel_enabled: Annotated[
         bool | None, _nxdi("strided_context_parallel_kernel_enabled")
     ] = None
     """Kernel for context parallel attention with interleaved tokens; with `cp_degree` above 1."""
     qkv_nki_kernel_enabled: Annotated[bool | None, _nxdi("qkv_nki_kernel_enabled")] = None
-    """The NKI version of the kernel that `fused_rmsnorm_qkv` switches on."""
+    """NKI version of the kernel that `fused_rmsnorm_qkv` turns on."""
     qkv_cte_nki_kernel_fuse_rope: Annotated[bool | None, _nxdi("qkv_cte_nki_kernel_fuse_rope")] = (
         None
     )
@@ -229,11 +228,11 @@ class NxdiOptions(OptionGroup):
     quantized_mlp_kernel_enabled: Annotated[
         bool | None, _nxdi("quantized_mlp_kernel_enabled", tunes=False)
     ] = None
-    """MLP kernel that computes in fp8. The library then takes fp8 weights with a scale per channel."""
+    """MLP kernel that computes in fp8. The library then accepts fp8 weights with one scale per channel."""
     rmsnorm_quantize_kernel_enabled: Annotated[
         bool | None, _nxdi("rmsnorm_quantize_kernel_enabled", tunes=False)
     ] = None
-    """Kernel that normalises and quantises at once. Needs `quantized_mlp_kernel_enabled`."""
+    """Kernel that normalises and quantises in one pass. Needs `quantized_mlp_kernel_enabled`."""
     fused_rmsnorm_skip_gamma: Annotated[bool | None, _nxdi("fused_rmsnorm_skip_gamma")] = None
     """Multiply the norm's weights into the matrices once, at load, instead of in each step."""
     out_proj_kernel_enabled: Annotated[bool | None, _nxdi("out_proj_kernel_enabled")] = None
@@ -241,11 +240,11 @@ class NxdiOptions(OptionGroup):
     attn_block_tkg_nki_kernel_enabled: Annotated[
         bool | None, _nxdi("attn_block_tkg_nki_kernel_enabled")
     ] = None
-    """Kernel for the whole attention block of a decode step. Needs a QKV kernel; not with `shard_over_sequence`."""
+    """Kernel for the whole attention block of a decode step. Needs a QKV kernel; excludes `shard_over_sequence`."""
     attn_block_tkg_nki_kernel_cache_update: Annotated[
         bool | None, _nxdi("attn_block_tkg_nki_kernel_cache_update")
     ] = None
-    """The kernel of `attn_block_tkg_nki_kernel_enabled` writes the KV cache as well."""
+    """The kernel of `attn_block_tkg_nki_kernel_enabled` also writes the KV cache."""
     attn_block_tkg_nki_kernel_cascaded_attention: Annotated[
         bool | None, _nxdi("attn_block_tkg_nki_kernel_cascaded_attention")
     ] = None
@@ -253,18 +252,18 @@ class NxdiOptions(OptionGroup):
     attn_block_tkg_nki_kernel_use_online_softmax: Annotated[
         bool | None, _nxdi("attn_block_tkg_nki_kernel_use_online_softmax")
     ] = None
-    """The kernel of `attn_block_tkg_nki_kernel_enabled` computes the softmax in one pass. The library's default is
-    true."""
+    """The kernel of `attn_block_tkg_nki_kernel_enabled` computes the softmax in one pass. Library default: true."""
     attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb: Annotated[
         bool | None, _nxdi("attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb")
     ] = None
-    """The kernel of `attn_block_tkg_nki_kernel_enabled` moves nothing between cores by their GpSimd engine."""
+    """The kernel of `attn_block_tkg_nki_kernel_enabled` does not transfer data between cores with their GpSimd
+    engine."""
     disable_argmax_kernel: Annotated[bool | None, _nxdi("disable_argmax_kernel")] = None
     """Sample greedily on the device without the argmax kernel."""
     moe_fused_nki_kernel_enabled: Annotated[bool | None, _nxdi("moe_fused_nki_kernel_enabled")] = (
         None
     )
-    """Kernel for a whole mixture of experts layer of a decode step."""
+    """Kernel for a whole mixture-of-experts layer of a decode step."""
     router_topk_nki_kernel_enabled: Annotated[
         bool | None, _nxdi("router_topk_nki_kernel_enabled")
     ] = None
@@ -282,7 +281,8 @@ class NxdiOptions(OptionGroup):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         _nxdi("capacity_factor", "a number above 0", tunes=False),
     ] = None
-    """Tokens that an expert takes, as a multiple of an even share; the rest is dropped. Not set: none is."""
+    """Tokens that an expert takes, as a multiple of an even share; further tokens are dropped. Default: none are
+    dropped."""
     early_expert_affinity_modulation: Annotated[
         bool | None, _nxdi("early_expert_affinity_modulation", tunes=False)
     ] = None
@@ -290,7 +290,7 @@ class NxdiOptions(OptionGroup):
     disable_normalize_top_k_affinities: Annotated[
         bool | None, _nxdi("disable_normalize_top_k_affinities", tunes=False)
     ] = None
-    """Do not scale the chosen experts' weights to a sum of 1."""
+    """Do not scale the weights of the chosen experts to a sum of 1."""
     fused_shared_experts: Annotated[bool | None, _nxdi("fused_shared_experts")] = None
     """Fuse the gate and up projections of the shared experts."""
     shared_experts_sequence_parallel_enabled: Annotated[
@@ -300,13 +300,13 @@ class NxdiOptions(OptionGroup):
     transpose_shared_experts_weights: Annotated[
         bool | None, _nxdi("transpose_shared_experts_weights")
     ] = None
-    """Keep the weights of the shared experts transposed."""
+    """Store the weights of the shared experts transposed."""
     use_index_calc_kernel: Annotated[bool | None, _nxdi("use_index_calc_kernel")] = None
     """Kernel that finds each expert's tokens."""
     moe_mask_padded_tokens: Annotated[bool | None, _nxdi("moe_mask_padded_tokens", tunes=False)] = (
         None
     )
-    """Keep padding away from the experts."""
+    """Mask padding for the experts."""
     blockwise_matmul_config: Annotated[
         Object | None, _nxdi("blockwise_matmul_config", OBJECT, file=True)
     ] = None
@@ -319,20 +319,20 @@ class NxdiOptions(OptionGroup):
     save_sharded_checkpoint: Annotated[
         bool | None, _nxdi("save_sharded_checkpoint", derived=("skip_sharding",), graph=())
     ] = None
-    """Store the weights divided among the cores beside the compiled graphs: loads are faster, the artifact is as large
-    as the model."""
+    """Store the weights divided among the cores beside the compiled graphs: loads are faster, and the artifact is as
+    large as the model."""
     seq_len_threshold_for_cc_tiling: Annotated[
         Count | None, _nxdi("seq_len_threshold_for_cc_tiling", COUNT)
     ] = None
-    """Prompt length in tokens from which collectives are cut into tiles. The library's default is 16384."""
+    """Prompt length in tokens from which collectives are split into tiles. Library default: 16384."""
     enable_spill_reload_dge: Annotated[bool | None, _nxdi("enable_spill_reload_dge")] = None
-    """Less memory for DMA rings, for long contexts."""
+    """Use less memory for DMA rings, for long contexts."""
     scratchpad_page_size: Annotated[Count | None, _nxdi("scratchpad_page_size", COUNT)] = None
-    """Page size in MiB of the scratch memory. The library takes 1024 for prompts of 32768 tokens and more."""
+    """Page size of the scratch memory in MiB. Library default for prompts of 32768 tokens and more: 1024."""
     weights_to_skip_layout_optimization: Annotated[
         Words | None, _nxdi("weights_to_skip_layout_optimization", WORDS)
     ] = None
-    """Regular expressions of weights that the compiler does not lay out anew."""
+    """Regular expressions for weights whose layout the compiler does not change."""
     dma_order_config: Annotated[Object | None, _nxdi("dma_order_config", OBJECT, file=True)] = None
     """Order of transfers for the compiler, by submodel. Experimental in the library."""
     compiler_target: Annotated[
@@ -340,14 +340,14 @@ class NxdiOptions(OptionGroup):
         | None,
         _nxdi("target", "a platform such as trn2"),
     ] = None
-    """Platform to compile for. The default is the machine's own."""
+    """Platform to compile for. Default: this machine's."""
     switch_cc: Annotated[bool | None, _nxdi("switch_cc")] = None
     """Order the ranks for machines whose devices are connected by switches."""
     disable_numeric_cc_token: Annotated[bool | None, _nxdi("disable_numeric_cc_token")] = None
     """Compile collectives without numeric tokens."""
     lm_head_pad: Annotated[bool | None, _nxdi("lm_head_pad")] = None
-    """Pad the vocabulary to a multiple of the cores. The library does it where two cores act as one."""
+    """Pad the vocabulary to a multiple of the cores. The library does so where two cores act as one."""
     lm_head_pad_alignment_size: Annotated[
         Count | None, _nxdi("lm_head_pad_alignment_size", COUNT)
     ] = None
-    """The padded vocabulary is a multiple of this times the degree."""
+    """The padded vocabulary is a multiple of this value times the degree."""

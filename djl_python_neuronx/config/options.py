@@ -55,41 +55,41 @@ _STORED: Final[Mapping[str, Literal["int8", "fp8"]]] = {"static_int8": "int8", "
 
 
 class OnDeviceGeneration(BaseModel):
-    """Sampling on the device; the names and defaults are those of TNX's `GenerationConfig`."""
+    """Sampling on the device, with the names and defaults of TNX's `GenerationConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     do_sample: bool = False
-    """False: the most probable token, whatever a request asks for."""
+    """False: always the most probable token, whatever the request sets."""
     dynamic: bool = False
-    """Each request's own parameters count; else those below are compiled in."""
+    """Use each request's own parameters. Otherwise those below are compiled into the graph."""
     top_k: Count = 50
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     top_p_min_tokens: Count = 1
-    """Tokens that `top_p` keeps at least."""
+    """Fewest tokens that `top_p` keeps."""
     global_top_k: Annotated[
         Count | None, Field(validation_alias=AliasChoices("global_top_k", "global_topk"))
     ] = None
-    """Most tokens that are ever sampled from, `global_topk` in NxDI; the libraries' kernels take at most 256."""
+    """Largest number of tokens to sample from (`global_topk` in NxDI). The libraries' kernels take at most 256."""
     per_batch_line: bool = False
-    """Every sequence has parameters of its own; with `dynamic`."""
+    """Each sequence has its own parameters; with `dynamic`."""
     deterministic: bool = False
-    """Accept at 0.5 instead of drawing a number."""
+    """Accept at 0.5 instead of drawing a random number."""
 
 
 PER_REQUEST = OnDeviceGeneration(
     do_sample=True, dynamic=True, per_batch_line=True, top_k=50, global_top_k=256
 )
-"""What ``on_device_generation=true`` stands for: the device samples, each request with its own parameters."""
+"""Value of ``on_device_generation=true``: the device samples, with each request's own parameters."""
 
 
 def _generation(value: object) -> object:
     if isinstance(value, OnDeviceGeneration):
         return value
-    told = truth(value)
-    if told is not None:
-        return PER_REQUEST if told else None
+    enabled = truth(value)
+    if enabled is not None:
+        return PER_REQUEST if enabled else None
     return parse_object(value) if isinstance(value, str) else value
 
 
@@ -105,36 +105,34 @@ class GeneralOptions(OptionGroup):
             output="local",
         ),
     ] = None
-    """The model: a local folder, absolute or relative to the model folder, an id of the Hugging Face hub, or a place in
-    S3. The latter two are downloaded, once for all processes, and again only where they changed. By default the model
-    lies in the model folder itself."""
+    """The model: a local folder (absolute, or relative to the model folder), a Hugging Face model id or an S3 URI. Ids
+    and URIs are downloaded once for all processes, and again only where the source changed. Default: the model folder
+    itself."""
     model_dir: Annotated[Path | None, Option(allowed="a folder", output="local")] = None
-    """The folder that holds `serving.properties`. Set by whoever starts the model; written in the file it is
-    refused."""
+    """Folder that holds `serving.properties`. Set by the server or by DJL Serving; an error in the file."""
     revision: Annotated[
         str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local")
     ] = None
-    """Version of a Hugging Face model id. For a local folder it only says which version of the model's own code
-    runs."""
+    """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
-    """Run Python code that comes with the model. Only for models whose code was read."""
+    """Run Python code that comes with the model. Read the code first."""
     model_name: Annotated[
         str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
     ] = None
-    """Name under which the embedded server offers the model: `/predictions/<name>`. The default is the folder's."""
+    """Name of the model in the embedded server: `/predictions/<name>`. Default: the folder's name."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"
     )
-    """What the model does. Only text is generated: no embeddings, no classification."""
+    """Task of the model. Only text generation is supported: no embeddings, no classification."""
 
     model_loader: Annotated[
         Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"],
         Lower,
         Option(derived=("on_cpu",), output="file"),
     ] = "auto"
-    """Backend. `auto` takes the one that the model was compiled for, else an installed Neuron library, else, on a
-    machine without any Neuron device, `cpu`. `optimum` and `vllm` are loaders of the old engine and mean `auto`. This
-    version has `cpu` and `tnx`; `nxdi` says so and stops."""
+    """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library, else `cpu`
+    if the machine has no Neuron device. This version has `cpu` and `tnx`; `nxdi` is an error. `optimum` and `vllm` are
+    loaders of the old engine and mean `auto`."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,
@@ -147,9 +145,9 @@ class GeneralOptions(OptionGroup):
             derived=("tp_degree", "world_size", "start_rank_id", "local_ranks_size"),
         ),
     ] = None
-    """NeuronCores that share the model: Inf2 takes 1, 2, 4, 8 or 24 (12 too, which its guide does not list), Trn1
-    1, 2, 8, 16 or 32, Trn2 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The cpu
-    loader uses none: a file written for Inferentia can be tried on a CPU as it is."""
+    """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
+    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. Ignored
+    by the cpu backend, so that a file for Inferentia can be tried on a CPU unchanged."""
     dtype: Annotated[
         AutoDtype,
         Option(
@@ -162,29 +160,27 @@ class GeneralOptions(OptionGroup):
             draft="same",
         ),
     ] = "auto"
-    """Type of weights and activations. `auto` is the checkpoint's own, bfloat16 on a Neuron device where that is
-    float32. The cpu loader computes float16, asked for or not, in float32: CPUs are slow at float16, and it loses
-    accuracy."""
+    """Type of weights and activations. `auto` is the checkpoint's type, or bfloat16 on a Neuron device if that is
+    float32. The cpu backend computes float16 in float32, because CPUs are slow at float16 and it loses accuracy."""
 
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
-    """Format of LMI answers. Left out: `json`, and `jsonlines` for a request with `stream`."""
+    """Format of LMI answers. Default: `json`, or `jsonlines` for a request with `stream`."""
     predict_timeout: Annotated[
         Seconds, Option(allowed=SECONDS, env=("PREDICT_TIMEOUT",), djl=Djl(whole_seconds=True))
     ] = 120.0
-    """Most time that a request waits for a slot and that a step on the device takes."""
+    """Longest time that a request waits for a slot, and longest time of a step on the device."""
     model_loading_timeout: Annotated[
         Seconds,
         Option(
             allowed=SECONDS, env=("MODEL_LOADING_TIMEOUT",), djl=Djl(whole_seconds=True, sign=True)
         ),
     ] = 240.0
-    """Most time that a model may take to load. DJL Serving reads it and ends a load that takes longer; the embedded
-    server has no limit. Compiling on first use needs much more than the default."""
+    """Longest time to load the model. DJL Serving stops a load that takes longer; the embedded server has no limit.
+    Compiling on first use takes much longer than the default."""
     skip_warmup: Annotated[bool, Option(derived=("skip_warmup",))] = False
-    """Answer before every graph has run once; the first request of each length is then slower."""
+    """Do not run every graph once before serving. The first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(allowed=COUNT, draft="same")] = None
-    """Threads that the cpu loader computes with. The default is all physical cores but one, which is left to the
-    server."""
+    """Threads of the cpu backend. Default: all physical cores but one, which is left to the server."""
 
 
 class BatchingOptions(OptionGroup):
@@ -209,9 +205,9 @@ class BatchingOptions(OptionGroup):
             cpu=True,
         ),
     ] = None
-    """Tokens that a sequence can have, prompt and output together. A list compiles a decode graph for each of its
-    lengths, and a step runs in the smallest that holds every sequence; the last one is the limit. The default is what
-    the model was trained for, at most 4096, and what fits into memory; on a CPU at most 2048."""
+    """Longest sequence, prompt and output together. A list compiles one decode graph for each length; a step runs in
+    the smallest graph that holds every sequence, and the last length is the limit. Default: the length that the model
+    was trained for, at most 4096 and at most what fits into memory; at most 2048 on a CPU."""
     context_length_estimate: Annotated[
         Buckets | None,
         Option(
@@ -232,19 +228,19 @@ class BatchingOptions(OptionGroup):
             cpu=True,
         ),
     ] = None
-    """Prompt lengths that graphs are compiled for; a prompt runs in the smallest that holds it, and the last is the
-    longest prompt. The default is chosen from `n_positions`. With `enable_chunked_prefill` these are the tokens of a
-    step, and prompts are as long as `n_positions` allows; the default is chosen from `max_rolling_batch_size`."""
+    """Prompt lengths to compile graphs for. A prompt runs in the smallest graph that holds it, and the last length is
+    the longest prompt. Default: derived from `n_positions`. With `enable_chunked_prefill` these are the tokens of a
+    step, prompts may be as long as `n_positions`, and the default is derived from `max_rolling_batch_size`."""
     rolling_batch: Annotated[
         Literal["auto", "tnx", "vllm", "disable"],
         Lower,
         Option(output="file", djl=Djl(overrules=True, sign=True)),
     ] = "auto"
-    """How DJL Serving hands over requests. `tnx` and `vllm` mean the same here: a row per request, joining and leaving
-    at each step. `disable`: one request (or `batch_size`) at a time. Recent DJL Serving turns `auto` into `disable`
-    before the handler sees it: write `tnx`, or set `async_mode`."""
+    """How DJL Serving hands over requests. `tnx` and `vllm` mean the same: requests join and leave the batch at each
+    step. `disable`: one request, or `batch_size` of them, at a time. Recent DJL Serving turns `auto` into `disable`
+    before the handler gets it: set `tnx`, or `async_mode`."""
     async_mode: Annotated[bool, Option(output="file", djl=Djl(overrules=True))] = False
-    """DJL Serving hands over each request once and gets tokens as they come. Not together with `rolling_batch`."""
+    """DJL Serving hands over each request once and receives tokens as they are generated. Excludes `rolling_batch`."""
     max_rolling_batch_size: Annotated[
         Count | None,
         Option(
@@ -268,21 +264,22 @@ class BatchingOptions(OptionGroup):
             djl=Djl(fills_in=("32", "256"), sign=True),
         ),
     ] = None
-    """Sequences that are generated at once: the slots of the cache. The default is what fits into memory, at most 32,
-    which is what DJL Serving sends."""
+    """Sequences that are generated at once: the slots of the KV cache. Default: what fits into memory, at most 32,
+    which is how many DJL Serving sends."""
     batch_size: Annotated[Count, Option(allowed=COUNT)] = 1
-    """Requests that DJL Serving collects before a call when `rolling_batch` is off."""
+    """Requests that DJL Serving collects for one call if `rolling_batch` is off."""
     max_waiting: Annotated[Count, Option(allowed=COUNT)] = 1000
-    """Requests that may wait for a slot; one more gets 503. 1000 is the length of DJL Serving's own queue."""
+    """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
+    queue."""
     decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
-    """Decode steps between two prompt steps while sequences are running: a higher value makes running streams
-    smoother and new requests wait longer."""
+    """Decode steps between two prompt steps while sequences are running. Higher values make running streams smoother
+    and new requests wait longer."""
     max_join_wait_ms: Annotated[Amount, Option(allowed=AMOUNT)] = 100
-    """Milliseconds that new requests wait for one another before they join a static batch, where each join has every
-    running sequence encoded anew; the decode steps of `decode_interleave` come first all the same. Nobody waits while
-    nothing runs, or once the free slots can be filled; 0: never. Where joining costs the others nothing it has no
-    effect. 100 ms is how long DJL Serving collects a batch: mostly less than the prompt step that it saves, and hardly
-    noticed before a first token."""
+    """Milliseconds that new requests wait for each other before they join a static batch, where every join encodes all
+    running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while
+    nothing runs, or if they fill the free slots; 0 disables waiting. No effect with continuous batching. 100 ms is how
+    long DJL Serving collects a batch: usually less than the prompt step that it saves, and hardly noticeable before a
+    first token."""
 
 
 class GraphOptions(OptionGroup):
@@ -294,14 +291,14 @@ class GraphOptions(OptionGroup):
         Hyphenated,
         Option(to={"tnx": "group_query_attention"}, tunes=True),
     ] = None
-    """How cores share KV heads that are fewer than the query heads. Both libraries choose by themselves."""
+    """How cores share KV heads if there are fewer than query heads. Default: the library's choice."""
     fuse_qkv: Annotated[
         bool | None,
         Option(aliases=("fused_qkv",), to={"tnx": "fuse_qkv", "nxdi": "fused_qkv"}, tunes=True),
     ] = None
-    """One matrix product in place of three for queries, keys and values."""
+    """One matrix product instead of three for queries, keys and values."""
     fuse_mlp: Annotated[bool | None, Option(to={"tnx": "fuse_mlp"}, tunes=True)] = None
-    """One matrix product in place of two at the entrance of the MLP. Needs `mlp_out_weight_transpose`."""
+    """One matrix product instead of two at the input of the MLP. Needs `mlp_out_weight_transpose`."""
     fused_rmsnorm_qkv: Annotated[
         bool | None,
         Option(
@@ -310,8 +307,8 @@ class GraphOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """Kernel for the norm before attention and the projections after it. TNX needs `fuse_qkv`,
-    `attention_layout=BSH`, `group_query_attention=replicated-heads` and no `sequence_parallel` for it."""
+    """Kernel for the norm before attention and the QKV projections. TNX needs `fuse_qkv`, `attention_layout=BSH`,
+    `group_query_attention=replicated-heads` and no `sequence_parallel` for it."""
     fused_rmsnorm_mlp: Annotated[
         bool | None,
         Option(
@@ -323,10 +320,10 @@ class GraphOptions(OptionGroup):
     """Kernel for the norm before the MLP and the MLP. TNX needs `attention_layout=BSH` and
     `group_query_attention=replicated-heads` for it."""
     qkv_tiling: Annotated[bool | None, Option(to={"tnx": "qkv_tiling"}, tunes=True)] = None
-    """Cut the projections of attention into tiles of 128, which both their sides have to be multiples of. Needs
+    """Split the QKV projections into tiles of 128; both of their dimensions must be multiples of it. Needs
     `fuse_qkv`."""
     weight_tiling: Annotated[bool | None, Option(to={"tnx": "weight_tiling"}, tunes=True)] = None
-    """Cut the weights of the MLP into tiles of 128."""
+    """Split the weights of the MLP into tiles of 128."""
     mlp_in_weight_tiling_permute_order: Annotated[
         Order | None,
         Option(
@@ -335,8 +332,8 @@ class GraphOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """Order of the tiles' axes at the entrance of the MLP, axis 2 before axis 3; with `weight_tiling`. The library's
-    default is 1,2,0,3."""
+    """Order of the tiles' axes at the input of the MLP, axis 2 before axis 3; with `weight_tiling`. Library default:
+    1,2,0,3."""
     mlp_out_weight_tiling_permute_order: Annotated[
         Order | None,
         Option(
@@ -345,27 +342,27 @@ class GraphOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """The same at the exit of the MLP."""
+    """The same at the output of the MLP."""
     mlp_out_weight_transpose: Annotated[
         bool | None, Option(to={"tnx": "mlp_out_weight_transpose"}, tunes=True)
     ] = None
-    """Keep the weights at the exit of the MLP transposed."""
+    """Store the weights at the output of the MLP transposed."""
     attn_output_transposed: Annotated[
         bool | None, Option(to={"tnx": "attn_output_transposed"}, tunes=True)
     ] = None
-    """Keep the weights of the projection after attention transposed."""
+    """Store the weights of the projection after attention transposed."""
     attention_layout: Annotated[
         Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "attention_layout"}, tunes=True)
     ] = None
-    """Order of the axes in attention: hidden, sequence, batch. TNX's default is HSB."""
+    """Order of the axes in attention: hidden, sequence, batch. TNX default: HSB."""
     collectives_layout: Annotated[
         Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "collectives_layout"}, tunes=True)
     ] = None
-    """Order of the axes in what cores exchange. TNX's default is HSB."""
+    """Order of the axes of the values that cores exchange. TNX default: HSB."""
     cache_layout: Annotated[
         Literal["SBH", "BSH"] | None, Upper, Option(to={"tnx": "cache_layout"}, tunes=True)
     ] = None
-    """Order of the axes of the KV cache. TNX's default is SBH; BSH needs continuous batching and one bucket."""
+    """Order of the axes of the KV cache. TNX default: SBH; BSH needs continuous batching and one bucket."""
     sequence_parallel: Annotated[
         bool | None,
         Option(
@@ -375,12 +372,12 @@ class GraphOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """Divide a prompt's tokens among the cores where each token is computed alone (norms)."""
+    """Divide a prompt's tokens among the cores where tokens are independent (norms)."""
     sequence_parallel_norm_threshold: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "sequence_parallel_norm_threshold"}, tunes=True),
     ] = None
-    """Prompt length in tokens above which `sequence_parallel` works. TNX's default is 2048."""
+    """Prompt length in tokens above which `sequence_parallel` applies. TNX default: 2048."""
     shard_over_sequence: Annotated[
         bool | None,
         Option(
@@ -390,11 +387,11 @@ class GraphOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """Divide the KV cache's tokens among the cores (flash decoding): for a batch times length above 16384."""
+    """Divide the tokens of the KV cache among the cores (flash decoding), for a batch times length above 16384."""
     duplicate_q_weight_sos: Annotated[
         bool | None, Option(to={"tnx": "duplicate_q_weight_sos"}, tunes=True)
     ] = None
-    """Copy the query weights to the cores in place of gathering queries; with `shard_over_sequence`."""
+    """Copy the query weights to all cores instead of gathering queries; with `shard_over_sequence`."""
     on_device_embedding: Annotated[
         bool | None,
         Option(
@@ -404,7 +401,7 @@ class GraphOptions(OptionGroup):
             always={"nxdi": True},
         ),
     ] = None
-    """Look embeddings up on the device. TNX's default is the host; NxDI always does it on the device."""
+    """Look embeddings up on the device. TNX default: on the host; NxDI always does it on the device."""
     on_device_generation: Annotated[
         OnDeviceGeneration | None,
         BeforeValidator(_generation),
@@ -420,14 +417,14 @@ class GraphOptions(OptionGroup):
             draft="off",
         ),
     ] = None
-    """Sample on the device, which saves reading all logits back: faster, and without seeds, penalties, log
-    probabilities and constraints. `true` serves each request with its own top_k, top_p and temperature."""
+    """Sample on the device, which saves the transfer of all logits: faster, but without seeds, penalties,
+    log-probabilities and constraints. `true` samples with each request's own top_k, top_p and temperature."""
     on_device_default_top_k: Annotated[
         Literal["global_top_k"] | None, Lower, Option(allowed="global_top_k")
     ] = None
-    """top_k of requests that sample without one, where the device samples with each request's own parameters
-    (`on_device_generation` with `dynamic`). A device cannot choose among the whole vocabulary: such a request is
-    refused, or with `global_top_k` chooses among that many of the most likely tokens."""
+    """top_k of requests that sample without one, if the device samples with each request's own parameters
+    (`on_device_generation` with `dynamic`). The device cannot sample from the whole vocabulary: without this option
+    such a request is an error; with `global_top_k` it samples from that many of the most likely tokens."""
     padding_side: Annotated[
         Literal["left", "right"] | None,
         Lower,
@@ -436,7 +433,7 @@ class GraphOptions(OptionGroup):
             derived=("use_2d_cache_ids", "lhs_aligned"),
         ),
     ] = None
-    """Side that shorter prompts of a batch are padded on. Continuous batching pads on the right."""
+    """Side on which shorter prompts of a batch are padded. Continuous batching pads on the right."""
     is_block_kv_layout: Annotated[
         bool | None,
         Option(
@@ -448,20 +445,21 @@ class GraphOptions(OptionGroup):
             computed=True,
         ),
     ] = None
-    """Keep the KV cache in blocks instead of one row for each slot (paged attention). NxDI has it for prefix caching
-    alone, transformers-neuronx is served with it for `enable_chunked_prefill` alone; both imply it."""
+    """Store the KV cache in blocks instead of one row per slot (paged attention). NxDI uses it for prefix caching only,
+    transformers-neuronx is served with it for `enable_chunked_prefill` only; both imply it."""
     pa_block_size: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"}),
     ] = None
     """Tokens in a block of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` a power of two below
-    `n_positions`; the default is at least 128 and leaves at most 256 blocks, for graphs grow with their number."""
+    `n_positions`. Default: at least 128, and large enough for at most 256 blocks, because graphs grow with their
+    number."""
     pa_num_blocks: Annotated[
         Count | None,
         Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"}),
     ] = None
     """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
-    take at their full length, and fewer are refused."""
+    need at their full length, and fewer are an error."""
     enable_prefix_caching: Annotated[
         bool,
         Option(
@@ -471,7 +469,8 @@ class GraphOptions(OptionGroup):
             derived=("is_prefix_caching",),
         ),
     ] = False
-    """Keep the KV blocks of finished prompts for prompts that begin alike. It implies `is_block_kv_layout`."""
+    """Keep the KV blocks of finished prompts and reuse them for prompts with the same beginning. Implies
+    `is_block_kv_layout`."""
     enable_chunked_prefill: Annotated[
         bool,
         Option(
@@ -482,9 +481,9 @@ class GraphOptions(OptionGroup):
             draft="off",
         ),
     ] = False
-    """Encode prompts in chunks beside running streams, so that a long prompt does not silence them: every step has a
-    token of each stream, and prompts share what is left of the tokens of `context_length_estimate`. Where a chunk ends
-    depends on who else is there; what is served does not, up to rounding of the dtype. For llama on
+    """Encode prompts in chunks together with the running streams, so that a long prompt does not stall them: every step
+    has one token of each stream, and prompts share the rest of the tokens of `context_length_estimate`. Where a chunk
+    ends depends on the other requests; the answer does not, up to rounding of the dtype. Supported for llama on
     transformers-neuronx, where it implies `is_block_kv_layout`, and on the CPU; NxDI 0.9 raises NotImplementedError."""
     pipeline_parallel_degree: Annotated[
         Count,
@@ -498,17 +497,17 @@ class GraphOptions(OptionGroup):
             djl=Djl(fills_in=("1",)),
         ),
     ] = 1
-    """Stages that the layers are divided among, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
+    """Stages that the layers are divided into, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
     worker with more than 1."""
     rolling_batch_strategy: Annotated[
         Literal["continuous_batching", "naive_rolling_batch"] | None,
         Lower,
         Option(derived=("is_continuous_batching",), graph=("cpu", "tnx", "nxdi")),
     ] = None
-    """How sequences join a running batch: `continuous_batching` encodes only the new prompt, `naive_rolling_batch`
-    encodes everyone anew. The default is the first where the model can do it."""
+    """How sequences join a running batch: `continuous_batching` encodes the new prompt only, `naive_rolling_batch`
+    encodes all sequences again. Default: the first if the model supports it."""
     allow_known_defects: Annotated[bool, Option()] = False
-    """Serve what is known to give wrong answers in the library; without it such a combination is refused."""
+    """Serve combinations that are known to give wrong answers in the library. Without it they are errors."""
 
 
 class PrecisionOptions(OptionGroup):
@@ -524,7 +523,7 @@ class PrecisionOptions(OptionGroup):
             derived=("quant", "quantized", "quantization_dtype"),
         ),
     ] = None
-    """Store weights in 8 bits and compute in `dtype`: half the memory and half the reading. TNX quantises while
+    """Store weights in 8 bits and compute in `dtype`: half the memory, half the memory traffic. TNX quantises while
     loading, NxDI once before compiling."""
     kv_cache_quantize: Annotated[
         EightBits | None,
@@ -544,12 +543,12 @@ class PrecisionOptions(OptionGroup):
             to={"tnx": "all_reduce_dtype", "nxdi": "rpl_reduce_dtype"},
         ),
     ] = None
-    """Type that partial results are summed in across cores. NxDI applies it to the projection after attention."""
+    """Type in which partial results are summed across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[
         Dtype | None,
         Option(allowed=DTYPES, to={"tnx": "cast_logits_dtype"}, always={"nxdi": "float32"}),
     ] = None
-    """Type of the logits. TNX's default is float32, and NxDI knows no other."""
+    """Type of the logits. TNX default: float32, the only type of NxDI."""
     bf16_rms_norm: Annotated[bool | None, Option(to={"tnx": "bf16_rms_norm"})] = None
     """Compute RMS norms in bfloat16 instead of float32."""
 
@@ -573,7 +572,7 @@ class SpeculationOptions(OptionGroup):
             draft="off",
         ),
     ] = None
-    """A small model of the same vocabulary that drafts tokens for the large one to verify."""
+    """Small model with the same vocabulary that proposes tokens for the large one to verify."""
     speculative_length: Annotated[
         Amount,
         Option(
@@ -585,9 +584,9 @@ class SpeculationOptions(OptionGroup):
             cpu=True,
         ),
     ] = 5
-    """Tokens that are drafted at a time; 0 is no speculation. Up to rounding of the dtype, what is served does not
-    depend on it, nor on the drafts: a draft stands only if the model itself would have chosen it. NxDI counts the
-    large model's own token too, which is added for it."""
+    """Tokens proposed per step; 0 disables speculation. Answers do not depend on it, up to rounding of the dtype: a
+    proposed token is kept only if the model itself would have chosen it. NxDI also counts the large model's own token,
+    which is added automatically."""
     ngram_prompt_lookup_max: Annotated[
         Count | None,
         Option(
@@ -598,8 +597,9 @@ class SpeculationOptions(OptionGroup):
             draft="off",
         ),
     ] = None
-    """Draft without a draft model: what followed the newest tokens when they last occurred in prompt or text. This is
-    the longest run of tokens that is looked for; 3 suits summaries, code and answers from documents."""
+    """Speculate without a draft model: propose what followed the newest tokens where they last occurred in the prompt
+    or the output. The value is the longest run of tokens to look for; 3 suits summaries, code and answers from
+    documents."""
     draft_model_tp_size: Annotated[
         Count | None,
         Option(
@@ -610,7 +610,7 @@ class SpeculationOptions(OptionGroup):
             graph=("nxdi",),
         ),
     ] = None
-    """NeuronCores that share the draft model. The default is `tensor_parallel_degree`."""
+    """NeuronCores that share the draft model. Default: `tensor_parallel_degree`."""
     enable_eagle_speculation: Annotated[
         bool | None,
         Option(
@@ -619,7 +619,7 @@ class SpeculationOptions(OptionGroup):
             cpu=True,
         ),
     ] = None
-    """The draft model is an EAGLE one: it drafts from the large model's hidden states. With NxDI alone."""
+    """The draft model is an EAGLE model, which drafts from the large model's hidden states. NxDI only."""
 
 
 class ArtifactOptions(OptionGroup):
@@ -636,9 +636,8 @@ class ArtifactOptions(OptionGroup):
             output="local",
         ),
     ] = None
-    """Where compiled graphs are found, and kept once they are made: a folder, or a place in S3 that is read before a
-    compile and written after it. A folder of saved graphs (`*.neff`) is used as it is. The default is what
-    `NEURON_COMPILE_CACHE_URL` names, else the compiler's own cache."""
+    """Cache of compiled graphs: a folder, or an S3 URI that is read before a compile and written after it. A folder of
+    saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own cache."""
     draft_model_compiled_path: Annotated[
         str | None,
         Field(min_length=1),
@@ -660,20 +659,20 @@ class ArtifactOptions(OptionGroup):
             unused="partition writes there; serving ignores it",
         ),
     ] = None
-    """Where `partition` puts the compiled model."""
+    """Where `partition` writes the compiled model."""
     partition_schema: Annotated[
         Literal["optimum", "safetensors", "compile_only"] | None, Lower, Option(output="local")
     ] = None
-    """What `partition` stores beside the graphs: the weights as `safetensors`, or nothing with `compile_only`. The
-    `optimum` layout is read, not written."""
+    """What `partition` stores besides the graphs: the weights as `safetensors`, or nothing with `compile_only`. The
+    `optimum` layout can be read, not written."""
     load_split_model: Annotated[bool, Option(to={"tnx": "from_pretrained()"})] = False
-    """The weights lie in TNX's split format: one `.bin` file for each tensor. It switches `on_device_embedding` on
-    unless that is set, as the old engine did."""
+    """The weights are in TNX's split format: one `.bin` file per tensor. Turns `on_device_embedding` on unless it is
+    set, as in the old engine."""
     low_cpu_mem_usage: Annotated[bool, Option()] = False
-    """Weights are always read through a memory map, which is what this asks for."""
+    """No effect: weights are always memory-mapped."""
     on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option(draft="same")] = "error"
-    """What to do if there are compiled graphs of this model and none fits the options: `error` says which differ and
-    stops, `recompile` compiles anew, beside them."""
+    """What to do if compiled graphs of this model exist but none match the options: `error` stops with the options that
+    differ, `recompile` compiles again and keeps the others."""
 
 
 class CompilerOptions(OptionGroup):
@@ -683,16 +682,16 @@ class CompilerOptions(OptionGroup):
         Annotated[int, Field(ge=1, le=3)] | None,
         Option(allowed="1, 2 or 3", to={"tnx": "-O"}, tunes=True),
     ] = None
-    """How hard the compiler tries: 1 compiles fastest, 3 may run fastest. The compiler's default is 2. NxDI chooses a
-    level for each graph itself."""
+    """Optimisation level of the compiler: 1 compiles fastest, 3 may run fastest. Compiler default: 2. NxDI chooses a
+    level for each graph."""
     enable_mixed_precision_accumulation: Annotated[
         bool | None, Option(to={"tnx": "--enable-mixed-precision-accumulation"})
     ] = None
-    """Accumulate in float32, cast the result: the guides ask for it for Llama 70B."""
+    """Accumulate in float32 and cast the result. The guides recommend it for Llama 70B."""
     enable_saturate_infinity: Annotated[
         bool | None, Option(to={"tnx": "--enable-saturate-infinity"})
     ] = None
-    """Clamp infinities to the largest finite number: the guides ask for it for Llama 13B in fp16."""
+    """Clamp infinities to the largest finite number. The guides recommend it for Llama 13B in fp16."""
     neuron_cc_pipeline_factor: Annotated[
         Count | None,
         Option(
@@ -703,7 +702,7 @@ class CompilerOptions(OptionGroup):
             tunes=True,
         ),
     ] = None
-    """Tiles that a collective is cut into, so that it overlaps with computing. NxDI's default is 2."""
+    """Tiles that a collective is split into, so that it overlaps with computation. NxDI default: 2."""
     compilation_worker_count: Annotated[
         Count | None,
         Option(
@@ -714,23 +713,24 @@ class CompilerOptions(OptionGroup):
             graph=(),
         ),
     ] = None
-    """Graphs that are compiled at once. Each compiler takes some GB of host memory: lower it if the machine runs out.
-    The library's default is one for each graph."""
+    """Graphs that are compiled at once. Each compiler process takes some GB of host memory: lower it if the machine
+    runs out. Library default: one for each graph."""
     unroll: Annotated[
         Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True, computed=True)
     ] = None
-    """Layers in one compiled graph. Not set: all, which runs fastest and compiles longest. GPT-NeoX takes all."""
+    """Layers in one compiled graph. Default: all, which runs fastest and compiles longest. GPT-NeoX always takes
+    all."""
     multi_node: Annotated[
         bool, Option(env=("NEURON_MULTI_NODE",), to={"tnx": "fuse_mlp"}, tunes=True, computed=True)
     ] = False
-    """The old engine's graph defaults for a model on several machines: `fuse_mlp` and `mlp_out_weight_transpose` are
-    on unless set. A model on several machines is planned and not served: docs/neuron.md."""
+    """Graph defaults of the old engine for a model on several machines: turns `fuse_mlp` and `mlp_out_weight_transpose`
+    on unless they are set. Such a model can be planned, not served: docs/neuron.md."""
     override_neuron_config: Annotated[
         Object | None,
         Option(allowed=OBJECT, to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True),
     ] = None
-    """More keywords of the library's `NeuronConfig`, for what has no option here. They win over options; a name that
-    the installed library does not know is an error, and so is one that follows from an option."""
+    """Further keywords of the library's `NeuronConfig`, for settings without an option. They override options. A
+    keyword that the installed library does not have is an error, and so is one that follows from an option."""
 
 
 class ServingOptions(
@@ -751,17 +751,17 @@ class ServingOptions(
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of a sequence: the largest of `n_positions`."""
+        """Longest sequence in tokens: the largest of `n_positions`."""
         return self.n_positions[-1] if isinstance(self.n_positions, tuple) else self.n_positions
 
     @property
     def token_buckets(self) -> tuple[int, ...] | None:
-        """Lengths that decode graphs are compiled for, ascending; None unless `n_positions` was written as a list."""
+        """Lengths of the decode graphs, ascending; None unless `n_positions` is a list."""
         return self.n_positions if isinstance(self.n_positions, tuple) else None
 
     @property
     def weight_dtype(self) -> Literal["int8", "fp8"] | None:
-        """What `quantize` stores weights in."""
+        """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
 
 
@@ -777,7 +777,7 @@ def names_where(test: Callable[[Option], object]) -> frozenset[str]:
 
 
 def allowed_values(name: str) -> str:
-    """The values that an option takes, in words: ``auto, cpu, tnx or nxdi``."""
+    """The allowed values of an option in words: ``auto, cpu, tnx or nxdi``."""
     if words := option(name).allowed:
         return words
     *most, last = _choices(ServingOptions.model_fields[name].annotation)
@@ -803,4 +803,4 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 NAMES: Final[Mapping[str, str]] = {
     known: name for name in ServingOptions.model_fields for known in (name, *option(name).aliases)
 }
-"""Every name that an option can be written with, aliases included, to the field's name."""
+"""Every accepted name, aliases included, to the name of the field."""

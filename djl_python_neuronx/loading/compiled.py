@@ -25,12 +25,19 @@ from djl_python_neuronx.artifacts.store import (
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    BackendError,
+    UnknownFormatError,
+)
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
-from djl_python_neuronx.loading.fitting import flags_fit, graph_target
+from djl_python_neuronx.loading.fitting import graph_target
+from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.planning.loader import libraries
+from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +66,24 @@ class Compiled:
 
 def obtain(
     prepared: Prepared,
+    tokenizer: Tokenizer,
     *,
     environ: Mapping[str, str],
     listener: Callable[[CompileProgress], None] | None = None,
+    required: bool = False,
 ) -> Compiled:
-    """The compiled graphs for a prepared model; takes minutes to hours if they must be made.
+    """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
+
+    `tokenizer`: the model's own; a draft model has that of the model that it drafts for. `required`: refuse a model
+    whose graphs cannot be stored.
 
     Raises:
         ArtifactMismatchError: there are graphs, but for other settings; see `CompileStore.build`.
         ArtifactError: what is there is damaged, or cannot be read or stored.
         BackendError: the backend cannot compile the model.
     """
-    facts = _facts(prepared, environ)
+    plan = load_plan(prepared, tokenizer)
+    facts = _facts(prepared, plan, environ)
     options = {
         **prepared.options.model_dump(mode="json"),
         "model_loader": prepared.loader,
@@ -81,26 +94,28 @@ def obtain(
     compiler = backends.compiler(prepared.loader)
     if compiler is None:
         pass
-    elif reason := compiler.uncompilable(prepared.plan):
+    elif reason := compiler.uncompilable(plan):
+        if required:
+            msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
+            raise BackendError(msg)
         logger.warning("graphs_not_kept reason=%r", reason)
     else:
-        fits = prepared.fits and flags_fit(prepared.artifact, prepared.options, environ)
-        folder = prepared.artifact.compiled if fits else None
+        folder = prepared.artifact.compiled if prepared.fits else None
         named = _named(prepared, environ)
         if isinstance(named, Path):
             folder = folder or _checked(named, facts)
         elif folder is None:
             place = locate(named, _origin(prepared), environ, NEURON_CACHE)
             folder, cache_hit = _from_store(
-                prepared, place, facts, options, packages, environ=environ, listener=listener
+                prepared, plan, place, facts, options, packages, environ=environ, listener=listener
             )
         logger.info("compiled folder=%s", folder)
-    plan = replace(prepared.plan, foreign_graphs=folder is not None and not _is_ours(folder))
+    plan = replace(plan, foreign_graphs=folder is not None and not _is_ours(folder))
     return Compiled(folder, plan, facts, options, packages, cache_hit)
 
 
-def _facts(prepared: Prepared, environ: Mapping[str, str]) -> CompileFacts:
-    loader, plan = prepared.loader, prepared.plan
+def _facts(prepared: Prepared, plan: LoadPlan, environ: Mapping[str, str]) -> CompileFacts:
+    loader = prepared.loader
     wanted: dict[str, Any] = {}
     package, version = "none", ""
     if (compiler := backends.compiler(loader)) is not None:
@@ -182,6 +197,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _from_store(
     prepared: Prepared,
+    plan: LoadPlan,
     place: CompilePlace,
     facts: CompileFacts,
     options: Mapping[str, Any],
@@ -220,11 +236,11 @@ def _from_store(
             else str(_writable(Path(place.neff_cache), writable))
         )
         # The library is given the place that there is, not the option as it was written.
-        arguments = prepared.plan.arguments
+        arguments = plan.arguments
         placed = {**arguments.environment, URL_VARIABLE: cache}
         compile_guarded(
             prepared.loader,
-            replace(prepared.plan, arguments=replace(arguments, environment=placed)),
+            replace(plan, arguments=replace(arguments, environment=placed)),
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,11 +15,8 @@ from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
-from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options
-from djl_python_neuronx.planning.loader import NEURON_LOADERS
+from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
-
-logger = logging.getLogger(__name__)
 
 _FLAGS = "cc_flags"
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
@@ -69,36 +65,31 @@ def graph_target(machine: DeviceInfo, loader: str) -> str:
     return "cpu" if loader == "cpu" else machine.family or machine.instance_type or "unknown"
 
 
-def check_fit(
+def mismatch(
     artifact: Artifact, options: ServingOptions, loader: str, surroundings: Mapping[str, object]
-) -> bool:
-    """Whether what the folder has been compiled or cut for is what is wanted; of the compiler's flags see `flags_fit`.
+) -> ArtifactMismatchError | None:
+    """Compare what the folder was compiled or cut for with the options; for compiler flags see `flags_mismatch`.
 
-    `surroundings`: `target` (see `graph_target`), `library_version` and `compiler_version` where it is to be used. One
-    that is left out is not known and not compared.
-
-    Raises:
-        ArtifactMismatchError: it was compiled for other settings, and is not to be compiled again.
+    Returns None if both agree. `surroundings`: `target` (see `graph_target`), `library_version` and
+    `compiler_version` of the machine that will serve. One that is left out is unknown and not compared.
     """
-    if artifact.backend != loader or loader not in NEURON_LOADERS:
-        return False
     recorded: dict[str, object] = dict(artifact.compiled_for)
     wanted: dict[str, object] = {**graph_options(options, loader), **surroundings}
     if artifact.format == OwnOutput.name:
-        # It records all that there was: an option that it does not have was not set.
+        # It records all options: one that is missing was not set.
         recorded.pop(_FLAGS, None)
         recorded["target"] = read_manifest(artifact.path).facts.target
         names = {*recorded, *wanted} - (_SURROUNDINGS - surroundings.keys())
         recorded = {name: recorded.get(name) for name in names}
         wanted = {name: wanted.get(name) for name in names}
     else:
-        # Foreign formats know one length, the longest.
+        # Foreign formats record one length, the longest.
         wanted["n_positions"] = options.max_model_len
-    return _matches(artifact, options, recorded, wanted)
+    return _compare(artifact, recorded, wanted)
 
 
 def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
-    """The weights that a backend is to read. `fits`: see `check_fit`.
+    """The weights that a backend is to read. `fits`: the graphs are used (see `mismatch`).
 
     Raises:
         ArtifactNotFoundError: there are none.
@@ -110,34 +101,23 @@ def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
     return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
 
 
-def flags_fit(artifact: Artifact, options: ServingOptions, environ: Mapping[str, str]) -> bool:
-    """Whether the graphs of an output of this package were compiled with the environment's flags.
+def flags_mismatch(artifact: Artifact, flags: Mapping[str, object]) -> ArtifactMismatchError | None:
+    """Compare the compiler flags that an output of this package records with `flags` (see `graph_facts.flag_facts`).
 
-    Other formats do not record theirs.
-
-    Raises:
-        ArtifactMismatchError: they were not, and are not to be compiled again.
-        InvalidOptionError: `NEURON_CC_FLAGS` cannot be read.
+    Returns None if both agree. Other formats do not record theirs.
     """
     if artifact.format != OwnOutput.name:
-        return True
+        return None
     recorded = {_FLAGS: artifact.compiled_for.get(_FLAGS)}
-    return _matches(artifact, options, recorded, {_FLAGS: None, **flag_facts(environ)})
+    return _compare(artifact, recorded, {_FLAGS: None, **flags})
 
 
-def _matches(
-    artifact: Artifact,
-    options: ServingOptions,
-    recorded: Mapping[str, object],
-    wanted: Mapping[str, object],
-) -> bool:
+def _compare(
+    artifact: Artifact, recorded: Mapping[str, object], wanted: Mapping[str, object]
+) -> ArtifactMismatchError | None:
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in wanted.items()}
     try:
         replace(artifact, compiled_for=recorded).check_fit(wanted)
     except ArtifactMismatchError as error:
-        if options.on_mismatch == "error":
-            raise
-        differing = sorted(error.differences)
-        logger.warning("compiled_unused path=%s differs=%s", artifact.path, differing)
-        return False
-    return True
+        return error
+    return None

@@ -10,9 +10,8 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
-from djl_python_neuronx.loading.fitting import weights_to_load
+from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.intent import speculating
@@ -21,31 +20,26 @@ from djl_python_neuronx.types import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def load_plan(
-    options: ServingOptions,
-    artifact: Artifact,
-    tokenizer: Tokenizer,
-    arguments: LibraryArguments | None,
-    loader: str,
-    *,
-    fits: bool,
-) -> LoadPlan:
-    """The backend's orders.
-
-    `fits`: what the folder has been compiled or cut for is these options.
+def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
+    """Write the backend's plan for a prepared model.
 
     Raises:
-        ConfigError: the options are not filled in.
-        ArtifactError: there are no weights that the loader reads.
+        ConfigError: options are not filled in.
+        ArtifactError: the weights are absent or lie apart from their configuration.
+        IncompatibleOptionsError: the shapes contradict each other.
     """
+    artifact, options = prepared.artifact, prepared.options
+    arguments = prepared.planned.arguments
     max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
     if max_model_len is None or num_slots is None:
         msg = "n_positions and max_rolling_batch_size must be filled in first"
         raise ConfigError(msg)
     # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
     prefill_buckets = options.context_length_estimate or (max_model_len,)
-    weights = weights_to_load(artifact, loader, fits=fits)
-    degree = options.tensor_parallel_degree
+    weights = prepared.weights
+    if weights is None:
+        msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
+        raise ArtifactNotFoundError(msg)
     return LoadPlan(
         model_dir=_folder_to_load(artifact, weights),
         kind=weights.kind,
@@ -54,7 +48,8 @@ def load_plan(
         prefill_buckets=prefill_buckets,
         token_buckets=options.token_buckets or make_buckets(max_model_len),
         dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
-        tensor_parallel_degree=degree if isinstance(degree, int) and loader != "cpu" else 1,
+        tensor_parallel_degree=prepared.case.degree,
+        process_cores=prepared.process_cores,
         trust_remote_code=options.trust_remote_code,
         revision=options.revision,
         num_threads=options.cpu_threads,

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing
@@ -23,13 +22,13 @@ from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    BackendError,
     InvalidOptionError,
 )
 from djl_python_neuronx.loading.compiled import obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def compile_model(
     model_dir = fetch.local_folder(model, None)
     if model_dir is None:
         overrides = {"model_id": model, **overrides}
-    prepared = prepare(
+    prepared = prepare_or_raise(
         None,
         model_dir,
         environ=environ,
@@ -68,7 +67,8 @@ def compile_model(
         machine=machine,
         progress=progress.transfer,
     )
-    return _write(prepared, output, environ, weights, progress, overwrite=overwrite)
+    tokenizer = prepared.load_tokenizer()
+    return _write(prepared, tokenizer, output, environ, weights, progress, overwrite=overwrite)
 
 
 def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> Manifest:
@@ -77,7 +77,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     Raises:
         ServingError: what is wrong with the settings, the model, the machine or the output.
     """
-    prepared = prepare(properties, Path(properties["model_dir"]), environ=environ)
+    prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
         raise InvalidOptionError(
@@ -87,16 +87,17 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
             allowed="the folder or s3://bucket/key that the compiled model is to be written to",
         )
     schema = options.partition_schema or "safetensors"
-    if schema == "safetensors" and prepared.plan.kind not in {"safetensors", "presharded", "ranks"}:
-        plan = prepared.plan
+    held = prepared.weights
+    if schema == "safetensors" and held and held.kind not in {"safetensors", "presharded", "ranks"}:
         msg = (
-            f"partition_schema is safetensors, and the weights in {plan.model_dir} are not ({plan.kind}): neither "
+            f"partition_schema is safetensors, and the weights in {held.folder} are not ({held.kind}): neither "
             "library writes them anew. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
         )
         raise ArtifactError(msg)
     weights: WeightsInOutput = "none" if schema == "compile_only" else "link"
     return _write(
         prepared,
+        prepared.load_tokenizer(),
         options.save_mp_checkpoint_path,
         environ,
         weights,
@@ -108,6 +109,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
 
 def _write(
     prepared: Prepared,
+    tokenizer: Tokenizer,
     output: str,
     environ: Mapping[str, str],
     weights: WeightsInOutput,
@@ -122,21 +124,19 @@ def _write(
     else:
         layout = prepared.artifact.format
     to_s3 = _check_s3_output(prepared, output, environ, overwrite=overwrite)
-    compiler = backends.compiler(prepared.loader)
-    if compiler is not None and (reason := compiler.uncompilable(prepared.plan)):
-        msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
-        raise BackendError(msg)
     draft = prepared.draft
     # What is served elsewhere needs the draft model's weights too, or neither's.
     included = draft is not None and weights != "none"
     options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
-    compiled = obtain(prepared, environ=environ, listener=progress.compile)
+    compiled = obtain(
+        prepared, tokenizer, environ=environ, listener=progress.compile, required=True
+    )
 
     def write(destination: Path) -> Manifest:
         with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
             finished = Path(beside, DRAFT)
             if draft is not None and included:
-                _write(draft, str(finished), environ, weights, progress, overwrite=False)
+                _write(draft, tokenizer, str(finished), environ, weights, progress, overwrite=False)
             made = write_output(
                 _source(prepared),
                 destination,
@@ -217,10 +217,10 @@ def _text(value: object) -> object:
 
 
 def _source(prepared: Prepared) -> Path:
-    model, weights = prepared.artifact.path, prepared.plan.model_dir
-    if weights != model:
+    model, weights = prepared.artifact.path, prepared.weights
+    if weights is not None and weights.folder != model:
         msg = (
-            f"the model in {model} has its weights in {weights.name}/; expected them beside config.json. "
+            f"the model in {model} has its weights in {weights.folder.name}/; expected them beside config.json. "
             "Compile the checkpoint that it was made from"
         )
         raise ArtifactNotFoundError(msg)

@@ -1,9 +1,12 @@
-"""From settings to a model that can be loaded: fetched, recognised, judged, planned; nothing is on a device yet."""
+"""Preparation of a model: find it, choose the backend, fill in the options, plan, and judge all of it.
+
+A start, `compile`, DJL's partition script and `check` call `prepare`. Nothing is loaded onto a device.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,27 +18,31 @@ from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
-from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
-from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
+from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import shown
 from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactMismatchError,
+    ArtifactNotFoundError,
     BackendError,
     ConfigError,
     ServingError,
 )
+from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.loading.fitting import check_fit, graph_target, with_recorded
-from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning.advice import NOT_SERVED
 from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
-from djl_python_neuronx.planning.graph_facts import library_facts
+from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
 from djl_python_neuronx.planning.intent import drafting
-from djl_python_neuronx.planning.loader import choose_loader, libraries
+from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import ServingPlan, make_plan
@@ -43,10 +50,14 @@ from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
+"""Machines that a dry run plans for without a Neuron device: the first one whose runtime takes the degrees."""
+_DRAFT = "speculative_draft_model"
+
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Who wants to know how far a load has come; what nobody listens to is logged from time to time."""
+    """Progress callbacks for downloads and compilation. Without a callback, progress is logged periodically."""
 
     transfer: Progress | None = None
     """Downloads and uploads."""
@@ -58,31 +69,59 @@ SILENT = LoadProgress()
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model on this machine's disk and what is to be done with it."""
+    """A model with the settings, the machine and the plan to serve it with."""
 
     resolved: Resolved
-    """The options, filled in."""
+    """The settings, filled in."""
+    name: str
+    """The model, as the settings name it, or its folder."""
+    source: str
+    """The place of its configuration, for people."""
     artifact: Artifact
-    loader: str
-    machine: DeviceInfo
+    """Without weights where a dry run found config.json only."""
+    case: Case
     planned: ServingPlan
-    plan: LoadPlan
-    """The backend's orders."""
-    tokenizer: Tokenizer
+    weights: Weights | None
+    """The weights to load; None: they are absent or unusable, which only a dry run accepts."""
     fits: bool
-    """What the folder has been compiled or cut for is these options; False: it is not, or it is another backend's."""
-    draft: Prepared | None
+    """True if the folder holds graphs that were compiled for exactly these settings, versions and flags."""
+    draft: Prepared | None = None
     """The draft model, for the same slots and lengths."""
     role: Role = "model"
-    """What it is compiled as."""
+    """Role in the compile store."""
+    process_cores: int = 0
+    """NeuronCores that the model and its draft model share; 0 without a draft model."""
 
     @property
     def options(self) -> ServingOptions:
         """The options, filled in."""
         return self.resolved.options
 
+    @property
+    def loader(self) -> str:
+        """The backend."""
+        return self.case.backend
 
-def prepare(
+    @property
+    def machine(self) -> DeviceInfo:
+        """The machine, with the cores that this process may use."""
+        return self.case.machine
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer beside the model.
+
+        Raises:
+            ArtifactError: it is missing or damaged.
+        """
+        options = self.options
+        return load_tokenizer(
+            self.artifact.path,
+            trust_remote_code=options.trust_remote_code,
+            revision=options.revision,
+        )
+
+
+def prepare_or_raise(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     *,
@@ -91,208 +130,440 @@ def prepare(
     machine: DeviceInfo | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Resolve the settings, fetch the model, and see to it that both fit; downloads take minutes.
+    """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `machine`: to prepare for another one than this. `progress` gets the bytes of downloads, which else are logged.
+    `machine`: the one that will serve, if it is not this one. `progress`: callback for downloads.
 
     Raises:
-        ServingError: what is wrong with the settings, the model's files or the machine.
+        ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
     """
-    examined = examine(properties, model_dir, environ, overrides)
-    _log_settings(examined[0])
-    machine = machines.detect(environ=environ) if machine is None else machine
-    machine = machines.for_process(machine, environ)
-    if machine.assumed:
-        logger.warning("device_assumed reason=%r", machine.assumed)
-    limit = machines.core_limit(environ)
-    if limit is not None and (problem := limit.problem or limit.beyond(machine)):
-        logger.warning("core_limit reason=%r", problem)
-    return _prepare(examined, environ, machine, progress)
-
-
-def _prepare(
-    examined: tuple[Resolved, list[ConfigError]],
-    environ: Mapping[str, str],
-    machine: DeviceInfo,
-    progress: Progress | None,
-    drafts_for: Prepared | None = None,
-) -> Prepared:
-    """As `prepare`. `drafts_for`: it is the draft model of this one, whose tokenizer is its own."""
-    settings, problems = examined
-    try:
-        artifact, loader = _chosen(settings, machine, environ, progress)
-    except ServingError as error:
-        if not problems:
-            raise
-        raise ConfigError.collect([*problems, ConfigError(str(error))]) from error
-    recorded = with_recorded(settings, artifact, loader)
-    if drafts_for is not None:
-        recorded = replace(recorded, options=alone(recorded.options))
-    named_by_artifact = "speculative_draft_model" not in settings.origins
-    base = artifact.path if named_by_artifact else settings.options.model_dir
-    draft_dir = _fetch_draft(recorded, base, environ, progress)
-    draft = None
-    if draft_dir is not None:
-        draft = ModelFacts.from_config(read_json(draft_dir / fetch.CONFIG))
-    facts = ModelFacts.from_config(artifact.config, artifact.dtype)
-    resolved, case, unsuitable = assess(
-        recorded, Case(recorded.options, facts, machine, loader, draft)
-    )
-    _log_settings(resolved, told=settings)
-    if problems or unsuitable:
-        raise ConfigError.collect([*problems, *unsuitable])
-    planned = make_plan(case, artifact_format=artifact.format)
-    _log_plan(artifact, planned, facts)
-    options = resolved.options
-    fits = check_fit(artifact, options, loader, _surroundings(artifact, loader, machine))
-    tokenizer = _tokenizer(artifact, options) if drafts_for is None else drafts_for.tokenizer
-    plan = load_plan(options, artifact, tokenizer, planned.arguments, loader, fits=fits)
-    prepared = Prepared(resolved, artifact, loader, machine, planned, plan, tokenizer, fits, None)
-    if draft_dir is None or not drafting(options):
-        return prepared
-    return _with_draft(prepared, _prepare_draft(prepared, draft_dir, environ, progress))
-
-
-def _surroundings(artifact: Artifact, loader: str, machine: DeviceInfo) -> dict[str, object]:
-    """What graphs depend on beside options; empty where there are none."""
-    compiler = backends.compiler(loader)
-    if artifact.backend != loader or compiler is None:
-        return {}
-    return {
-        "target": graph_target(machine, loader),
-        "library_version": None,
-        **library_facts(loader),
-        "compiler_version": compiler.compiler_version(),
-    }
-
-
-def _with_draft(prepared: Prepared, draft: Prepared) -> Prepared:
-    cores = max(one.plan.tensor_parallel_degree for one in (prepared, draft))
-    return replace(
-        prepared,
-        plan=replace(prepared.plan, process_cores=cores),
-        draft=replace(draft, plan=replace(draft.plan, process_cores=cores)),
-    )
-
-
-def _prepare_draft(
-    prepared: Prepared, folder: Path, environ: Mapping[str, str], progress: Progress | None
-) -> Prepared:
-    """The draft model, as every model is prepared: what is compiled of it is used where it fits.
-
-    Its folder's `serving.properties` is for serving it, so it is not read.
-    """
-    settings = draft_settings(prepared.options, prepared.loader, str(folder.absolute()))
-    examined = examine(
-        None, None, sources.without_options(environ), settings, overrides_from=ORIGIN
-    )
-    try:
-        draft = _prepare(examined, environ, prepared.machine, progress, drafts_for=prepared)
-    except ServingError as error:
-        msg = f"the draft model (option.speculative_draft_model, {folder}): {error}"
-        raise ConfigError(msg) from error
-    # Graphs in a folder are somebody's choice. Those in the store are ours, of other lengths or another model's draft.
-    options = draft.options.model_copy(update={"on_mismatch": "recompile"})
-    return replace(draft, resolved=replace(draft.resolved, options=options), role="draft")
-
-
-def _tokenizer(artifact: Artifact, options: ServingOptions) -> Tokenizer:
-    return load_tokenizer(
-        artifact.path, trust_remote_code=options.trust_remote_code, revision=options.revision
-    )
-
-
-def _chosen(
-    resolved: Resolved,
-    machine: DeviceInfo,
-    environ: Mapping[str, str],
-    progress: Progress | None,
-) -> tuple[Artifact, str]:
-    """The model's files and the name of the backend that is to load them."""
-    artifact = _fetch(resolved, environ, progress)
-    loader = choose_loader(
-        resolved.options,
-        machine,
-        libraries(),
-        backends.names(),
-        artifact.backend,
-        artifact.model_type,
-    )
-    obstacle = backends.get(loader).supports(artifact)
-    if obstacle is not None:
-        msg = f"the {loader} backend cannot serve the model in {artifact.path}: {obstacle}"
-        raise BackendError(msg)
-    return artifact, loader
-
-
-def _fetch_draft(
-    resolved: Resolved,
-    base: Path | None,
-    environ: Mapping[str, str],
-    progress: Progress | None,
-) -> Path | None:
-    """The draft model's folder; `base` is where a relative name starts."""
-    name = resolved.options.speculative_draft_model
-    if name is None:
-        return None
-    return _fetched(name, "speculative_draft_model", base, resolved, environ, progress)
-
-
-def _fetch(resolved: Resolved, environ: Mapping[str, str], progress: Progress | None) -> Artifact:
-    model_id, model_dir = resolved.options.model_id, resolved.options.model_dir
-    if model_id is None:
-        return formats.detect(model_dir or Path(), origin="the model_dir argument")
-    folder = _fetched(model_id, "model_id", model_dir, resolved, environ, progress)
-    return formats.detect(folder, origin="option.model_id")
-
-
-def _fetched(
-    model_id: str,
-    option: str,
-    base: Path | None,
-    resolved: Resolved,
-    environ: Mapping[str, str],
-    progress: Progress | None,
-) -> Path:
-    """The local folder of the model that an option names; relative ones are in `base`."""
-    return fetch.fetch(
-        model_id,
+    problems = Problems()
+    settings = examine(properties, model_dir, environ, problems, overrides)
+    _log_settings(settings)
+    logged = _log_problems(problems)
+    prepared = prepare(
+        settings,
+        machines.detect(environ=environ) if machine is None else machine,
+        problems,
         environ=environ,
-        root=fetch.download_root(environ),
-        model_dir=base,
-        revision=resolved.options.revision if option == "model_id" else None,
+        named=machine is not None,
         progress=progress,
-        origin=f"option.{option}, {resolved.origins.get(option, 'default')}",
     )
+    if prepared is not None:
+        _log_settings(prepared.resolved, logged=settings)
+    _log_problems(problems, logged)
+    problems.raise_errors()
+    if prepared is None:
+        msg = "option.model_id is not set; expected a Hugging Face id, a folder or a URI"
+        raise ConfigError(msg)
+    _log_plan(prepared)
+    return prepared
 
 
-def _log_settings(resolved: Resolved, told: Resolved | None = None) -> None:
-    """Options that are not at their default and what is to be said of them, without what was `told` before.
+def prepare(
+    settings: Resolved,
+    machine: DeviceInfo,
+    problems: Problems,
+    *,
+    environ: Mapping[str, str],
+    fetch_weights: bool = True,
+    named: bool = False,
+    progress: Progress | None = None,
+) -> Prepared | None:
+    """Find the model, choose the backend, fill in the options, plan graphs and memory, and judge all of it.
 
-    In two steps, so that the log of a start that fails in between says where its settings came from.
+    Adds every error, warning and note to `problems`. Returns None if the model's configuration cannot be read.
+
+    Args:
+        settings: from `assess.examine`, with the options that are set.
+        machine: the machine that will serve.
+        problems: the collection for everything that is found.
+        environ: variables of the process that will serve.
+        fetch_weights: False for a dry run. It downloads no more than config.json, accepts absent weights, plans for
+            a Neuron machine where there is none, and imports no library.
+        named: `machine` is not this one, so that the libraries that are installed there are unknown.
+        progress: callback for downloads.
     """
-    before = set() if told is None else {(name, where) for name, _, where in told.explain()}
+    return _Preparation(machine, problems, environ, fetch_weights, named, progress).run(settings)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model that was found; see `Prepared`."""
+
+    name: str
+    source: str
+    artifact: Artifact
+    whole: bool
+    """False: config.json only."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts.from_config(self.artifact.config, self.artifact.dtype)
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """The arguments of one `prepare` that every step needs."""
+
+    machine: DeviceInfo
+    problems: Problems
+    environ: Mapping[str, str]
+    fetch_weights: bool
+    named: bool
+    progress: Progress | None
+
+    def run(self, settings: Resolved) -> Prepared | None:
+        options = settings.options
+        try:
+            model = self._find(options.model_id, options.model_dir, "model_id", settings)
+            if model is None:
+                return None
+            backend = self._choose_backend(options, model.artifact)
+            self._check_support(backend, model.artifact)
+        except ServingError as error:
+            self.problems.add_error(error)
+            return None
+        self._check_vocabulary(model, options)
+        # A draft model that an artifact records is relative to the artifact.
+        base = options.model_dir if _DRAFT in settings.origins else model.artifact.path
+        settings = self._with_recorded(settings, model.artifact, backend)
+        draft = self._find_draft(settings, base, weights_needed=model.whole)
+        machine = self._serving_machine(settings, backend)
+        return self._plan(settings, model, backend, machine, draft)
+
+    @property
+    def _here(self) -> bool:
+        """True if this is the Neuron machine that will serve."""
+        return self.machine.has_neuron and not self.named
+
+    def _find(
+        self,
+        model_id: str | None,
+        base: Path | None,
+        option: str,
+        settings: Resolved,
+        *,
+        weights_needed: bool = False,
+    ) -> _Model | None:
+        """Find the model that an option names, relative to `base`. Returns None if nothing names one.
+
+        Raises:
+            ServingError: it cannot be read; in a dry run only without config.json, or if `weights_needed`.
+        """
+        origin = f"option.{option}, {settings.origins.get(option, 'default')}"
+        revision = settings.options.revision if option == "model_id" else None
+        folder = fetch.local_folder(model_id, base)
+        if model_id is not None and self.fetch_weights:
+            folder = fetch.fetch(
+                model_id,
+                environ=self.environ,
+                root=fetch.download_root(self.environ),
+                model_dir=base,
+                revision=revision,
+                progress=self.progress,
+                origin=origin,
+            )
+        if folder is not None:
+            return self._detect(folder, model_id, origin, weights_needed=weights_needed)
+        if model_id is None:
+            return None
+        config = fetch.fetch_config(model_id, revision, self.environ, origin=origin)
+        if not isinstance(config.get("model_type"), str):
+            msg = f"{fetch.CONFIG} of {model_id!r} has no model_type; expected one such as 'llama'"
+            raise ArtifactError(msg)
+        source = f"{fetch.CONFIG} from {fetch.uri_scheme(model_id) or 'the hub'}"
+        return _without_weights(Path(model_id), model_id, source, config)
+
+    def _detect(
+        self, folder: Path, model_id: str | None, origin: str, *, weights_needed: bool
+    ) -> _Model:
+        name = model_id or str(folder)
+        try:
+            artifact = formats.detect(folder, origin="model_dir" if model_id is None else origin)
+            return _Model(name, str(folder), artifact, whole=True)
+        except ArtifactNotFoundError as error:
+            path = folder / fetch.CONFIG
+            if self.fetch_weights or not path.is_file():
+                raise
+            if weights_needed:
+                self.problems.add_error(error)
+            else:
+                self.problems.add("warning", f"{error} It is only planned")
+            return _without_weights(folder, name, str(path), read_json(path))
+
+    def _choose_backend(self, options: ServingOptions, artifact: Artifact) -> str:
+        """Choose the backend; a dry run only prefers libraries that are installed."""
+        installed = libraries()
+        if self.fetch_weights:
+            return choose_loader(
+                options,
+                self.machine,
+                installed,
+                backends.names(),
+                artifact.backend,
+                artifact.model_type,
+            )
+        if options.model_loader in {"cpu", *NEURON_LOADERS}:
+            return options.model_loader
+        if artifact.backend is not None:
+            return artifact.backend
+        if not self.machine.has_neuron and options.tensor_parallel_degree in {None, 1}:
+            return "cpu"
+        served = [name for name in NEURON_LOADERS if name not in NOT_SERVED]
+        candidates = [served, [*NEURON_LOADERS]]
+        if self._here:
+            ready = [
+                name for name in served if installed[NEURON_LOADERS[name]].state == "installed"
+            ]
+            candidates.insert(0, ready)
+        model_type = ModelFacts.from_config(artifact.config).model_type
+        chosen = (preferred(options, model_type, names) for names in candidates)
+        return next(filter(None, chosen), "tnx")
+
+    def _check_support(self, backend: str, artifact: Artifact) -> None:
+        """Refuse a model that the backend's own code rules out. A dry run skips it: it imports the library."""
+        if self.fetch_weights and (obstacle := backends.get(backend).supports(artifact)):
+            msg = f"the {backend} backend cannot serve the model in {artifact.path}: {obstacle}"
+            raise BackendError(msg)
+
+    def _check_vocabulary(self, model: _Model, options: ServingOptions) -> None:
+        """Report a missing tokenizer in a dry run; a start loads it."""
+        if self.fetch_weights or options.trust_remote_code or not model.whole:
+            return
+        folder = model.artifact.path
+        if not has_vocabulary(entry.name for entry in folder.iterdir()):
+            self.problems.add("error", no_tokenizer(folder))
+
+    def _with_recorded(self, settings: Resolved, artifact: Artifact, backend: str) -> Resolved:
+        try:
+            return fitting.with_recorded(settings, artifact, backend)
+        except ServingError as error:
+            self.problems.add_error(error)
+            return settings
+
+    def _serving_machine(self, settings: Resolved, backend: str) -> DeviceInfo:
+        """The machine with the cores that the environment leaves to this process, or an assumed machine."""
+        if backend == "cpu":
+            return machines.for_process(self.machine, self.environ)
+        machine = self.machine
+        if machine.assumed:
+            self.problems.add("note", machine.assumed)
+        if not machine.has_neuron and not self.fetch_weights:
+            machine = self._assumed_machine(settings.options)
+        machine = machines.for_process(machine, self.environ)
+        self._check_core_limit(machine, settings)
+        return machine
+
+    def _assumed_machine(self, options: ServingOptions) -> DeviceInfo:
+        candidates = [
+            machines.for_process(machines.named(name), self.environ) for name in ASSUMED_INSTANCES
+        ]
+        chosen = next((one for one in candidates if _takes_degrees(one, options)), candidates[0])
+        self.problems.add(
+            "note",
+            f"no Neuron device here: planned for {chosen.instance_type}, name another with --instance",
+        )
+        return chosen
+
+    def _check_core_limit(self, machine: DeviceInfo, settings: Resolved) -> None:
+        limit = machines.core_limit(self.environ)
+        if limit is None:
+            return
+        setting = settings.worker_variables.get(limit.name)
+        where = "environment" if setting is None else f"option.env, {setting.origin}"
+        if limit.problem is not None:
+            self.problems.add("warning", f"{limit.problem} ({where})")
+        elif beyond := limit.beyond(machine):
+            # The runtime of this machine is the judge of its own numbers: a container may count from 0.
+            self.problems.add("warning" if self._here else "error", f"{beyond} ({where})")
+        elif machine.limited_by is not None:
+            whole = f" of the {machine.neuron_cores}" if machine.neuron_cores else ""
+            self.problems.add(
+                "note",
+                f"{limit} ({where}) leaves {machine.visible_cores}{whole} NeuronCores: the plan counts these alone",
+            )
+
+    def _plan(
+        self,
+        settings: Resolved,
+        model: _Model,
+        backend: str,
+        machine: DeviceInfo,
+        draft: _Model | None,
+        role: Role = "model",
+    ) -> Prepared:
+        """Fill in the options, judge them and what the folder holds, and plan."""
+        draft_facts = None if draft is None else draft.facts
+        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        resolved, case = assess(settings, case, self.problems)
+        weights, fits = self._judge_graphs(model.artifact, case, role)
+        prepared = Prepared(
+            resolved=resolved,
+            name=model.name,
+            source=model.source,
+            artifact=model.artifact,
+            case=case,
+            planned=make_plan(case, artifact_format=model.artifact.format),
+            weights=weights,
+            fits=fits,
+            role=role,
+        )
+        if draft is None or not case.drafting or self.problems.errors:
+            return prepared
+        return self._with_draft(prepared, draft)
+
+    def _judge_graphs(
+        self, artifact: Artifact, case: Case, role: Role
+    ) -> tuple[Weights | None, bool]:
+        """Choose the weights, and compare what the folder was compiled for with the settings.
+
+        Returns the weights, and whether the folder's graphs can be used.
+        """
+        on_mismatch = case.options.on_mismatch
+        fits, refused = False, False
+        weights: Weights | None = None
+        try:
+            flags = {} if case.on_cpu else flag_facts(self.environ)
+            if artifact.backend == case.backend and not case.on_cpu:
+                known = self._surroundings(case)
+                mismatch = fitting.mismatch(artifact, case.options, case.backend, known)
+                self._report_mismatch(mismatch, artifact, on_mismatch)
+                fits = mismatch is None
+                refused = not fits and on_mismatch == "error"
+            if not refused and (artifact.weights or self.fetch_weights):
+                weights = fitting.weights_to_load(artifact, case.backend, fits=fits)
+            if fits:
+                mismatch = fitting.flags_mismatch(artifact, flags)
+                # Flags are the machine's, not the folder's: a draft model is compiled again for them.
+                on_mismatch = "recompile" if role == "draft" else on_mismatch
+                self._report_mismatch(mismatch, artifact, on_mismatch)
+                fits = mismatch is None
+        except ServingError as error:
+            self.problems.add_error(error)
+        return weights, fits
+
+    def _surroundings(self, case: Case) -> dict[str, object]:
+        """What graphs depend on beside options, as far as it is known of the machine that will serve."""
+        known: dict[str, object] = {}
+        if self.fetch_weights or self.machine.has_neuron:
+            known["target"] = fitting.graph_target(case.machine, case.backend)
+        if self.fetch_weights:
+            known["library_version"] = None
+            if (compiler := backends.compiler(case.backend)) is not None:
+                known["compiler_version"] = compiler.compiler_version()
+        elif self._here and (version := libraries()["neuronx-cc"].version) is not None:
+            known["compiler_version"] = version
+        return known | library_facts(case.backend) if self.fetch_weights or self._here else known
+
+    def _report_mismatch(
+        self, mismatch: ArtifactMismatchError | None, artifact: Artifact, on_mismatch: str
+    ) -> None:
+        if mismatch is None:
+            return
+        names = tuple(sorted(mismatch.differences))
+        if on_mismatch == "error":
+            self.problems.add_error(mismatch, names)
+        else:
+            message = (
+                f"what is compiled in {artifact.path} is not used: it differs in {', '.join(names)}, so that the "
+                "model is compiled again"
+            )
+            self.problems.add("warning", message, names)
+
+    def _find_draft(
+        self, settings: Resolved, base: Path | None, *, weights_needed: bool
+    ) -> _Model | None:
+        """Find the draft model. Returns None if none is named, or if it cannot be read."""
+        name = settings.options.speculative_draft_model
+        if name is None:
+            return None
+        own = replace(self, problems=Problems())
+        try:
+            return own._find(name, base, _DRAFT, settings, weights_needed=weights_needed)
+        except ServingError as error:
+            own.problems.add_error(error)
+            return None
+        finally:
+            self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
+
+    def _with_draft(self, prepared: Prepared, draft: _Model) -> Prepared:
+        """Prepare the draft model as every model; its folder's `serving.properties` is for serving it and unread."""
+        own = replace(self, problems=Problems())
+        wanted = draft_settings(prepared.options, prepared.loader, draft.name)
+        settings = examine(
+            None,
+            None,
+            sources.without_options(self.environ),
+            own.problems,
+            wanted,
+            overrides_from=ORIGIN,
+        )
+        try:
+            own._check_support(prepared.loader, draft.artifact)
+        except ServingError as error:
+            own.problems.add_error(error)
+        settings = own._with_recorded(settings, draft.artifact, prepared.loader)
+        settings = replace(settings, options=alone(settings.options))
+        other = own._plan(settings, draft, prepared.loader, prepared.machine, None, role="draft")
+        self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
+        if own.problems.errors:
+            return prepared
+        # Graphs in a folder are the user's choice. Those in the store are ours, of other lengths, or for another model.
+        options = other.options.model_copy(update={"on_mismatch": "recompile"})
+        cores = max(prepared.case.degree, other.case.degree)
+        other = replace(
+            other, resolved=replace(other.resolved, options=options), process_cores=cores
+        )
+        return replace(prepared, draft=other, process_cores=cores)
+
+
+def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> _Model:
+    artifact = Artifact(path, "huggingface", None, config, frozenset(), ())
+    return _Model(name, source, artifact, whole=False)
+
+
+def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
+    """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
+    degrees = [options.tensor_parallel_degree]
+    if drafting(options):
+        degrees.append(options.draft_model_tp_size)
+    legal = machines.legal_degrees(machine.family, machine.neuron_cores)
+    numbers = [degree for degree in degrees if isinstance(degree, int)]
+    return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
+
+
+def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
+    """Log the options and where they come from, except those already `logged`.
+
+    In two steps, so that the log of a start that fails in between has the origins of its settings.
+    """
+    before = set() if logged is None else {(name, where) for name, _, where in logged.explain()}
     for option, value, origin in resolved.explain():
         if (option, origin) not in before:
             level = logging.DEBUG if origin == "default" else logging.INFO
             logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
-    if told is None:
-        for key, doubt in resolved.suspicious.items():
-            logger.warning("option_suspicious name=%s reason=%r", key, doubt)
-        for option, reason in resolved.ignored.items():
-            logger.info("option_ignored name=%s reason=%r", option, reason)
-    for finding in resolved.findings[len(told.findings) if told else 0 :]:
-        level = logging.WARNING if finding.level == "warning" else logging.INFO
-        logger.log(level, "option_finding level=%s %s", finding.level, resolved.describe(finding))
+    for option, reason in resolved.ignored.items() if logged is None else ():
+        logger.info("option_ignored name=%s reason=%r", option, reason)
 
 
-def _log_plan(artifact: Artifact, planned: ServingPlan, facts: ModelFacts) -> None:
-    """What is about to be compiled and loaded, so that the log of a start that was killed tells why."""
+def _log_problems(problems: Problems, logged: Collection[Problem] = ()) -> tuple[Problem, ...]:
+    """Log warnings and notes, except those already `logged`; return all."""
+    for problem in problems:
+        if problem.level != "error" and problem not in logged:
+            level = logging.WARNING if problem.level == "warning" else logging.INFO
+            logger.log(level, "option_finding level=%s %s", problem.level, problem.message)
+    return tuple(problems)
+
+
+def _log_plan(prepared: Prepared) -> None:
+    """Log what will be compiled and loaded, so that the log of a start that is killed later has the reason."""
+    planned = prepared.planned
     logger.info(
         "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
         planned.loader,
-        artifact.format,
-        facts.num_parameters,
+        planned.format,
+        prepared.case.model.num_parameters,
         len(planned.graphs),
         planned.estimated_compile_s,
         f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",

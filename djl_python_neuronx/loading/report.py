@@ -60,7 +60,7 @@ Block = Table | Lines
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report in plain values, under the keys that docs/check.md lists."""
-    resolved, model, facts, plan = report.resolved, report.model, report.facts, report.plan
+    resolved, facts, plan = report.resolved, report.facts, report.plan
     explained = resolved.explain() if resolved else []
     return {
         "target": report.target,
@@ -69,17 +69,17 @@ def as_json(report: Report) -> dict[str, Any]:
         "errors": list(report.errors),
         "warnings": list(report.warnings),
         "notes": list(report.notes),
-        "findings": jsonable(report.findings),
+        "findings": jsonable(tuple(report.findings)),
         "options": {
             name: {"value": jsonable(value), "origin": origin} for name, value, origin in explained
         },
         "ignored": dict(resolved.ignored) if resolved else {},
         "model": None
-        if model is None
+        if report.prepared is None
         else {
-            "name": model.name,
-            "config": model.where,
-            "facts": {} if facts is None else jsonable(facts),
+            "name": report.prepared.name,
+            "config": report.prepared.source,
+            "facts": jsonable(facts),
         },
         "plan": None if plan is None else _plan_json(plan, report),
     }
@@ -152,10 +152,10 @@ def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False
 
 
 def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
-    plan, model, facts = report.plan, report.model, report.facts
-    if model is not None and facts is not None:
+    plan, prepared, facts = report.plan, report.prepared, report.facts
+    if prepared is not None and facts is not None:
         size = _count(facts.num_parameters)
-        yield f"model     {model.name}: {facts.model_type}, {size} parameters ({model.where})"
+        yield f"model     {prepared.name}: {facts.model_type}, {size} parameters ({prepared.source})"
     if plan is None:
         yield "none: it takes the model's config.json"
         return

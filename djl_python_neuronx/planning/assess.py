@@ -1,14 +1,15 @@
-"""Settings judged by the rules, first alone, then with the model and the machine."""
+"""Settings judged by the rules: first by themselves, then with the model and the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved, judge, read_settings
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import defaults, plan, suitability
@@ -23,21 +24,25 @@ def examine(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
+    problems: Problems,
     overrides: Mapping[str, str] = _NOTHING,
     *,
     file: Path | None = None,
     overrides_from: str = sources.COMMAND_LINE,
-) -> tuple[Resolved, list[ConfigError]]:
-    """Options from every source and every problem: `config.resolve.read_settings`, then the rules across options."""
-    resolved, problems = read_settings(
+) -> Resolved:
+    """Read the options from every source (`config.resolve.read_settings`) and judge their combinations."""
+    resolved, errors = read_settings(
         properties, model_dir, environ, overrides, file=file, overrides_from=overrides_from
     )
     resolved, conflicting = judge(resolved, conflicts(resolved.options))
-    return resolved, problems + conflicting
+    _add(resolved, [*errors, *conflicting], problems)
+    for key, doubt in resolved.suspicious.items():
+        problems.add("warning", f"{key}: {doubt}", (key,))
+    return resolved
 
 
-def assess(resolved: Resolved, case: Case) -> tuple[Resolved, Case, list[ConfigError]]:
-    """Settings and case with every option filled in that follows from the model and the machine, and all errors.
+def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
+    """Fill in every option that follows from the model and the machine, and judge the result.
 
     `case.options` are those of `resolved`, before they are filled in.
     """
@@ -51,7 +56,18 @@ def assess(resolved: Resolved, case: Case) -> tuple[Resolved, Case, list[ConfigE
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = plan.compile_minutes(plan.graphs(case), case.model, case.draft)
-    resolved, errors = judge(
-        resolved, suitability.findings(case, estimated_load_s=60 * minutes or None)
+    settled, errors = judge(
+        replace(resolved, findings=()),
+        suitability.findings(case, estimated_load_s=60 * minutes or None),
     )
-    return resolved, case, errors
+    _add(settled, errors, problems)
+    return replace(settled, findings=resolved.findings + settled.findings), case
+
+
+def _add(resolved: Resolved, errors: Iterable[ConfigError], problems: Problems) -> None:
+    concerned = {resolved.describe(finding): finding.names for finding in resolved.conflicts}
+    for error in errors:
+        for leaf in error.problems:
+            problems.add_error(leaf, concerned.get(str(leaf), ()))
+    for finding in resolved.findings:
+        problems.add(finding.level, resolved.describe(finding), finding.names)

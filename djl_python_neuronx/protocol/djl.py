@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.streams import BlockingQueue, OutputQueue
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import QueueFullError, ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
@@ -82,7 +82,7 @@ class Reply:
             self._pending.append(self._formatter.feed(delta))
         except Exception as error:
             logger.exception("format_failed request_id=%s", self.request_id)
-            self.fail(ServingError(f"the answer cannot be written ({type(error).__name__})"))
+            self.fail(unexpected(error))
 
     def fail(self, error: ServingError) -> None:
         """End the answer with an error from outside the engine."""
@@ -127,9 +127,15 @@ class Replies:
     def admit(self, row: Input) -> None:
         """Submit a request. If it is invalid, the error is its answer."""
         try:
-            self.rows.append(Reply(_submit(self._service, row, self._inbox)))
+            body, headers = read(row)
+            parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
+            self._service.loop.submit(parsed.request, self._inbox)
+            self.rows.append(Reply(parsed))
         except ServingError as error:
             self.rows.append(Rejection(error))
+        except Exception as error:
+            logger.exception("request_failed")
+            self.rows.append(Rejection(unexpected(error)))
 
     def collect(self, timeout_s: float) -> None:
         """Wait for deltas of unfinished requests, at most `timeout_s`, and feed them to their replies."""
@@ -164,15 +170,16 @@ def is_new(row: Input) -> bool:
     return bool(row.get_properties()) or row.contains_key("seed") or bool(row.get_as_bytes())
 
 
-def new_output(status: int = 200, message: str = "OK") -> Output:
-    """An empty `djl_python.Output`."""
+def unexpected(error: Exception) -> ServingError:
+    """The client's error for an exception that is a bug. The log has its text, which may hold parts of a prompt."""
+    return ServingError(f"the server failed on this request ({type(error).__name__})")
+
+
+def new_output(headers: Mapping[str, str], status: int = 200, message: str = "OK") -> Output:
+    """An `Output` without content; `headers` are HTTP headers."""
     from djl_python import Output
 
-    return Output(status, message)
-
-
-def with_headers(output: Output, headers: Mapping[str, str]) -> Output:
-    """Add HTTP headers to an output and return it."""
+    output = Output(status, message)
     for name, value in headers.items():
         output.add_property(name, value)
     return output
@@ -180,31 +187,16 @@ def with_headers(output: Output, headers: Mapping[str, str]) -> Output:
 
 def record_output(record: Record) -> Output:
     """A record as an output of the asynchronous mode."""
-    return with_headers(new_output(), record.headers).add(record.encode(), key="data")
+    return new_output(record.headers).add(record.encode(), key="data")
 
 
-def failure(error: ServingError, headers: Mapping[str, str] | None = None) -> Output:
+def failure(error: ServingError) -> Output:
     """An output for an error. Its message becomes the HTTP reason, and the log line of a failed load."""
-    output = with_headers(
-        new_output(error.status, _one_line(error)), headers or {"Content-Type": "application/json"}
-    )
-    return output.add(error_body(error), key="data")
+    record = Record.of(error)
+    output = new_output(record.headers, error.status, _one_line(error))
+    return output.add(record.body(), key="data")
 
 
 def _one_line(error: ServingError) -> str:
     """The message as an HTTP reason phrase, which must not have line breaks."""
     return " ".join(str(error).split())
-
-
-def _submit(service: Serving, row: Input, outlet: OutputQueue) -> ParsedRequest:
-    body, headers = read(row)
-    try:
-        parsed = service.parse(body, request_id=headers.get("requestid"), headers=headers)
-    except ServingError:
-        raise
-    except Exception as error:
-        logger.exception("request_failed")
-        msg = f"the request cannot be read ({type(error).__name__})"
-        raise ServingError(msg) from error
-    service.loop.submit(parsed.request, outlet)
-    return parsed

@@ -25,7 +25,7 @@ from djl_python_neuronx.protocol.djl import (
     new_output,
     read,
     record_output,
-    with_headers,
+    unexpected,
 )
 
 if TYPE_CHECKING:
@@ -64,18 +64,14 @@ class RollingBatchDoor:
             if inputs.get_properties().get("reset_rollingbatch") == "true":
                 self._abandon("reset by DJL Serving")
             if not inputs.is_batch():
-                return failure(
-                    RequestError("a call without batch_size in rolling batch mode; send a batch")
-                )
+                msg = "a call without batch_size in rolling batch mode; send a batch"
+                return failure(RequestError(msg))
             rows = inputs.get_batches()
             known = self.num_rows
             if len(rows) < known or any(is_new(row) != (i >= known) for i, row in enumerate(rows)):
                 self._abandon(f"{len(rows)} rows do not continue {known}")
-                return failure(
-                    ServingError(
-                        "the rows do not continue those of the last call; send all requests again"
-                    )
-                )
+                msg = "the rows do not continue those of the last call; send all requests again"
+                return failure(ServingError(msg))
             for row in rows[known:]:
                 self._replies.admit(row)
             return self._answer_rows()
@@ -89,7 +85,7 @@ class RollingBatchDoor:
     def _answer_rows(self) -> Output:
         replies = self._replies
         replies.collect(0.0 if any(row.ready for row in replies.rows) else self._wait_s)
-        output = new_output()
+        output = new_output({})
         for i, row in enumerate(replies.rows):
             record = row.take()
             output.add(record.encode(), key="data", batch_index=i)
@@ -130,12 +126,14 @@ class PlainDoor:
             return self._answer_batch(replies, deadline_s)
         reply = replies.rows[0]
         self._collect(replies, deadline_s, first=reply.stream)
-        if not reply.finished:
-            return self._answer_stream(replies, reply)
-        record = reply.take()
+        finished, record = reply.finished, reply.take()
         if record.error is not None:
-            return failure(record.error, record.headers)
-        return with_headers(new_output(), record.headers).add(record.data, key="data")
+            return failure(record.error)
+        output = new_output(record.headers)
+        if finished:
+            return output.add(record.data, key="data")
+        chunks = self._chunks(record.data, replies, reply)
+        return output.add_stream_content(chunks, output_formatter=None)
 
     def close(self) -> None:
         """Do nothing: no request outlives its call."""
@@ -158,19 +156,12 @@ class PlainDoor:
         self._collect(replies, deadline_s)
         records = [row.take() for row in replies.rows]
         types = {record.headers["Content-Type"] for record in records}
-        output = new_output().add_property(
-            "Content-Type", types.pop() if len(types) == 1 else "application/json"
+        output = new_output(
+            {"Content-Type": types.pop() if len(types) == 1 else "application/json"}
         )
         for i, record in enumerate(records):
             output.add(record.body(), key="data", batch_index=i)
         return output
-
-    def _answer_stream(self, replies: Replies, reply: Row) -> Output:
-        first = reply.take()
-        chunks = self._chunks(first.data, replies, reply)
-        return with_headers(new_output(), first.headers).add_stream_content(
-            chunks, output_formatter=None
-        )
 
     def _chunks(self, first: bytes, replies: Replies, reply: Row) -> Iterator[bytes]:
         """The stream from `first` on. Java has no time limit for it: the engine ends it, with an error if it fails."""
@@ -210,9 +201,7 @@ class AsyncDoor:
             yield record_output(Record.of(error))
         except Exception as error:
             logger.exception("request_failed")
-            yield record_output(
-                Record.of(ServingError(f"the request failed ({type(error).__name__})"))
-            )
+            yield record_output(Record.of(unexpected(error)))
         finally:
             if generation is not None:
                 generation.close()

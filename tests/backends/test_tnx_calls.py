@@ -10,7 +10,8 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.prepare import prepare
+from djl_python_neuronx.loading.load_plan import load_plan
+from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.report import calls
 from djl_python_neuronx.planning import machines
 from tests.backends import tnx_double
@@ -48,6 +49,6 @@ def test_the_backend_calls_what_check_says(
     overrides = {**SETTINGS, **settings}
     told = calls(check(str(TINY), environ={}, overrides=overrides, machine=MACHINE))
     assert told.keys() == methods
-    prepared = prepare(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
-    backends.get("tnx").load(prepared.plan).close()
+    prepared = prepare_or_raise(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
+    backends.get("tnx").load(load_plan(prepared, prepared.load_tokenizer())).close()
     assert told == tnx_double.CALLS

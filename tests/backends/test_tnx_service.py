@@ -21,8 +21,9 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
+from djl_python_neuronx.loading.load_plan import load_plan  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
-from djl_python_neuronx.loading.prepare import prepare  # noqa: E402
+from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
@@ -203,10 +204,12 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     """As the library's `save(sharded_weights=True)` leaves them, beside the tokenizer; and as the old container did."""
     prompt = "Monday Tuesday Wednesday"
     settings = {**BASE, "on_device_embedding": "true", "on_mismatch": "recompile"}
-    prepared = prepare(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
+    prepared = prepare_or_raise(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
-    backends.get("tnx").compile(replace(prepared.plan, presharded=True), cut)
+    backends.get("tnx").compile(
+        replace(load_plan(prepared, prepared.load_tokenizer()), presharded=True), cut
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)
     if layout == "lmi_aot":

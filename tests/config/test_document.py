@@ -15,6 +15,7 @@ from djl_python_neuronx.config.options import (
     option,
 )
 from djl_python_neuronx.config.sources import SAGEMAKER
+from djl_python_neuronx.planning.capabilities import LIBRARIES
 from tools import document
 
 PAGE, EXAMPLE = document.options_page(), document.example_file()
@@ -52,19 +53,18 @@ def test_the_contents_lead_to_the_sections():
 
 @pytest.mark.parametrize("name", ServingOptions.model_fields)
 def test_an_option_tells_its_values_names_variables_and_equivalents(name):
-    section, marker = SECTION[name], option(name)
+    section, marker = SECTION[name].replace("\n  ", " "), option(name)
     assert f"- Values: {allowed_values(name)}" in section
     assert "\n- Default: " in section
     for word in (*marker.aliases, *marker.env, *marker.to.values()):
         assert f"`{word}`" in section
-    library = re.search(r"^- Library: (.*)\.$", section, re.MULTILINE)
-    assert (library is not None) == bool(marker.to)
-    for loader in ("tnx", "nxdi") if library else ():
-        if loader in marker.to:
-            assert f"{loader} `{marker.to[loader]}`" in library[1]
-        else:
-            outcome = "left out" if marker.tunes else "refused"
-            assert f"{loader} none ({outcome})" in library[1]
+    for backend, library in LIBRARIES.items():
+        found = re.search(rf"^- (?:.*; )?{library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE)
+        assert (found is not None) == bool(marker.to)
+        if backend in marker.to:
+            assert found[1] == f"`{marker.to[backend]}`"
+        elif found:
+            assert found[1] == f"not supported ({'ignored' if marker.tunes else 'error'})"
 
 
 def taken(name, value):
@@ -109,6 +109,6 @@ def test_lines_fit_a_screen():
 
 def test_the_variables_that_overrule_the_file_are_named():
     variables = PAGE.partition("## Other variables")[2].partition("\n## ")[0]
-    overruling = set(re.findall(r"`([A-Z]+)_\*` ones overrule", variables))
+    overruling = set(re.findall(r"`([A-Z]+)_\*` ones override", variables))
     listed = set(re.findall(r"^\| `(\w+)`", variables, re.MULTILINE))
     assert {name for name in listed if name.partition("_")[0] in overruling} == set(SAGEMAKER)

@@ -24,8 +24,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading import check
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.assess import examine
-from tests.planning.settings import assess, complete, resolve
+from tests.planning.settings import assess, complete, examine, resolve
 
 TINY = {
     "model_type": "llama",

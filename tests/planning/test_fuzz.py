@@ -14,11 +14,10 @@ from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED,
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.assess import examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
-from tests.planning.settings import assess, resolve
+from tests.planning.settings import assess, examine, resolve
 
 MODELS = [
     json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "models").glob("*"))

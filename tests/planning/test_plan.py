@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import pytest
 
+from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import machines, memory
@@ -255,11 +256,12 @@ def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
     loader = "nxdi" if known.model_type in {"llama", "mixtral"} else "tnx"
     options = ServingOptions(model_id="owner/model", model_loader=loader)
     empty = Resolved(options, *(MappingProxyType({}) for _ in range(3)))
-    _, case, problems = assess(empty, Case(options, known, device, loader))
+    problems = Problems()
+    _, case = assess(empty, Case(options, known, device, loader), problems)
     plan = make_plan(case)
     degree = case.options.tensor_parallel_degree
     assert degree in machines.legal_degrees(device.family, device.visible_cores)
     if plan.memory.fits:
-        assert problems == []
+        assert problems.errors == ()
     else:
-        assert any("does not fit" in str(problem) for problem in problems)
+        assert any("does not fit" in error for error in problems.messages("error"))
