@@ -1,4 +1,4 @@
-"""SamplingParams: how a request wants its tokens chosen. The rules themselves are `engine.sampler`'s."""
+"""Sampling parameters of a request. The rules that apply them are in `engine.sampler`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _T = TypeVar("_T")
 
 
 def _rule(default: _T, allowed: str, holds: Callable[[float], bool], *types: type) -> _T:
-    """A field of SamplingParams that knows which values it takes."""
+    """A field of SamplingParams with its allowed values."""
     metadata = {"allowed": allowed, "holds": holds, "types": types or (int, float)}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; the defaults are greedy, and so is top_k 1.
+    """Parameters of sampling; the defaults are greedy, and so is top_k 1.
 
     Raises:
         RequestError: a value of the wrong type or out of its range, by name.
@@ -35,10 +35,10 @@ class SamplingParams:
     seed: int | None = _rule(None, "an integer from 0 to 2**64 - 1", lambda v: 0 <= v < 2**64, int)
 
     WIRE_NAMES: ClassVar[tuple[str, ...]]
-    """What requests call the fields: every protocol reads the parameters by these names."""
+    """Names of the fields in requests; every protocol reads the parameters by these names."""
 
     def __post_init__(self) -> None:
-        """Refuse what no rule can honour."""
+        """Refuse values out of range."""
         for rule in fields(self):
             value = getattr(self, rule.name)
             if value is None and rule.default is None:
@@ -55,7 +55,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """The parameters among a request's `values`; other names are the caller's, None counts as left out."""
+        """The parameters among a request's `values`; other names are ignored here, and None counts as left out."""
         return cls(
             **{name: values[name] for name in cls.WIRE_NAMES if values.get(name) is not None}
         )

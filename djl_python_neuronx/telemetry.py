@@ -114,9 +114,9 @@ class Recorder:
         self._generated.inc(num_tokens)
         if info is None:
             return
-        self._reencoded.inc(info.num_reencoded)
-        if info.drafts_s:
-            self._metrics["draft_seconds"].observe(info.drafts_s)
+        self._reencoded.inc(info.num_reprefilled)
+        if info.draft_s:
+            self._metrics["draft_seconds"].observe(info.draft_s)
         if info.draft_error is not None:
             self._metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:

@@ -133,8 +133,8 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
         with env.applied(plan.arguments, max(plan.tensor_parallel_degree, plan.process_cores)):
             model = construct(_weights_of(plan, compiled))
             _limit_threads()
-            if plan.num_drafts:
-                model.enable_speculative_decoder(plan.num_drafts + 1, [plan.num_slots])
+            if plan.num_speculative_tokens:
+                model.enable_speculative_decoder(plan.num_speculative_tokens + 1, [plan.num_slots])
             if compiled is not None:
                 model.load(str(compiled))
             model.to_neuron()
