@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.protocol.lmi import JsonFormatter, LinesFormatter
+from djl_python_neuronx.protocol.base import Formatter, ParseContext
+from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import GenerationRequest
@@ -135,9 +136,9 @@ class TableTokenizer:
         """There are none."""
         return None
 
-    def encode(self, text: str) -> list[int]:
-        """Not used: prompts are ids here."""
-        raise NotImplementedError
+    def encode(self, text: str) -> list[int]:  # noqa: ARG002
+        """One token: the prompts are ids here."""
+        return [0]
 
     def encode_chat(self, messages: Any) -> list[int]:  # noqa: ANN401
         """Not used."""
@@ -216,27 +217,19 @@ def _generate(
     """Run a full batch to its end through loop, text and formatter; CPU seconds of the process."""
     sampling = sampling or SETTINGS[case.setting]
     random = np.random.default_rng(1)
-    loop = EngineLoop(
-        Engine(backend),
-        TableTokenizer(case.vocab),
-        max_waiting=0,
-        observer=Recorder(Metrics()),
-    )
-    lines = case.format == "jsonlines"
+    tokenizer = TableTokenizer(case.vocab)
+    loop = EngineLoop(Engine(backend), tokenizer, max_waiting=0, observer=Recorder(Metrics()))
+    body = {"inputs": "-", "stream": case.format == "jsonlines"}
     inbox = BlockingQueue()
-    formatters: dict[str, JsonFormatter | LinesFormatter] = {}
-    requests = []
+    formatters: dict[str, Formatter] = {}
+    requests: list[GenerationRequest] = []
     for i in range(case.batch):
-        name = str(i)
+        parsed = LmiProtocol().parse(body, ParseContext(tokenizer, request_id=str(i)))
         prompt = random.integers(0, case.vocab, PROMPT_LEN).tolist()
         requests.append(
-            GenerationRequest(name, prompt, sampling, max_new_tokens=num_tokens, logprobs=lines)
+            replace(parsed.request, prompt_ids=prompt, sampling=sampling, max_new_tokens=num_tokens)
         )
-        formatters[name] = (
-            LinesFormatter("", details=False, full_text=False, sse=False)
-            if lines
-            else JsonFormatter("", details=False, full_text=False)
-        )
+        formatters[str(i)] = parsed.formatter
     for request in requests:
         loop.submit(request, inbox)
     loop.start()

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose.
+"""All errors that this package raises, as a tree.
 
 * ServingError                          500
   + ConfigError(ValueError)             500  collects every problem of a configuration, then raises once
@@ -23,8 +23,8 @@
     - RequestTimeoutError               408
     - RequestAbortedError               499
 
-A message says what is wrong, what was expected and what to do. Prompts and payloads never enter a message.
-`status` is what HTTP and DJL answer; `code` is the stable word for logs, metrics and error bodies.
+A message names what is wrong, what was expected and what to do. It never contains prompts or payloads.
+`status` is the HTTP status, also under DJL Serving; `code` is a stable name for logs, metrics and error bodies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import ClassVar
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'top_p'?``, or an empty string when nothing is near."""
+    """A hint such as ``; did you mean 'top_p'?``, or an empty string if no known name is similar."""
     if len(name) > 64:
         return ""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
@@ -43,14 +43,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class ServingError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of all errors of this package."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "serving_error"
 
 
 class ConfigError(ServingError, ValueError):
-    """One or more settings cannot be used; `problems` holds each of them."""
+    """One or more invalid settings, listed in `problems`."""
 
     code = "config_error"
 
@@ -60,7 +60,7 @@ class ConfigError(ServingError, ValueError):
 
     @staticmethod
     def collect(problems: Sequence[ConfigError]) -> ConfigError:
-        """One error that lists all of `problems`; a single problem is returned as it is."""
+        """Returns one error that lists all of `problems`, or the problem itself if there is one."""
         flat = [leaf for problem in problems for leaf in problem.problems]
         if len(flat) == 1:
             return flat[0]
@@ -69,7 +69,7 @@ class ConfigError(ServingError, ValueError):
 
 
 class UnknownOptionError(ConfigError):
-    """An option that the user wrote and that does not exist here."""
+    """An option set by the user that does not exist."""
 
     code = "unknown_option"
 
@@ -96,37 +96,37 @@ class InvalidOptionError(ConfigError):
 
 
 class IncompatibleOptionsError(ConfigError):
-    """Options that are each fine but not together, or not with this model or machine."""
+    """Options that are valid alone, but not together or not with this model or machine."""
 
     code = "incompatible_options"
 
 
 class ArtifactError(ServingError):
-    """A model folder that cannot be used."""
+    """An unusable model folder."""
 
     code = "artifact_error"
 
 
 class ArtifactNotFoundError(ArtifactError, FileNotFoundError):
-    """The model, or a file that it needs, is not there."""
+    """The model, or one of its files, does not exist."""
 
     code = "artifact_not_found"
 
 
 class ArtifactAccessError(ArtifactError):
-    """The model is there but cannot be read."""
+    """The model exists but cannot be read."""
 
     code = "artifact_access"
 
 
 class UnknownFormatError(ArtifactError):
-    """A folder that matches no known format; the message lists what was looked for and found."""
+    """A folder of no known format; the message lists the expected and the existing files."""
 
     code = "unknown_format"
 
 
 class ArtifactMismatchError(ArtifactError):
-    """What was compiled differs from what is asked for; `differences` maps key to (compiled, wanted)."""
+    """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted)."""
 
     code = "artifact_mismatch"
 
@@ -142,14 +142,14 @@ class ArtifactMismatchError(ArtifactError):
 
 
 class BackendError(ServingError):
-    """The backend cannot do what was asked. `fatal` means that it will never work again."""
+    """A failure of the backend. If `fatal`, the backend cannot be used any more."""
 
     code = "backend_error"
     fatal: bool = False
 
 
 class BackendUnavailableError(BackendError):
-    """The backend's library or device is missing, or the engine has died."""
+    """The backend's library or device is missing, or the engine has failed."""
 
     status = 503
     code = "backend_unavailable"
@@ -162,34 +162,34 @@ class CompileError(BackendError):
 
 
 class DeviceMemoryError(BackendError):
-    """The model or its cache does not fit; DJL takes 507 as out of memory."""
+    """The model or its cache does not fit into device memory. DJL reads 507 as out of memory."""
 
     status = 507
     code = "device_memory"
 
 
 class StepError(BackendError):
-    """One device call failed; the sequences in it are lost, nobody else's."""
+    """One device call failed. Only the sequences of that call are lost."""
 
     status = 424
     code = "step_error"
 
 
 class RequestError(ServingError, ValueError):
-    """The request cannot be served as it is."""
+    """An invalid request."""
 
     status = 400
     code = "bad_request"
 
 
 class UnsupportedParameterError(RequestError):
-    """A parameter that is unknown, or that this deployment cannot honour."""
+    """A parameter that is unknown, or not supported by this deployment."""
 
     code = "unsupported_parameter"
 
 
 class PromptTooLongError(RequestError):
-    """More prompt tokens than the largest prefill bucket or the slot can hold."""
+    """A prompt with more tokens than the largest prefill bucket or the slot holds."""
 
     status = 413
     code = "prompt_too_long"
@@ -203,7 +203,7 @@ class BodyTooLargeError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is full; `retry_after_s` goes into the Retry-After header."""
+    """The waiting queue is full. `retry_after_s` is the value of the Retry-After header."""
 
     status = 503
     code = "queue_full"
@@ -211,14 +211,14 @@ class QueueFullError(RequestError):
 
 
 class RequestTimeoutError(RequestError):
-    """The request waited longer than it may for a free slot."""
+    """The request waited too long for a free slot."""
 
     status = 408
     code = "request_timeout"
 
 
 class RequestAbortedError(RequestError):
-    """The request was given up: by its client, by a reset, or because the server stops."""
+    """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
 
     status = 499
     code = "request_aborted"

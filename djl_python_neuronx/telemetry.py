@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
     "padding_tokens_total": Metric("counter", "Padding computed in prefills, in tokens."),
     "reencoded_tokens_total": Metric(
-        "counter", "Cached tokens prefilled again because a request joined a static batch."
+        "counter", "Tokens prefilled again when a request joins a static batch."
     ),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
@@ -62,7 +62,7 @@ METRICS: dict[str, Metric] = {
     "slots_in_use": Metric("gauge", "Sequences with a slot."),
     "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
     "compile_cache_hits_total": Metric(
-        "counter", "Compiled models found on this machine or in the remote store."
+        "counter", "Compiled models found in the store, local or remote."
     ),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "load_seconds": Metric("gauge", "Time to load the model."),

@@ -1,9 +1,11 @@
-"""The benchmark that compares two checkouts still runs, on the smallest case."""
+"""The benchmarks start, and `host_cost.py` compares two checkouts."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,3 +24,11 @@ def test_host_cost_of_a_pair_of_checkouts():
     assert worst["worst"] == "500/2/greedy/flat/json"
     assert worst["ratio"] == max(row["critical_us_ratio"], row["total_us_ratio"])
     assert ran.returncode == (0 if worst["met"] else 1), ran.stderr
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
+def test_a_benchmark_starts(script):
+    ran = subprocess.run(
+        [sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -140,7 +140,7 @@ def architectures_page() -> str:
     for name in columns:
         for note in _notes(name):
             whose.setdefault(note, []).append(name)
-    notes = "".join(f"- {', '.join(names)}: {note}.\n" for note, names in whose.items())
+    notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
     return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes])
 
 
@@ -257,14 +257,13 @@ def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
 
 def _section(name: str, text: str) -> str:
     wrapped = "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
-    facts = "".join(
-        textwrap.fill(
-            fact, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
-        )
-        + "\n"
-        for fact in _facts(name, option(name))
-    )
+    facts = "".join(map(_bullet, _facts(name, option(name))))
     return f"### {name}\n\n{wrapped}\n\n{facts}"
+
+
+def _bullet(text: str) -> str:
+    wrapped = textwrap.wrap(text, 116, break_on_hyphens=False)
+    return "- " + "\n  ".join(wrapped) + "\n"
 
 
 def _facts(name: str, marker: Option) -> Iterator[str]:

@@ -53,20 +53,20 @@ class ModelSpec:
     largest_top_k: int | None = None
     """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
-    """The top_k of a row that sets none (0), at most `largest_top_k`, or None if the device cannot sample such a row."""
+    """The top_k of a row that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
     fixed_sampling: tuple[float, float, float] | None = None
     """The compiled top_k, top_p and temperature of a device that samples every row alike, else None."""
     mixed_steps: bool = False
     """Prompt chunks and decodes can run in one call."""
     joins: Literal["free", "reprefill"] = "free"
-    """`reprefill`: static batching, where a new sequence costs every running one a re-prefill, so that new ones gather."""
+    """`reprefill`: static batching, where a new sequence costs every running one a re-prefill; so new ones gather."""
     cache_buckets: tuple[int, ...] = ()
     """With `mixed_steps`: ascending numbers of cache columns that graphs exist for, counted over all sequences of a
     step; empty: graphs do not depend on them."""
     cache_block: int = 1
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
     num_speculative_tokens: int = 0
-    """Draft tokens that a decode can verify after each row's own token; its rows then have one column more than that."""
+    """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
     can_fork: bool = False
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
@@ -179,7 +179,8 @@ class Backend(Protocol):
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Reserve a slot for a prompt.
 
-        Returns the number of its tokens already in the cache: at most all but the last, which gives the first new token.
+        Returns how many of its tokens are already in the cache: at most all but the last, which gives the first new
+        token.
 
         Raises:
             StepError, DeviceMemoryError: the device failed; nothing is reserved.

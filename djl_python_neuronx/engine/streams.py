@@ -118,12 +118,8 @@ class Generation:
             self._finish()
         return delta
 
-    async def aclose(self) -> None:
-        """Abort the request if it is not finished; idempotent."""
-        self.close()
-
     def close(self) -> None:
-        """Same as `aclose`, for callers that cannot wait."""
+        """Abort the request if it is not finished; idempotent."""
         if not self._finished:
             self._finish()
             self._queue.put_nowait(None)

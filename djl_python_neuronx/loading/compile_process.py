@@ -1,7 +1,7 @@
-"""A compile in a process of its own, which ends with this one, and how far it has come.
+"""Compile in a child process that ends with this one, and report its progress.
 
-The libraries start pools and compilers that nobody ends when their parent is killed; under the guard all of them go.
-The cores and the memory that a compile takes are free again before the model is loaded.
+The libraries start worker pools and compilers that survive a killed parent; the guard ends all of them. The cores and
+the memory of a compile are free again before the model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
 
-# As multiprocessing's "spawn" does it, which knows no guard: the path first, so that the rest can be imported.
+# Like multiprocessing's "spawn", which has no guard: the path first, so that the rest can be imported.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
     "from djl_python_neuronx.loading.compile_process import _main; _main()"
@@ -56,23 +56,23 @@ _ERRORS: Mapping[str, type[ServingError]] = {
         IncompatibleOptionsError,
     )
 }
-"""What a compile can end with, beside `CompileError`, that is made of its message alone."""
+"""Errors of a compile beside `CompileError`, each made of its message alone."""
 
 
 @dataclass(frozen=True)
 class CompileProgress:
-    """How far a compile has come."""
+    """Progress of a compile."""
 
     num_done: int
     num_graphs: int
     elapsed_s: float
     remaining_s: float
-    """An estimate: of the plan before the first graph is done, then by the pace so far."""
+    """Estimate: the plan's until the first graph is done, then by the pace so far."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a compile will take, and who wants to know."""
+    """The expected size and duration of a compile, and the callback for its progress."""
 
     num_graphs: int
     seconds: float
@@ -83,11 +83,11 @@ class Forecast:
 class _Job:
     backend: str
     search_path: tuple[str, ...]
-    """Where this process finds its backends."""
+    """The search path of `backends`."""
     plan: LoadPlan
     target: Path
     outcome: Path
-    """Where to write what went wrong."""
+    """File for the error of a failed compile."""
     log_level: str
 
 
@@ -127,7 +127,7 @@ def _run(job: _Job, environ: Mapping[str, str]) -> int:
         try:
             process.communicate(content)
         except BrokenPipeError:
-            process.wait()  # it has ended before it read; the status tells
+            process.wait()  # it ended before it read; the status is the result
     finally:
         if process.poll() is None:
             process.terminate()
@@ -145,9 +145,8 @@ def _failure(backend: str, outcome: Path, status: int) -> ServingError:
         else f"ended with status {status}"
     )
     return CompileError(
-        f"the compile for the backend {backend} {ended} before it could say why; the lines above are its own. "
-        "Killed by the system, it has run out of memory: lower compilation_worker_count. Start again, finished "
-        "graphs are kept"
+        f"the compile for the backend {backend} {ended} without an error message; see its output above. "
+        "If the system killed it, memory ran out: lower compilation_worker_count. Finished graphs are kept; start again"
     )
 
 
@@ -168,31 +167,31 @@ def _main() -> None:
 
 
 class _Watch:
-    """Tells how many graphs are done, from time to time, as the libraries do not."""
+    """Reports the number of finished graphs periodically, which the libraries do not."""
 
     def __init__(self, target: Path, neff_cache: Path | None, forecast: Forecast) -> None:
         self._target, self._cache, self._forecast = target, neff_cache, forecast
         self._started_s, self._since = time.monotonic(), time.time()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="compile-watch", daemon=True)
-        self._told = -1
+        self._thread = threading.Thread(target=self._watch, name="compile-watch", daemon=True)
+        self._reported = -1
         self._logged_s = self._started_s
 
     def __enter__(self) -> _Watch:
-        self._tell()
+        self._report()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
-        self._tell()
+        self._report()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_EVERY_S):
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now_s, total = time.monotonic(), self._forecast.num_graphs
         elapsed_s, done = now_s - self._started_s, min(self._num_done(), total)
         expected_s = (
@@ -201,15 +200,15 @@ class _Watch:
         progress = CompileProgress(done, total, elapsed_s, max(0.0, expected_s))
         if self._forecast.listener is not None:
             self._forecast.listener(progress)
-        if done != self._told or now_s - self._logged_s >= _LOG_EVERY_S:
-            self._told, self._logged_s = done, now_s
+        if done != self._reported or now_s - self._logged_s >= _LOG_EVERY_S:
+            self._reported, self._logged_s = done, now_s
             logger.info(
                 "compile_progress graph=%d/%d elapsed_s=%.0f remaining_s=%.0f",
                 done, total, elapsed_s, progress.remaining_s,
             )  # fmt: skip
 
     def _num_done(self) -> int:
-        """Graphs that were saved, or that the compiler has put into its cache since the start."""
+        """Number of graphs saved, or put into the compiler's cache since the start."""
         saved = sum(1 for _ in self._target.rglob("*.neff"))
         if self._cache is None:
             return saved
@@ -218,7 +217,7 @@ class _Watch:
 
 
 def _written_s(path: Path) -> float:
-    """Seconds since 1970; 0 if it has just gone."""
+    """Seconds since 1970; 0 if the file is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

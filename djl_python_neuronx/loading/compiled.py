@@ -1,4 +1,4 @@
-"""The compiled graphs of a prepared model: the folder's own, those that an option names, the store's, or made now."""
+"""Compiled graphs of a prepared model: from its folder, from `compiled_graph_path`, from the compile store, or new."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
     CompileStore,
+    OnMismatch,
     copy_once,
     locate,
 )
@@ -37,6 +38,7 @@ from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.planning.loader import libraries
+from djl_python_neuronx.planning.plan import ServingPlan
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,20 +50,19 @@ _OPTION = "option.compiled_graph_path"
 
 @dataclass(frozen=True)
 class Compiled:
-    """Graphs that fit a prepared model."""
+    """Graphs that fit a prepared model, and what they were compiled for."""
 
     folder: Path | None
-    """None: the backend compiles none."""
+    """None: the backend compiles nothing, or `load` makes the graphs."""
     plan: LoadPlan
-    """The backend's orders to load them."""
+    """The backend's plan to load them."""
     facts: CompileFacts
-    """What they depend on."""
     options: Mapping[str, Any]
-    """All options in force, as JSON has them."""
+    """All options in force, as JSON values."""
     packages: Mapping[str, str]
-    """Versions of the libraries."""
+    """Versions of the installed libraries."""
     cache_hit: bool | None = None
-    """Whether the compile cache had the graphs; None if they were not looked up there."""
+    """Whether the compile store had the graphs; None: they were not looked up there."""
 
 
 def obtain(
@@ -83,35 +84,29 @@ def obtain(
         BackendError: the backend cannot compile the model.
     """
     plan = load_plan(prepared, tokenizer)
-    facts = _facts(prepared, plan, environ)
-    options = {
-        **prepared.options.model_dump(mode="json"),
-        "model_loader": prepared.loader,
-    }
-    packages = _packages()
-    folder: Path | None = None
-    cache_hit: bool | None = None
+    options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.loader}
+    compiled = Compiled(None, plan, _facts(prepared, plan, environ), options, _packages())
     compiler = backends.compiler(prepared.loader)
     if compiler is None:
-        pass
-    elif reason := compiler.uncompilable(plan):
+        return compiled
+    if reason := compiler.uncompilable(plan):
         if required:
             msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
             raise BackendError(msg)
         logger.warning("graphs_not_kept reason=%r", reason)
-    else:
-        folder = prepared.artifact.compiled if prepared.fits else None
-        named = _named(prepared, environ)
-        if isinstance(named, Path):
-            folder = folder or _checked(named, facts)
-        elif folder is None:
-            place = locate(named, _origin(prepared), environ, NEURON_CACHE)
-            folder, cache_hit = _from_store(
-                prepared, plan, place, facts, options, packages, environ=environ, listener=listener
-            )
-        logger.info("compiled folder=%s", folder)
-    plan = replace(plan, foreign_graphs=folder is not None and not _is_ours(folder))
-    return Compiled(folder, plan, facts, options, packages, cache_hit)
+        return compiled
+    folder = prepared.artifact.compiled if prepared.fits else None
+    cache_hit: bool | None = None
+    named = _named(prepared, environ)
+    if isinstance(named, Path):
+        folder = folder or _checked(named, compiled.facts)
+    elif folder is None:
+        origin = prepared.resolved.origins.get("compiled_graph_path", _OPTION)
+        place = locate(named, origin, environ, NEURON_CACHE)
+        folder, cache_hit = _from_store(prepared, compiled, place, environ, listener)
+    logger.info("compiled folder=%s", folder)
+    plan = replace(plan, foreign_graphs=not _is_ours(folder))
+    return replace(compiled, folder=folder, plan=plan, cache_hit=cache_hit)
 
 
 def _facts(prepared: Prepared, plan: LoadPlan, environ: Mapping[str, str]) -> CompileFacts:
@@ -119,11 +114,8 @@ def _facts(prepared: Prepared, plan: LoadPlan, environ: Mapping[str, str]) -> Co
     wanted: dict[str, Any] = {}
     package, version = "none", ""
     if (compiler := backends.compiler(loader)) is not None:
-        wanted = {
-            **graph_options(prepared.options, loader),
-            **library_facts(loader),
-            **flag_facts(environ),
-        }
+        wanted = graph_options(prepared.options, loader)
+        wanted |= library_facts(loader) | flag_facts(environ)
         package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
@@ -148,12 +140,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _origin(prepared: Prepared) -> str:
-    return prepared.resolved.origins.get("compiled_graph_path", _OPTION)
-
-
 def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
-    """What `compiled_graph_path` names: a folder of saved graphs, as a local path, or else a place to keep compiles."""
+    """Resolve `compiled_graph_path`: a `Path` is a local folder of saved graphs, a `str` a place to store compiles."""
     value = prepared.options.compiled_graph_path
     if value is None:
         return None
@@ -164,18 +152,18 @@ def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
         root = fetch.download_root(environ)
         return fetch.fetch(value, environ=environ, root=root, everything=True, origin=_OPTION)
     if fetch.uri_scheme(value):
-        return value  # `locate` says what is wrong with it, or takes file://
+        return value  # `locate` takes file:// and refuses others
     folder = (prepared.options.model_dir or Path()).absolute() / Path(value).expanduser()
     try:
         if detect_graphs(folder, origin=_OPTION).kind == "neff":
             return folder
     except (ArtifactNotFoundError, UnknownFormatError):
-        pass  # a cache that is empty yet
+        pass  # an empty cache
     return str(folder)
 
 
 def _checked(folder: Path, facts: CompileFacts) -> Path:
-    """The folder itself; if a store of ours made it, it is whole and fits."""
+    """Return the folder, after a check of what this package stored there: it must be whole and fit."""
     if (folder / manifests.FILE_NAME).is_file():
         manifest = manifests.read(folder)
         manifests.verify(folder, manifest, exact=False)
@@ -184,10 +172,10 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this package compiled what is in a folder.
+    """Whether this package compiled the graphs in a folder.
 
-    The manifest that tells is the store's, which an output's folder of graphs has kept. The output's own tells nothing:
-    one can be made with the graphs of another program.
+    The store's manifest shows it, which an output's folder of graphs has kept. The output's own manifest does not: an
+    output can be made with the graphs of another program.
     """
     with suppress(ArtifactError):
         manifests.read(folder)
@@ -197,64 +185,67 @@ def _is_ours(folder: Path) -> bool:
 
 def _from_store(
     prepared: Prepared,
-    plan: LoadPlan,
+    compiled: Compiled,
     place: CompilePlace,
-    facts: CompileFacts,
-    options: Mapping[str, Any],
-    packages: Mapping[str, str],
-    *,
     environ: Mapping[str, str],
     listener: Callable[[CompileProgress], None] | None,
 ) -> tuple[Path, bool]:
-    """The folder of the graphs, and whether the store had them."""
-    writable = fetch.download_root(environ) / "compiled"
-    mirror = None
-    if place.is_remote:
-        mirror = Mirror(place.store, fetch.download_root(environ), environ)
-    root = writable if place.is_remote else Path(place.store)
-    store = CompileStore(
-        root,
-        fallback=None if root == writable else writable,
-        mirror=mirror,
-        on_mismatch=prepared.options.on_mismatch,
-    )
-    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
-    planned = prepared.planned
-    # A draft model is compiled by itself.
-    own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
-    share = len(own) / max(1, len(planned.graphs))
-    forecast = Forecast(len(own), share * planned.estimated_compile_s, listener)
+    """Return the folder of the graphs in the compile store, and whether it held them already."""
+    store = _open_store(place, prepared.options.on_mismatch, environ)
+    forecast = _forecast(prepared.planned, listener)
+    made = []
 
-    cache_hit = True
-
-    def make(target: Path) -> None:
-        nonlocal cache_hit
-        cache_hit = False
-        cache = (
-            place.neff_cache
-            if place.is_remote
-            else str(_writable(Path(place.neff_cache), writable))
-        )
-        # The library is given the place that there is, not the option as it was written.
-        arguments = plan.arguments
+    def compile_into(target: Path) -> None:
+        cache = place.neff_cache if place.is_remote else _writable_cache(place, environ)
+        arguments = compiled.plan.arguments
+        # The library gets the cache that can be written, not the option as it is set.
         placed = {**arguments.environment, URL_VARIABLE: cache}
         compile_guarded(
             prepared.loader,
-            replace(plan, arguments=replace(arguments, environment=placed)),
+            replace(compiled.plan, arguments=replace(arguments, environment=placed)),
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),
             forecast=forecast,
         )
+        made.append(target)
 
-    folder = store.build(facts, make, effective_options=options, packages=packages)
-    return folder, cache_hit
+    folder = store.build(
+        compiled.facts,
+        compile_into,
+        effective_options=compiled.options,
+        packages=compiled.packages,
+    )
+    return folder, not made
 
 
-def _writable(cache: Path, own: Path) -> Path:
-    """The compiler's cache, or what it may write into instead: a copy, so that its graphs are found."""
+def _open_store(
+    place: CompilePlace, on_mismatch: OnMismatch, environ: Mapping[str, str]
+) -> CompileStore:
+    """Open the compile store at a place; what cannot be written there goes below the download root."""
+    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
+    own = _own_store(environ)
+    if place.is_remote:
+        mirror = Mirror(place.store, fetch.download_root(environ), environ)
+        return CompileStore(own, mirror=mirror, on_mismatch=on_mismatch)
+    root = Path(place.store)
+    return CompileStore(root, fallback=None if root == own else own, on_mismatch=on_mismatch)
+
+
+def _forecast(planned: ServingPlan, listener: Callable[[CompileProgress], None] | None) -> Forecast:
+    """Forecast the compile of the model alone: a draft model is compiled separately."""
+    own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
+    share = len(own) / max(1, len(planned.graphs))
+    return Forecast(len(own), share * planned.estimated_compile_s, listener)
+
+
+def _writable_cache(place: CompilePlace, environ: Mapping[str, str]) -> str:
+    """Return the compiler's cache, or a writable copy of it, so that its graphs are found."""
+    cache, own = Path(place.neff_cache), _own_store(environ)
     if is_writable(cache):
-        return cache
-    if cache.is_dir():
-        return copy_once(cache, own / ".copies")
-    return own / "neff"
+        return str(cache)
+    return str(copy_once(cache, own / ".copies") if cache.is_dir() else own / "neff")
+
+
+def _own_store(environ: Mapping[str, str]) -> Path:
+    return fetch.download_root(environ) / "compiled"

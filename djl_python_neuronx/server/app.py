@@ -15,12 +15,11 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 
-import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
@@ -89,7 +88,7 @@ class Application:
     async def ping(self, _request: Request) -> Response:
         """200 if requests can be served."""
         self.ready()
-        return Response(orjson.dumps({"status": "healthy"}), media_type="application/json")
+        return JSONResponse({"status": "healthy"})
 
     async def metrics(self, _request: Request) -> Response:
         """Prometheus metrics; empty until the model is loaded."""
@@ -109,7 +108,7 @@ class Application:
             "speculation": service.speculation,
             "chunked_prefill": spec.mixed_steps,
         }
-        return Response(orjson.dumps(facts), media_type="application/json")
+        return JSONResponse(facts)
 
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
@@ -140,14 +139,14 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         service = self._application.service
-        closing = None
-        if service is not None:
-            closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
+        if service is None:
+            await super().shutdown(sockets)
+            return
+        closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
         await super().shutdown(sockets)
-        if service is not None and closing is not None:
-            if self.force_exit:  # a second signal: do not wait
-                await asyncio.to_thread(service.loop.close)
-            await closing
+        if self.force_exit:  # a second signal: do not wait
+            await asyncio.to_thread(service.loop.close)
+        await closing
 
 
 def create_app(application: Application) -> Starlette:

@@ -7,15 +7,14 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import QueueFullError, RequestAbortedError, ServingError
-from djl_python_neuronx.protocol.base import ParsedRequest, error_body
+from djl_python_neuronx.protocol.base import ParsedRequest, error_fields
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +80,7 @@ def error_response(error: ServingError, request_id: str | None = None) -> Respon
     headers = {} if request_id is None else {"x-request-id": request_id}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after_s)
-    return Response(
-        error_body(error), status_code=error.status, headers=headers, media_type="application/json"
-    )
+    return JSONResponse(error_fields(error), status_code=error.status, headers=headers)
 
 
 async def on_serving_error(_request: Request, error: Exception) -> Response:
@@ -101,12 +98,7 @@ async def on_http_error(_request: Request, error: Exception) -> Response:
     """An unknown route or method, as JSON like every other error."""
     assert isinstance(error, HTTPException)  # noqa: S101
     body = {"code": error.status_code, "error": error.detail, "type": "http_error"}
-    return Response(
-        orjson.dumps(body),
-        status_code=error.status_code,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:

@@ -302,6 +302,22 @@ def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
     assert sys.getswitchinterval() == interval
 
 
+def test_closing_a_generation_ends_an_iteration_that_waits() -> None:
+    backend = ToyBackend()
+    backend.hang_at = {0}
+
+    async def wait(loop: EngineLoop) -> list[Delta]:
+        generation = loop.generate(request("a", [5, 6], 4))
+        asyncio.get_running_loop().call_later(0.05, generation.close)
+        return [delta async for delta in generation]
+
+    with running(backend) as loop:
+        assert asyncio.run(asyncio.wait_for(wait(loop), PATIENCE_S)) == []
+        backend.resume.set()
+        wait_until(lambda: not loop.engine.has_work)
+        assert_idle(loop, backend)
+
+
 def test_generate_in_an_event_loop_and_closing_aborts() -> None:
     backend = ToyBackend(step_s=0.001)
     pick = random.Random(5)
@@ -317,7 +333,7 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
                 if give_up and len(deltas) == 2:
                     return None
         finally:
-            await generation.aclose()
+            generation.close()
         return text(deltas)
 
     async def many(loop: EngineLoop) -> None:

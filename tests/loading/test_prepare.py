@@ -33,7 +33,7 @@ from tests.neuron_machine import GRAPHS, TINY, load
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def compiled(machine, options, /, **more):

@@ -30,8 +30,8 @@ from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from tests import remote_doubles
 
-ROOT = Path(__file__).parent.parent
-MODELS = Path(__file__).parent / "planning" / "models"
+ROOT = Path(__file__).parents[2]
+MODELS = Path(__file__).parents[1] / "planning" / "models"
 TINY = ROOT / "examples" / "tiny-llama"
 HUB = {
     "EleutherAI/gpt-j-6b": "gpt-j-6b",

@@ -15,7 +15,7 @@ from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.loader import Library
 from tests import remote_doubles
 from tests.artifacts import folders
-from tests.test_check import INF2, LAPTOP, TINY, folder, printed, run
+from tests.loading.test_check import INF2, LAPTOP, TINY, folder, printed, run
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 PINNED = {"tensor_parallel_degree": "2", "n_positions": "128", "max_rolling_batch_size": "2"}

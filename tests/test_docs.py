@@ -1,0 +1,63 @@
+"""Documents: short lines, working links, existing commands and files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from djl_python_neuronx import cli
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/*/*.md")
+    for path in ROOT.glob(pattern)
+)
+MAX_LINE = 120
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_are_short(document: str) -> None:
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    long = [f"{document}:{i}" for i, line in enumerate(lines, 1) if len(line) > MAX_LINE]
+    assert not long
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for command in set(re.findall(r"djl-neuronx (\w+)", text)):
+        with pytest.raises(SystemExit) as left:
+            cli.main([command, "--help"])
+        assert left.value.code == 0, command
+
+
+NAMED = r"`((?:djl_python_neuronx|tests|tools|docs|benchmarks|configs|constraints|\.ci)/[\w./-]*)"
+SHORT = r"`((?:config|planning|loading|artifacts|engine|backends|protocol|server)/[\w./-]*)"
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_guides_name_exist(document: str) -> None:
+    """A path is relative to the repository, or to the package if it starts with one of its folders."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = [ROOT / name for name in re.findall(NAMED, text)]
+    named += [ROOT / "djl_python_neuronx" / name for name in re.findall(SHORT, text)]
+    assert named
+    assert [str(path) for path in named if not path.exists()] == []
+
+
+def test_the_life_of_an_option_has_at_most_12_files() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    life = text.partition("## Life of an option\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`", life, re.MULTILINE)
+    assert 8 <= len(steps) <= 12
