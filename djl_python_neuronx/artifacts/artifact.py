@@ -1,4 +1,4 @@
-"""What a model folder turned out to hold."""
+"""The content of a model folder whose format is known."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, Arti
 
 logger = logging.getLogger(__name__)
 
-_KINDS: Mapping[WeightsKind, str] = MappingProxyType(
-    {
-        "safetensors": "whole safetensors",
-        "pickle": "a whole pickle",
-        "split": "a split checkpoint",
-        "presharded": "weights that transformers-neuronx has cut",
-        "ranks": "weights that NxD has cut",
-    }
-)
+_KINDS: dict[WeightsKind, str] = {
+    "safetensors": "whole safetensors",
+    "pickle": "a whole pickle",
+    "split": "a split checkpoint",
+    "presharded": "weights that transformers-neuronx has cut",
+    "ranks": "weights that NxD has cut",
+}
 """Words for messages."""
 WHOLE: frozenset[WeightsKind] = frozenset({"safetensors", "pickle"})
-"""Kinds that any backend can cut as it needs."""
+"""Kinds that any backend can shard as it needs."""
 CUT: frozenset[WeightsKind] = frozenset({"presharded", "ranks"})
-"""Kinds that are cut for one number of cores already."""
-READS: Mapping[str, frozenset[WeightsKind]] = MappingProxyType(
-    {"tnx": WHOLE | {"split", "presharded"}, "nxdi": WHOLE | {"ranks"}}
-)
-"""Backend to the kinds of weights that it reads, where these are not only whole ones. `check` asks too, and imports no
-backend."""
+"""Kinds that are sharded for one number of cores already."""
+READS: dict[str, frozenset[WeightsKind]] = {
+    "tnx": WHOLE | {"split", "presharded"},
+    "nxdi": WHOLE | {"ranks"},
+}
+"""Backend to the kinds of weights that it reads; other backends read `WHOLE`."""
 
 
 @dataclass(frozen=True)
@@ -44,51 +42,74 @@ class Artifact:
     """The folder itself: configuration and tokenizer lie here."""
     format: str
     backend: str | None
-    """The backend that it was compiled for, or that alone can read it; None: any that knows the architecture."""
+    """The backend that it was compiled for, or that alone can read it; None if any can."""
     config: Mapping[str, Any]
     """config.json"""
     eos_ids: frozenset[int]
-    """Ids that end a sequence: generation_config.json's, else config.json's; empty if neither has any."""
+    """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
     weights: tuple[Weights, ...]
-    """The preferred ones first; compiled models can come with cut and with whole ones, or with none."""
+    """The preferred ones first; a compiled model can have sharded ones, whole ones, both or none."""
     compiled: Path | None = None
-    """Folder of the compiled graphs; None: there are none that can be used."""
+    """Folder of the compiled graphs; None if there are none that can be used."""
     compiled_for: Mapping[str, object] = field(default_factory=dict)
-    """What the graphs were compiled for, by option name and as far as it is recorded.
+    """Options that the graphs were compiled for, as far as they are recorded, and `compiler_version`.
 
-    tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's words), context_length_estimate and,
-    which is no option, compiler_version."""
+    tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's names), context_length_estimate."""
     weights_source: str | None = None
-    """Where the weights are if the folder has none, as the compilation recorded it: hub id (with @revision) or path."""
+    """Where the compilation took the weights from, if the folder has none: Hub id (with @revision) or path."""
+
+    @classmethod
+    def of(
+        cls,
+        folder: Folder,
+        name: str,
+        backend: str | None,
+        config: Mapping[str, Any],
+        weights: tuple[Weights, ...],
+        *,
+        compiled: Path | None = None,
+        compiled_for: Mapping[str, object] = MappingProxyType({}),
+        weights_source: str | None = None,
+    ) -> Artifact:
+        """The artifact in a folder of the format `name`; reads generation_config.json.
+
+        Raises:
+            ArtifactError: that file is malformed.
+        """
+        eos_ids = _read_eos_ids(folder, config)
+        return cls(
+            folder.path,
+            name,
+            backend,
+            config,
+            eos_ids,
+            weights,
+            compiled,
+            compiled_for,
+            weights_source,
+        )
 
     @property
     def model_type(self) -> str:
-        """What the library calls the model's family: `llama`, `gpt2`."""
+        """The libraries' name of the model's family: `llama`, `gpt2`."""
         return str(self.config["model_type"])
 
     @property
-    def architectures(self) -> tuple[str, ...]:
-        """Class names that the checkpoint was saved from; may be empty."""
-        names = self.config.get("architectures")
-        listed = names if isinstance(names, list) else [names]
-        return tuple(name for name in listed if isinstance(name, str))
-
-    @property
     def kind(self) -> WeightsKind | None:
-        """How the preferred weights are laid out; None: there are none."""
+        """Layout of the preferred weights; None if there are none."""
         return self.weights[0].kind if self.weights else None
 
     @property
     def dtype(self) -> str | None:
-        """Of most bytes of the preferred weights, in torch's words (`bfloat16`); None: the files do not tell."""
+        """Of most bytes of the preferred weights, by torch's name (`bfloat16`); None if it is not recorded."""
         return self.weights[0].dtype if self.weights else None
 
     def weights_for(self, backend: str, kinds: Collection[WeightsKind]) -> Weights:
-        """The weights that a backend which reads `kinds` shall load.
+        """The weights to load for a backend that reads `kinds`.
 
         Raises:
             ArtifactNotFoundError: the folder has no weights.
-            ArtifactError: it has none that this backend can read.
+            ArtifactError: it has none of these kinds.
         """
         for weights in self.weights:
             if weights.kind in kinds:
@@ -119,7 +140,7 @@ class Artifact:
         raise ArtifactError(msg)
 
     def check_fit(self, wanted: Mapping[str, object]) -> None:
-        """Refuse settings that the graphs were not compiled for; what is recorded nowhere cannot be compared.
+        """Refuse settings that the graphs were not compiled for; unrecorded ones are not compared.
 
         Raises:
             ArtifactMismatchError: each setting that differs, compiled and wanted.
@@ -154,10 +175,10 @@ def require_model_type(config: dict[str, Any], folder: Folder, name: str) -> dic
     return config
 
 
-def read_eos_ids(folder: Folder, config: Mapping[str, Any]) -> frozenset[int]:
-    """The first file's that has any; ids beyond the vocabulary are dropped, as the model never gives them.
+def _read_eos_ids(folder: Folder, config: Mapping[str, Any]) -> frozenset[int]:
+    """Ids of the first file that has any, without those beyond the vocabulary, which the model never returns.
 
-    In a model of several modalities, `text_config` is the part that describes the language model.
+    In a multimodal model `text_config` describes the language model.
     """
     generation = folder.json("generation_config.json")
     nested = config.get("text_config")

@@ -6,33 +6,32 @@ import contextlib
 import importlib
 import json
 import logging
-import os
+import math
 import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.folder import Folder, some, unreadable
+from djl_python_neuronx.artifacts.atomic import require_space, storing, sync_tree
+from djl_python_neuronx.artifacts.folder import Folder, unreadable
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.tensor_files import BITS, read_header
+from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header
 from djl_python_neuronx.artifacts.weights import (
     KEY_TO_FILENAME,
     SPLIT_FOLDER,
     Weights,
     read_key_to_filename,
-    whole_files,
+    whole_file_names,
 )
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     BackendUnavailableError,
     InvalidOptionError,
-    ServingError,
 )
 
 if TYPE_CHECKING:
@@ -40,169 +39,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Safetensors' names to torch's; types that this torch lacks cannot be in its files.
-_TORCH_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "I64": "int64",
-        "I32": "int32",
-        "I16": "int16",
-        "I8": "int8",
-        "U8": "uint8",
-        "BOOL": "bool",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    }
-)
-
-
-class Facts(NamedTuple):
-    """What a tensor is, without its values."""
-
-    dtype: str
-    """Safetensors' name."""
-    shape: tuple[int, ...]
-    element_bytes: int
-    num_bytes: int
-
-
-class TensorFiles:
-    """Names, types and shapes of all tensors of `weights`; the values are mapped from the files when asked for.
-
-    Raises:
-        ArtifactError: a file cannot be loaded, or holds anything but tensors of known types.
-        BackendUnavailableError: torch is not installed.
-    """
-
-    def __init__(self, weights: Weights) -> None:
-        self._kind = weights.kind
-        self._torch = torch_module()
-        self._names = {
-            getattr(self._torch, name): dtype
-            for dtype, name in _TORCH_TYPES.items()
-            if hasattr(self._torch, name)
-        }
-        self._pickles: dict[Path, dict[str, Any]] = {}
-        self._places: dict[str, Path] = {}
-        self.facts: dict[str, Facts] = {}
-        folder = Folder.open(weights.folder)
-        if self._kind == "split":
-            inner = folder.sub(SPLIT_FOLDER)
-            for name, file in read_key_to_filename(inner).items():
-                self._places[name] = inner.path / file
-                self._describe(name)
-        else:
-            for file in whole_files(folder):
-                self._add(folder.path / file)
-
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(facts.num_bytes for facts in self.facts.values())
-
-    def load(self, name: str) -> torch.Tensor:
-        """The values; those of pickles and split files are read from the disk as they are used."""
-        path = self._places[name]
-        with self._translated(path):
-            if self._kind == "safetensors":
-                opener = importlib.import_module("safetensors").safe_open
-                with opener(str(path), framework="pt") as file:
-                    loaded = file.get_tensor(name)
-            elif self._kind == "split":
-                loaded = self._unpickle(path)
-            else:
-                loaded = self._pickles[path][name]
-        if not isinstance(loaded, self._torch.Tensor):
-            msg = f"{path} holds a {type(loaded).__name__} as {name}; expected a tensor. Use the original checkpoint."
-            raise ArtifactError(msg)
-        return cast("torch.Tensor", loaded)
-
-    def _add(self, path: Path) -> None:
-        """The tensors of one file of whole weights."""
-        if self._kind == "safetensors":
-            for name, (dtype, shape, begin, end) in read_header(path).items():
-                self._places[name] = path
-                if dtype not in _TORCH_TYPES:
-                    raise self._foreign(name, dtype)
-                self.facts[name] = Facts(dtype, shape, BITS[dtype] // 8, end - begin)
-            return
-        with self._translated(path):
-            loaded = self._unpickle(path)
-        if not isinstance(loaded, dict):
-            msg = f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors. Use another checkpoint."
-            raise ArtifactError(msg)
-        self._pickles[path] = loaded
-        for name in loaded:
-            self._places[name] = path
-            self._describe(name)
-
-    def _unpickle(self, path: Path) -> Any:  # noqa: ANN401
-        # Files from before torch 1.6 are no archives and cannot be mapped: these are in memory as a whole.
-        mapped = zipfile.is_zipfile(path)
-        return self._torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-
-    def _describe(self, name: str) -> None:
-        tensor = self.load(name)
-        dtype = self._names.get(tensor.dtype)
-        if dtype is None or tensor.layout != self._torch.strided:
-            raise self._foreign(name, f"{tensor.layout} {tensor.dtype}")
-        size = tensor.element_size()
-        self.facts[name] = Facts(dtype, tuple(tensor.shape), size, size * tensor.numel())
-
-    def _foreign(self, name: str, dtype: str) -> ArtifactError:
-        return ArtifactError(
-            f"{self._places[name]} holds {name} as {dtype}; expected a dense tensor of "
-            f"{some(_TORCH_TYPES.values(), limit=20)}. Quantised or sparse checkpoints cannot be converted."
-        )
-
-    @contextlib.contextmanager
-    def _translated(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except ArtifactError:
-            raise
-        except OSError as error:
-            raise unreadable(path, error) from error
-        except Exception as error:
-            # torch and safetensors raise RuntimeError, UnpicklingError, KeyError and types of their own.
-            msg = f"{path} cannot be loaded: {type(error).__name__}: {error}. Copy or download it again."
-            raise ArtifactError(msg) from error
-
-
-def torch_module() -> Any:  # noqa: ANN401
-    """The module torch.
-
-    Raises:
-        BackendUnavailableError: it is not installed.
-    """
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
-        raise BackendUnavailableError(msg) from error
-
-
 TARGETS = ("safetensors", "split")
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of one safetensors file, as Hugging Face's libraries have it."""
+"""Of one safetensors file; the default of Hugging Face's libraries."""
 
 _COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md")
 _NOT_COPIED = frozenset({"config.json", "neuron_config.json", "manifest.json", KEY_TO_FILENAME})
-# What config.json says of compiled graphs or cut weights, which do not come along.
+# Keys of config.json about compiled graphs or cut weights, which are not copied.
 _DROPPED_KEYS = frozenset({"neuron", "is_presharded_checkpoint"})
 
 
 def convert(
     source: Path, destination: Path, to: str, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write the model in `source` to the new folder `destination`, as `to` (one of `TARGETS`) wants it.
+    """Write the model in `source` to the new folder `destination` in the layout `to`, one of `TARGETS`.
 
-    One tensor is in memory at a time; each is compared with its original before the folder gets its name, so that a
-    conversion which was cut short leaves nothing that looks finished.
+    One tensor is in memory at a time; each is compared with its original before the folder gets its name, so that an
+    interrupted conversion leaves nothing that looks finished.
 
     Raises:
         InvalidOptionError: there is no such target.
@@ -219,21 +72,19 @@ def convert(
     _check_destination(destination, tensors.num_bytes())
     partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        partial.mkdir(parents=True)
-        _copy_beside(artifact, partial)
-        if to == "split":
-            _write_split(tensors, partial)
-        else:
-            _write_safetensors(tensors, partial, max_shard_bytes)
-        _compare(tensors, detect(partial, origin="the conversion's own output").weights[0])
-        _sync(partial)
-        # Takes the place of an empty folder, fails for any other.
-        partial.replace(destination)
-    except BaseException as error:
+        with storing(f"the converted model {destination}", destination.parent):
+            partial.mkdir(parents=True)
+            _copy_beside(artifact, partial)
+            if to == "split":
+                _write_split(tensors, partial)
+            else:
+                _write_safetensors(tensors, partial, max_shard_bytes)
+            _compare(tensors, detect(partial, origin="the conversion's own output").weights[0])
+            sync_tree(partial)
+            # Replaces an empty folder, fails for any other.
+            partial.replace(destination)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, ServingError):
-            msg = f"{destination} cannot be written: {error.strerror or error}. Make room or give this user access."
-            raise ArtifactAccessError(msg) from error
         raise
     logger.info("converted source=%s destination=%s to=%s", source, destination, to)
 
@@ -256,24 +107,16 @@ def _choose_weights(artifact: Artifact, to: str) -> Weights:
 
 
 def _check_destination(destination: Path, num_bytes: int) -> None:
-    try:
+    with storing(f"the converted model {destination}", destination.parent):
         if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-            msg = f"{destination} exists and is no empty folder; name a new one, as nothing is overwritten."
+            msg = f"{destination} exists and is not an empty folder; name a new one, as nothing is overwritten."
             raise ArtifactAccessError(msg)
         existing = next(parent for parent in destination.absolute().parents if parent.is_dir())
-        free = shutil.disk_usage(existing).free
-    except OSError as error:
-        raise unreadable(destination, error) from error
-    if free < num_bytes:
-        msg = (
-            f"{destination} needs {num_bytes / 2**30:.1f} GiB, {existing} has {free / 2**30:.1f} GiB free. "
-            "Make room, or name another disk."
-        )
-        raise ArtifactAccessError(msg)
+        require_space(str(destination), existing, num_bytes, "name another disk")
 
 
 def _copy_beside(artifact: Artifact, into: Path) -> None:
-    """Configuration, tokenizer and what else is text; links become files."""
+    """Copy configuration, tokenizer and other text files; links become files."""
     for file in sorted(artifact.path.iterdir()):
         other = file.name in _NOT_COPIED or file.name.endswith(".index.json")
         if file.suffix in _COPIED and file.is_file() and not other:
@@ -283,7 +126,7 @@ def _copy_beside(artifact: Artifact, into: Path) -> None:
 
 
 def _write_split(tensors: TensorFiles, into: Path) -> None:
-    """As transformers-neuronx's `save_pretrained_split` lays it out.
+    """Write the layout of transformers-neuronx's `save_pretrained_split`.
 
     Source: transformers-neuronx, module.py, save_split.
     """
@@ -296,7 +139,7 @@ def _write_split(tensors: TensorFiles, into: Path) -> None:
     }
     for name, file_name in files.items():
         with (folder / file_name).open("wb") as file:
-            # A clone, because a view would be saved with all that it looks into.
+            # A clone, because a view would be saved with its whole storage.
             torch.save(tensors.load(name).clone(), file)
     with (folder / KEY_TO_FILENAME).open("w", encoding="utf-8") as text:
         json.dump(files, text, indent=2)
@@ -332,7 +175,7 @@ def _plan_shards(tensors: TensorFiles, max_shard_bytes: int) -> Iterator[list[st
 
 
 def _write_shard(tensors: TensorFiles, names: list[str], path: Path) -> None:
-    """One safetensors file, tensor by tensor: the library (0.4 to 0.8) takes all of them at once.
+    """Write one safetensors file, tensor by tensor: the library (0.4 to 0.8) needs all of them in memory.
 
     Source: the safetensors format: uint64 little-endian length, a JSON header padded with spaces, then the data.
     """
@@ -357,7 +200,7 @@ def _write_shard(tensors: TensorFiles, names: list[str], path: Path) -> None:
 
 
 def _compare(tensors: TensorFiles, written: Weights) -> None:
-    """Each tensor is in the output, with its type, shape and bits."""
+    """Check that each tensor is in the output, with its type, shape and bits."""
     torch, output = torch_module(), TensorFiles(written)
     different = [
         name
@@ -367,7 +210,7 @@ def _compare(tensors: TensorFiles, written: Weights) -> None:
     ]
     if different or len(output.facts) != len(tensors.facts):
         msg = (
-            f"what was written to {written.folder} differs from its source in {different}; the disk or the source "
+            f"the tensors written to {written.folder} differ from their source: {different}; the disk or the source "
             "changed meanwhile. Convert again."
         )
         raise ArtifactError(msg)
@@ -377,11 +220,134 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch_module().uint8)
 
 
-def _sync(folder: Path) -> None:
-    """Onto the disk, before the folder gets its name: a machine that dies must not leave holes under it."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
+class Facts(NamedTuple):
+    """A tensor without its values."""
+
+    dtype: str
+    """Safetensors' name."""
+    shape: tuple[int, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element."""
+        return DTYPES[self.dtype][0] // 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * self.element_bytes
+
+
+class TensorFiles:
+    """Names, types and shapes of all tensors of `weights`; values are mapped from the files on demand.
+
+    Raises:
+        ArtifactError: a file cannot be loaded, or holds anything but tensors of known types.
+        BackendUnavailableError: torch is not installed.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._kind = weights.kind
+        self._torch = torch_module()
+        self._names = {
+            getattr(self._torch, name): dtype
+            for dtype, (_, name) in DTYPES.items()
+            if name and hasattr(self._torch, name)
+        }
+        self._pickles: dict[Path, dict[str, Any]] = {}
+        self._paths: dict[str, Path] = {}
+        self.facts: dict[str, Facts] = {}
+        folder = Folder.open(weights.folder)
+        if self._kind == "split":
+            inner = folder.sub(SPLIT_FOLDER)
+            for name, file in read_key_to_filename(inner).items():
+                self._paths[name] = inner.path / file
+                self._describe(name)
+        else:
+            for file in whole_file_names(folder):
+                self._add(folder.path / file)
+
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(facts.num_bytes for facts in self.facts.values())
+
+    def load(self, name: str) -> torch.Tensor:
+        """The values; those of pickles and split files are mapped, so read from the disk when they are used."""
+        path = self._paths[name]
+        with self._translated(path):
+            if self._kind == "safetensors":
+                opener = importlib.import_module("safetensors").safe_open
+                with opener(str(path), framework="pt") as file:
+                    loaded = file.get_tensor(name)
+            elif self._kind == "split":
+                loaded = self._unpickle(path)
+            else:
+                loaded = self._pickles[path][name]
+        if not isinstance(loaded, self._torch.Tensor):
+            msg = f"{path} holds a {type(loaded).__name__} as {name}; expected a tensor. Use the original checkpoint."
+            raise ArtifactError(msg)
+        return cast("torch.Tensor", loaded)
+
+    def _add(self, path: Path) -> None:
+        """The tensors of one file of whole weights."""
+        if self._kind == "safetensors":
+            for name, entry in read_header(path).items():
+                self._paths[name] = path
+                if not DTYPES[entry.dtype][1]:
+                    raise self._foreign(name, entry.dtype)
+                self.facts[name] = Facts(entry.dtype, entry.shape)
+            return
+        with self._translated(path):
+            loaded = self._unpickle(path)
+        if not isinstance(loaded, dict):
+            msg = f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors. Use another checkpoint."
+            raise ArtifactError(msg)
+        self._pickles[path] = loaded
+        for name in loaded:
+            self._paths[name] = path
+            self._describe(name)
+
+    def _unpickle(self, path: Path) -> Any:  # noqa: ANN401
+        # Files from before torch 1.6 are no archives and cannot be mapped: these are in memory as a whole.
+        mapped = zipfile.is_zipfile(path)
+        return self._torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+    def _describe(self, name: str) -> None:
+        tensor = self.load(name)
+        dtype = self._names.get(tensor.dtype)
+        if dtype is None or tensor.layout != self._torch.strided:
+            raise self._foreign(name, f"{tensor.layout} {tensor.dtype}")
+        self.facts[name] = Facts(dtype, tuple(tensor.shape))
+
+    def _foreign(self, name: str, dtype: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self._paths[name]} holds {name} as {dtype}; expected a dense tensor of "
+            f"{', '.join(known for _, known in DTYPES.values() if known)}. Quantised or sparse checkpoints cannot be "
+            "converted."
+        )
+
+    @contextlib.contextmanager
+    def _translated(self, path: Path) -> Iterator[None]:
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            yield
+        except ArtifactError:
+            raise
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except Exception as error:
+            # torch and safetensors raise RuntimeError, UnpicklingError, KeyError and types of their own.
+            msg = f"{path} cannot be loaded: {type(error).__name__}: {error}. Copy or download it again."
+            raise ArtifactError(msg) from error
+
+
+def torch_module() -> Any:  # noqa: ANN401
+    """The module torch.
+
+    Raises:
+        BackendUnavailableError: it is not installed.
+    """
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
+        raise BackendUnavailableError(msg) from error

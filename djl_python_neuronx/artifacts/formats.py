@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import Artifact, read_config, read_eos_ids
+from djl_python_neuronx.artifacts.artifact import Artifact, read_config
 from djl_python_neuronx.artifacts.compiled_formats import (
     CompileOnly,
     LmiAot,
@@ -72,14 +72,7 @@ class HuggingFace:
     def read(self, folder: Folder) -> Artifact:
         """Configuration, and the weight files checked as far as their headers and indexes go."""
         config = read_config(folder)
-        return Artifact(
-            path=folder.path,
-            format=self.name,
-            backend=self.backend,
-            config=config,
-            eos_ids=read_eos_ids(folder, config),
-            weights=(read_whole(folder, config),),
-        )
+        return Artifact.of(folder, self.name, self.backend, config, (read_whole(folder, config),))
 
 
 class Split(HuggingFace):

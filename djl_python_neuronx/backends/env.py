@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 _FLAGS = "NEURON_CC_FLAGS"
 _NUM_CORES = "NEURON_RT_NUM_CORES"
-# The library loads pickles with torch.load's own default, which ran their code before torch 2.6.
-_SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 
 class _Runtime:
@@ -37,7 +35,7 @@ def variables(
     An option of ours wins over a variable. Cores that whoever started the process has given it are left as they are,
     and flags of the compiler that are there already stay in front of ours.
     """
-    wanted = {**arguments.environment, **_SAFE}
+    wanted = dict(arguments.environment)
     there = shlex.split(current.get(_FLAGS, ""))
     missing = [flag for flag in arguments.compiler_flags if flag not in there]
     if missing:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.config import sources
@@ -26,26 +25,6 @@ _SIGNS = {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign)
 _ROWS = {"vllm": 256}
 """Rolling batch to the rows that DJL Serving sends of it if max_rolling_batch_size is not written; else 32."""
 _USUAL_ROWS = 32
-
-
-def wrote(file: Sequence[Setting], environ: Mapping[str, str]) -> bool:
-    """True for the file that DJL Serving writes for a model of the hub: it holds the variables and nothing else."""
-    variables = {name: variable for variable, name in sources.HUB.items()}
-    return any(setting.name == "model_id" for setting in file) and all(
-        setting.by_user
-        and setting.name in variables
-        and environ.get(variables[setting.name]) == setting.value
-        for setting in file
-    )
-
-
-def retold(file: Sequence[Setting]) -> list[Setting]:
-    """The settings of a file that DJL Serving `wrote`, with the variables as the origin of its values."""
-    variables = {name: variable for variable, name in sources.HUB.items()}
-    return [
-        replace(setting, origin=f"environment {variables[setting.name]}", source=sources.HUB_SOURCE)
-        for setting in file
-    ]
 
 
 def inside(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.values import (
@@ -774,6 +774,22 @@ def option(name: str) -> Option:
 def names_where(test: Callable[[Option], object]) -> frozenset[str]:
     """The options whose marker satisfies `test`."""
     return frozenset(name for name in ServingOptions.model_fields if test(option(name)))
+
+
+class _Invalid:
+    """Type of `INVALID`."""
+
+
+INVALID: Final = _Invalid()
+"""`parse_value` of a value that is not allowed."""
+
+
+def parse_value(name: str, value: object) -> object:
+    """The value as `ServingOptions` holds it, or `INVALID`."""
+    try:
+        return getattr(ServingOptions.model_validate({name: value}), name)
+    except ValidationError:
+        return INVALID
 
 
 def allowed_values(name: str) -> str:

@@ -1,48 +1,68 @@
-"""From sources to validated, frozen options that know where each value came from."""
+"""From the settings of all sources to validated, frozen options with the origin of each value.
+
+Strictness follows the source. What users address to this server (`option.*`, `OPTION_*`, command line) is an error if
+it cannot be honoured. What DJL Serving adds on its own is ignored with a reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.config import djl_serving, sources, strictness
-from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.options import NAMES, SECTIONS, ServingOptions
-from djl_python_neuronx.config.reading import Reading, stripped, validated, written_settings
-from djl_python_neuronx.config.sources import Setting
-from djl_python_neuronx.config.values import shown
-from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError
+from pydantic import ValidationError
+
+from djl_python_neuronx.config import djl_serving, sources
+from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config.legacy import (
+    DJL_ARGUMENTS,
+    IGNORED,
+    TRANSLATED,
+    UNSUPPORTED,
+    Unsupported,
+)
+from djl_python_neuronx.config.options import (
+    INVALID,
+    NAMES,
+    SECTIONS,
+    ServingOptions,
+    allowed_values,
+    names_where,
+    option,
+    parse_value,
+)
+from djl_python_neuronx.config.sources import Inputs, Setting
+from djl_python_neuronx.config.values import MAX_SHOWN, shortened, shown, truth
+from djl_python_neuronx.errors import (
+    ConfigError,
+    IncompatibleOptionsError,
+    InvalidOptionError,
+    UnknownOptionError,
+    did_you_mean,
+)
 
 _DEFAULT = "default"
-_NOTHING: Mapping[str, str] = MappingProxyType({})
-_NO_VARIABLES: Mapping[str, Setting] = MappingProxyType({})
+_OVERRIDDEN_PLACES = {sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE}
+"""Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
+_UNUSED = names_where(lambda marker: marker.unused)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Options, where each value came from, and what was written but does nothing."""
+    """Options, the origin of each value, and what was written but has no effect."""
 
     options: ServingOptions
     origins: Mapping[str, str]
-    """Option name to the place of its value; options left at their default are not listed."""
+    """Option to the origin of its value; without options at their default."""
     ignored: Mapping[str, str]
-    """Name as written to the reason why it does nothing here."""
-    suspicious: Mapping[str, str]
-    """Key of the file that nobody is known to read to what may be wrong with it; worth a warning."""
-    findings: tuple[Finding, ...] = ()
-    """Warnings and notes; errors are raised, or returned beside."""
-    conflicts: tuple[Finding, ...] = ()
-    """The findings that those errors were made of."""
-    refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    """Option name to what was written and is not allowed; the option stands at its default."""
-    worker_variables: Mapping[str, Setting] = field(
-        default_factory=lambda: _NO_VARIABLES, repr=False
-    )
-    """Variables that DJL Serving is going to give its Python process, because `option.env` names them; they can be
-    secrets."""
+    """Name as written to the reason why it has no effect."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Option at its default to the value that was written and is not allowed."""
+    worker_variables: Mapping[str, Setting] = field(default_factory=dict, repr=False)
+    """Variables that DJL Serving will set for its Python process because of `option.env`; they may be secrets."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -57,84 +77,281 @@ class Resolved:
         ]
 
     def describe(self, finding: Finding) -> str:
-        """The finding as a sentence, each option with its value and origin."""
+        """The finding as a sentence that lists its options with value and origin."""
         listed = " and ".join(
-            f"{name}={strictness.cut(shown(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
+            f"{name}={shortened(shown(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
             if name in ServingOptions.model_fields
             else name
             for name in finding.names
         )
         return f"{listed}: {finding.problem}" if listed else finding.problem
 
+    def report(self, findings: Iterable[Finding], problems: Problems) -> None:
+        """Add the findings to `problems`, each with the values and origins of its options."""
+        for finding in findings:
+            problems.add(finding.level, self.describe(finding), finding.names)
+
 
 def read_settings(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     environ: Mapping[str, str],
-    overrides: Mapping[str, str] = _NOTHING,
+    problems: Problems,
+    overrides: Mapping[str, str] = MappingProxyType({}),
     *,
     file: Path | None = None,
     overrides_from: str = sources.COMMAND_LINE,
-) -> tuple[Resolved, list[ConfigError]]:
-    """Options from everything that can set them, and every problem; what is not valid is left at its default.
+) -> Resolved:
+    """Read options from all sources, in the order of `sources.read_all`. Errors, warnings and notes go to `problems`.
 
-    The earlier of these wins: `overrides` (of the command line, or `overrides_from`), `properties` (what DJL Serving
-    passes, None outside it), SageMaker's variables, `option.*` in `serving.properties` of `model_dir` (or in `file`, if
-    given), the variables that name a model of the hub, `OPTION_*`, DJL's arguments in file and environment, fallbacks
-    such as `TENSOR_PARALLEL_DEGREE`. Empty values count as not given.
+    An option whose value is not valid is left at its default. `properties` are what DJL Serving passes, None outside
+    it; `file` replaces the `serving.properties` in `model_dir`; `overrides` are options of the command line, or of
+    `overrides_from`.
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))
-    reading = Reading(ignored={}, problems=[])
-    strongest = sources.from_overrides(overrides, overrides_from)
-    written = written_settings(properties, model_dir, environ, strongest, file, reading)
-    passed = sources.from_djl(properties or {}, written)
-    reading.all_cores = any(
-        NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
-        for setting in written
-    )
-    for setting in [*sources.from_folder(model_dir), *stripped(passed), *written]:
-        reading.read(setting)
-    options = validated(reading, model_dir or (file.parent if file else Path()))
-    origins = {name: entry.origin for name, (entry, _) in reading.chosen.items()}
+    in_file = _read_file(model_dir, file, problems)
+    inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
+    written = sources.read_written(inputs)
+    reader = _Reader(problems)
+    for setting in sources.read_all(inputs, written):
+        reader.read(setting)
+    options = reader.validate(model_dir or (file.parent if file else Path()))
+    origins = {
+        name: setting.origin
+        for name, (setting, _) in reader.chosen.items()
+        if name not in reader.refused
+    }
+    workers: Mapping[str, Setting] = {}
     if properties is None:
+        workers = sources.worker_variables(written)
         about_djl = [*djl_serving.ahead(written, options, model_dir, environ)]
         if djl_serving.collects(written, options):
             options = options.model_copy(update={"rolling_batch": "disable"})
             origins["rolling_batch"] = sources.DJL
     else:
         about_djl = [*djl_serving.inside(properties, written, options)]
-    told = set(reading.suspicious)
+    # A name with a warning about it is not listed as ignored too.
+    warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
     if any("entryPoint" in finding.names for finding in about_djl):
-        told.add("entryPoint")
+        warned.add("entryPoint")
+    ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
     resolved = Resolved(
         options,
-        MappingProxyType(
-            {name: origin for name, origin in origins.items() if name not in reading.refused}
-        ),
-        MappingProxyType({k: reason for k, reason in reading.ignored.items() if k not in told}),
-        MappingProxyType(reading.suspicious),
-        refused=MappingProxyType(reading.refused),
-        worker_variables=MappingProxyType(reading.worker_variables),
+        MappingProxyType(origins),
+        MappingProxyType(ignored),
+        MappingProxyType(reader.refused),
+        MappingProxyType(workers),
     )
-    found = [*about_djl, *strictness.idle(options), *reading.notes]
-    resolved, conflicting = judge(resolved, found)
-    return resolved, reading.problems + conflicting
-
-
-def judge(resolved: Resolved, found: Iterable[Finding]) -> tuple[Resolved, list[ConfigError]]:
-    """The findings that only warn or note, added to those of `resolved`, and the others as errors."""
-    findings = list(found)
-    errors: list[ConfigError] = [
-        IncompatibleOptionsError(resolved.describe(finding))
-        for finding in findings
-        if finding.level == "error"
+    unused = [
+        Finding((name,), option(name).unused, "note")
+        for name in sorted(_UNUSED)
+        if getattr(options, name) is not None
     ]
-    milder = tuple(finding for finding in findings if finding.level != "error")
-    severe = tuple(finding for finding in findings if finding.level == "error")
-    resolved = replace(
-        resolved,
-        findings=resolved.findings + milder,
-        conflicts=resolved.conflicts + severe,
+    resolved.report([*about_djl, *unused, *reader.findings], problems)
+    return resolved
+
+
+def _read_file(model_dir: Path | None, file: Path | None, problems: Problems) -> list[Setting]:
+    try:
+        if file is not None:
+            return sources.from_properties(file)
+        return [] if model_dir is None else sources.from_file(model_dir)
+    except ConfigError as error:
+        problems.add_error(error)
+        return []
+
+
+class _Reader:
+    """Reads settings, highest precedence first, and keeps the one that counts for each option."""
+
+    def __init__(self, problems: Problems) -> None:
+        self.chosen: dict[str, tuple[Setting, object]] = {}
+        """Option to the setting that counts and the value that it means."""
+        self.ignored: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self.findings: list[Finding] = []
+        """Warnings and notes, which are described when all values are known."""
+        self._problems = problems
+        self._denied: dict[str, Setting] = {}
+        """Option to the first of its translated names that was set to false."""
+        self._firsts: dict[tuple[str, str], tuple[Setting, object]] = {}
+        """Source and option to the first of its settings."""
+
+    def read(self, setting: Setting) -> None:
+        """Take one setting, of lower precedence than those before it."""
+        name = NAMES.get(setting.name)
+        about = (name or str(shortened(setting.name)),)
+        self.findings += (Finding(about, text, level) for level, text in setting.remarks)
+        if setting.unused:
+            self.ignored[setting.name] = setting.unused
+        elif name is not None:
+            self._choose(name, setting, setting.value)
+        elif setting.name in TRANSLATED:
+            self._translate(setting)
+        else:
+            self._unknown(setting)
+
+    def validate(self, folder: Path) -> ServingOptions:
+        """The options; one that is not valid becomes an error and stays at its default. Files are in `folder`."""
+        values: dict[str, object] = {}
+        wrong: dict[str, str] = {}
+        for name, (_, value) in self.chosen.items():
+            values[name], problem = (
+                sources.content(value, folder) if option(name).file else (value, "")
+            )
+            if problem:
+                wrong[name] = f"; {problem}"
+                del values[name]
+        try:
+            options = ServingOptions.model_validate(values)
+        except ValidationError as error:
+            invalid = _reasons(error)
+            wrong.update(invalid)
+            options = ServingOptions.model_validate(
+                {name: value for name, value in values.items() if name not in invalid}
+            )
+        for name, why in wrong.items():
+            setting = self.chosen[name][0]
+            self._refuse(setting, allowed_values(name) + why)
+            self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
+        return options
+
+    def _choose(self, name: str, setting: Setting, value: object) -> None:
+        denied = self._denied.get(name)
+        if denied and name not in self.chosen and _overrules(denied, setting, value):
+            problem = f"{_written(setting)} is overridden by {_written(denied)}"
+            self.findings.append(Finding((name,), problem, "note"))
+            return
+        if name == "model_dir" and setting.by_user:
+            self._refuse(
+                setting, "nothing: it is set by the server; name a model with option.model_id"
+            )
+        other, other_value = self._firsts.setdefault((setting.source, name), (setting, value))
+        winner, winning = self.chosen.setdefault(name, (setting, value))
+        if _contradicts(name, (other, other_value), (setting, value)):
+            message = (
+                f"{other.name}={shortened(other.value)!r} ({other.origin}) and "
+                f"{setting.name}={shortened(setting.value)!r} ({setting.origin}) are two values of one option; keep one"
+            )
+            self._problems.add_error(IncompatibleOptionsError(message))
+        if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
+            self.findings.append(Finding((name,), f"overrides {_written(setting)}", "note"))
+
+    def _translate(self, setting: Setting) -> None:
+        """Choose the option and value that a name of the old engine stands for."""
+        translation = TRANSLATED[setting.name]
+        text = setting.value if isinstance(setting.value, str | bool) else ""
+        word = str(text).strip().lower()
+        if word not in translation.values:
+            if setting.source == sources.DJL:  # an error where the user wrote it, if the user did
+                self.ignored[setting.name] = (
+                    f"DJL Serving's own value {shortened(setting.value)!r} is not allowed here"
+                )
+                return
+            *most, last = translation.values
+            self._refuse(setting, f"{', '.join(most)} or {last}" if most else last)
+            return
+        value = translation.values[word]
+        if value is not None:
+            self._choose(translation.option, setting, value)
+            return
+        self.ignored[setting.name] = f"no effect; the option is {translation.option}"
+        if truth(setting.value) is False:
+            self._denied.setdefault(translation.option, setting)
+
+    def _unknown(self, setting: Setting) -> None:
+        """Ignore, refuse or warn of a name that is not an option."""
+        name, origin = str(shortened(setting.name)), setting.origin
+        in_file = setting.source == sources.FILE_NAME
+        if name in UNSUPPORTED:
+            self._unsupported(setting, UNSUPPORTED[name])
+        elif name in IGNORED:
+            self.ignored[name] = IGNORED[name].reason
+        elif name in DJL_ARGUMENTS and setting.by_user:
+            expected = f"{name} without 'option.' in serving.properties, where DJL Serving reads it"
+            self._refuse(setting, expected)
+        elif setting.by_user:
+            known = [*NAMES, *TRANSLATED, *IGNORED, *UNSUPPORTED]
+            self._problems.add_error(UnknownOptionError(name, origin, known))
+        elif not in_file or name in DJL_ARGUMENTS:
+            self.ignored.setdefault(name, "a setting of DJL Serving")
+        elif _misspells_prefix(name):
+            known = [f"option.{option_name}" for option_name in NAMES]
+            self._problems.add_error(UnknownOptionError(name, origin, known))
+        else:
+            hint = did_you_mean(name, NAMES)
+            self._warn(
+                name,
+                f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}",
+            )
+
+    def _unsupported(self, setting: Setting, entry: Unsupported) -> None:
+        if entry.accepts(shortened(setting.value)):
+            self.ignored[setting.name] = "not supported in this version, and off"
+        elif setting.by_user:
+            self._refuse(setting, entry.expected)
+        elif setting.source == sources.FILE_NAME:
+            self._warn(setting.name, f"{setting.origin}: not supported in this version")
+        else:
+            self.ignored[setting.name] = "not supported in this version"
+
+    def _refuse(self, setting: Setting, expected: str) -> None:
+        self._problems.add_error(
+            InvalidOptionError(setting.name, shortened(setting.value), setting.origin, expected)
+        )
+
+    def _warn(self, name: str, message: str) -> None:
+        self.findings.append(Finding((name,), message, "warning"))
+
+
+def _written(setting: Setting) -> str:
+    return f"{setting.name}={shortened(setting.value)} ({setting.origin})"
+
+
+def _overrules(denied: Setting, setting: Setting, value: object) -> bool:
+    """True if a translated name set to false overrules a weaker `setting` of the option.
+
+    It overrules translated names and ``true``. Any other value of the option itself counts, as in the old engine.
+    """
+    weaker = setting.source != denied.source
+    return weaker and (setting.name in TRANSLATED or truth(value) is True)
+
+
+def _contradicts(name: str, first: tuple[Setting, object], other: tuple[Setting, object]) -> bool:
+    """True for two names of one option with two values in one source, both by the user.
+
+    Spellings of one value agree; values that are not allowed are not compared.
+    """
+    (one, one_value), (two, two_value) = first, other
+    if one.name == two.name or not (one.by_user and two.by_user):
+        return False
+    values = [parse_value(name, one_value), parse_value(name, two_value)]
+    return INVALID not in values and values[0] != values[1]
+
+
+def _overridden(winner: Setting, setting: Setting) -> bool:
+    """True if the user may not expect that `winner` overrides the setting; the command line is meant to."""
+    return (
+        winner.origin not in {setting.origin, sources.DJL, sources.COMMAND_LINE}
+        and winner.source != setting.source
+        and setting.source in _OVERRIDDEN_PLACES
+        and setting.by_user
     )
-    return resolved, errors
+
+
+def _reasons(error: ValidationError) -> dict[str, str]:
+    """The options that are not valid, each with what to add to its allowed values."""
+    found: dict[str, str] = {}
+    for entry in error.errors(include_url=False, include_context=False, include_input=False):
+        name, *inner = map(str, entry["loc"])
+        # Within an object, the key that is wrong. The message of a union's branch would only confuse.
+        where = f"; {'.'.join(inner)}: {entry['msg']}" if inner and option(name).file else ""
+        found.setdefault(name, where)
+    return found
+
+
+def _misspells_prefix(key: str) -> bool:
+    """True for a key that begins with a misspelt ``option.``."""
+    head, dot, _ = key[:MAX_SHOWN].lower().partition(".")
+    return bool(dot and (head == "opt" or get_close_matches(head, ["option"], cutoff=0.7)))

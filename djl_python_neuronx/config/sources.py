@@ -11,15 +11,16 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import javaproperties
 
 from djl_python_neuronx.config.findings import Level
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.options import INVALID, NAMES, ServingOptions, option, parse_value
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ConfigError
 
 FILE_NAME = "serving.properties"
@@ -30,30 +31,28 @@ DJL = "DJL"
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 
-SAGEMAKER: Mapping[str, str] = MappingProxyType(
-    {
-        "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
-        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
-    }
-)
+SAGEMAKER: Final[Mapping[str, str]] = {
+    "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
+    "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
+}
 """Variables that overrule the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
 
-HUB: Mapping[str, str] = MappingProxyType(
-    {"HF_MODEL_ID": "model_id", "HF_REVISION": "revision", "HF_TASK": "task"}
-)
+HUB: Final[Mapping[str, str]] = {
+    "HF_MODEL_ID": "model_id",
+    "HF_REVISION": "revision",
+    "HF_TASK": "task",
+}
 """Variables that describe one model of the hub together, to the option. Source: djl-serving d21927c, ModelStore.java:
 DJL Serving writes a `serving.properties` with them, so they come before `OPTION_*`."""
 
-TGI: Mapping[str, str] = MappingProxyType(
-    {
-        "HF_MODEL_QUANTIZE": "quantize",
-        "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
-        "MAX_BATCH_SIZE": "max_rolling_batch_size",
-        "MAX_BATCH_PREFILL_TOKENS": "max_rolling_batch_prefill_tokens",
-        "MAX_CONCURRENT_REQUESTS": "max_waiting",
-        "SM_NUM_GPUS": "tensor_parallel_degree",
-    }
-)
+TGI: Final[Mapping[str, str]] = {
+    "HF_MODEL_QUANTIZE": "quantize",
+    "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
+    "MAX_BATCH_SIZE": "max_rolling_batch_size",
+    "MAX_BATCH_PREFILL_TOKENS": "max_rolling_batch_prefill_tokens",
+    "MAX_CONCURRENT_REQUESTS": "max_waiting",
+    "SM_NUM_GPUS": "tensor_parallel_degree",
+}
 """Variables of users who come from TGI, to the option. Source: djl-serving d21927c,
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
 DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
@@ -71,27 +70,48 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 @dataclass(frozen=True)
 class Setting:
-    """One value with the place it comes from."""
+    """One value and where it comes from."""
 
     name: str
     """As written, without prefix."""
     value: object
     origin: str
+    """For messages: a line of a file, a variable, the command line."""
     source: str
-    """File, environment …: the settings of one source contradict each other, those of two override each other."""
+    """Kind of origin. Two settings of one source contradict each other, those of two sources override each other."""
     by_user: bool
-    """The user addressed it to us (`option.*`, `OPTION_*`, command line), so an unknown name is an error."""
+    """The user addressed it to this server (`option.*`, `OPTION_*`, command line): an unknown name is an error."""
     remarks: tuple[tuple[Level, str], ...] = ()
-    """What is odd about the way it is written."""
+    """Warnings and notes about the way it is written."""
+    unused: str = ""
+    """Why it has no effect; empty if it has one."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that settings are read from."""
+
+    environ: Mapping[str, str]
+    model_dir: Path | None = None
+    properties: Mapping[str, object] | None = None
+    """What DJL Serving passes to the handler; None outside DJL Serving."""
+    file: Sequence[Setting] = ()
+    """Settings of the `serving.properties`."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    overrides_from: str = COMMAND_LINE
+
+
+Source: TypeAlias = Callable[[Inputs, Sequence[Setting]], Sequence[Setting]]
+"""Settings of one source, given those of the sources with higher precedence."""
 
 
 def environment() -> dict[str, str]:
-    """A copy of the process environment; everything else takes it as an argument."""
+    """A copy of the process environment. All other code gets the variables as an argument."""
     return dict(os.environ)
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables but those that set options of a model, for a second model of the process."""
+    """The variables without those that set options, for a second model in the process."""
     fields = {variable for name in ServingOptions.model_fields for variable in option(name).env}
     named = {*SAGEMAKER, *HUB, *TGI, *fields}
     return {
@@ -101,85 +121,76 @@ def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def from_environ(environ: Mapping[str, str]) -> list[Setting]:
-    """Settings of the `OPTION_*` variables, then of `ARGS_*` (arguments of DJL Serving), named as DJL names them."""
-    options: list[Setting] = []
-    arguments: list[Setting] = []
-    for variable, value in environ.items():
-        for prefix, found in ((_ENV_PREFIX, options), (_ARGUMENT_PREFIX, arguments)):
-            name = variable.removeprefix(prefix)
-            if name in {variable, ""}:
-                continue
-            name = name.lower() if _UPPER.fullmatch(name) else name
-            name = _ENV_SPECIAL.get(name, name)
-            remarks: tuple[tuple[Level, str], ...] = ()
-            earlier = next((entry for entry in found if entry.name == name), None)
-            if earlier is not None and value.strip() not in {"", earlier.value}:
-                remarks = (
-                    ("note", f"environment {variable} is the same; {earlier.origin} counts"),
-                )
-            origin = f"environment {variable}"
-            found.append(Setting(name, value, origin, ENVIRONMENT, found is options, remarks))
-    return options + arguments
+def from_overrides(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """Options of the command line, or of `overrides_from`."""
+    return [
+        Setting(name, value, inputs.overrides_from, COMMAND_LINE, by_user=True)
+        for name, value in inputs.overrides.items()
+    ]
 
 
-def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
-    """The variables that `option.env` has DJL Serving give its Python process, each with value and origin.
+def from_sagemaker(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """SageMaker's own variables that set options. DJL Serving reads the others."""
+    return _from_variables(inputs.environ, SAGEMAKER, "SageMaker")
 
-    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign.
+
+def from_file_options(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """``option.*`` in `serving.properties`; the variables are the origin if DJL Serving wrote the file from them."""
+    settings = [setting for setting in inputs.file if setting.by_user]
+    if not written_by_djl(inputs):
+        return settings
+    variables = {name: variable for variable, name in HUB.items()}
+    return [
+        replace(setting, origin=f"environment {variables[setting.name]}", source=HUB_SOURCE)
+        for setting in settings
+    ]
+
+
+def from_hub(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
+    """The variables that name a model of the hub.
+
+    Revision and task belong to the model they are set with: if something else names the model, they have no effect.
     """
-    setting = next((entry for entry in written if entry.name == "env"), None)
-    if setting is None:
-        return {}
-    pairs = (part.partition("=") for part in str(setting.value).split(","))
-    return {
-        name.strip(): replace(setting, name=name.strip(), value=told.strip())
-        for name, sign, told in pairs
-        if sign
-    }
-
-
-def with_worker_variables(
-    environ: Mapping[str, str], variables: Mapping[str, Setting]
-) -> dict[str, str]:
-    """The variables as the handler has them under DJL Serving: those of `option.env` laid over the others."""
-    return {**environ, **{name: str(setting.value) for name, setting in variables.items()}}
-
-
-def from_sagemaker(environ: Mapping[str, str]) -> list[Setting]:
-    """Settings of SageMaker's own variables; the others that it knows belong to DJL Serving."""
-    return _from_variables(environ, SAGEMAKER, "SageMaker")
-
-
-def from_hub(
-    environ: Mapping[str, str],
-    model_dir: Path | None,
-    stronger: Sequence[Setting],
-    *,
-    in_djl: bool,
-) -> tuple[list[Setting], dict[str, str]]:
-    """Settings of the variables that name a model of the hub, and those that say nothing here with the reason.
-
-    `stronger` is what comes before them. Revision and task belong to the model that they are given with: where
-    something else names the model, they are not used for it.
-    """
-    given = {name: value for name, value in environ.items() if name in HUB and value.strip()}
+    given = {name: value for name, value in inputs.environ.items() if name in HUB and value.strip()}
     named = next((entry.origin for entry in stronger if entry.name == "model_id"), None)
+    if written_by_djl(inputs):
+        return []
     if "HF_MODEL_ID" not in given:
-        reason = "it goes with HF_MODEL_ID, which is not set; for another model there is OPTION_REVISION (or _TASK)"
-    elif in_djl:
-        reason = "DJL Serving makes a model folder of its own from it"
-    elif model_dir is not None and _holds_model(model_dir):
-        reason = f"{model_dir} holds a model itself"
+        reason = "it belongs to HF_MODEL_ID, which is not set; otherwise use OPTION_REVISION or OPTION_TASK"
+    elif inputs.properties is not None:
+        reason = "DJL Serving creates a model folder of its own for it"
+    elif inputs.model_dir is not None and _holds_model(inputs.model_dir):
+        reason = f"{inputs.model_dir} holds a model"
     elif named is not None:
         reason = f"the model is named by {named}"
     else:
-        return _from_variables(given, HUB, HUB_SOURCE), {}
-    return [], dict.fromkeys(given, reason)
+        return _from_variables(given, HUB, HUB_SOURCE)
+    return [
+        Setting(name, value, f"environment {name}", HUB_SOURCE, by_user=True, unused=reason)
+        for name, value in given.items()
+    ]
 
 
-def from_fallbacks(environ: Mapping[str, str]) -> list[Setting]:
-    """Settings of the variables that stand in for options: TGI's, then such as `TENSOR_PARALLEL_DEGREE`."""
+def from_option_variables(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """``OPTION_*`` variables, named as DJL Serving names them."""
+    return _from_prefix(inputs.environ, _ENV_PREFIX, by_user=True)
+
+
+def from_file_arguments(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """Keys of `serving.properties` without prefix: arguments of DJL Serving, which passes them to the handler too."""
+    return [setting for setting in inputs.file if not setting.by_user]
+
+
+def from_argument_variables(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
+    """``ARGS_*`` variables: the same arguments of DJL Serving."""
+    return _from_prefix(inputs.environ, _ARGUMENT_PREFIX, by_user=False)
+
+
+def from_fallbacks(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
+    """Variables of TGI's users, then variables of single options such as ``TENSOR_PARALLEL_DEGREE``.
+
+    Outside DJL Serving those of ``option.env`` are added, which DJL Serving sets for its Python process.
+    """
     fields = {
         variable: name
         for name in ServingOptions.model_fields
@@ -188,47 +199,118 @@ def from_fallbacks(environ: Mapping[str, str]) -> list[Setting]:
     }
     late = {"SM_NUM_GPUS": TGI["SM_NUM_GPUS"]}  # the container sets TENSOR_PARALLEL_DEGREE from it
     early = {variable: name for variable, name in TGI.items() if variable not in late}
+    environ = inputs.environ
+    if inputs.properties is None:
+        environ = with_worker_variables(environ, worker_variables(stronger))
     return _from_variables(environ, {**early, **fields, **late}, "fallbacks")
 
 
-def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> list[Setting]:
-    """Settings that DJL Serving passes: what the user wrote, changed or not, mixed with DJL's own keys.
+WRITTEN: Final[tuple[Source, ...]] = (
+    from_overrides,
+    from_sagemaker,
+    from_file_options,
+    from_hub,
+    from_option_variables,
+    from_file_arguments,
+    from_argument_variables,
+    from_fallbacks,
+)
+"""Sources of what users write, highest precedence first."""
 
-    The prefix is gone by then, so a value keeps the origin of the setting in `written` that it equals, blanks around
-    it left aside. They come in the order of `written`, not in that of Java's hash map: of two names for one option the
-    user's first one counts.
+
+def read_written(inputs: Inputs) -> list[Setting]:
+    """The settings of all `WRITTEN` sources, highest precedence first."""
+    found: list[Setting] = []
+    for source in WRITTEN:
+        found += stripped(source(inputs, found))
+    return found
+
+
+def read_all(inputs: Inputs, written: Sequence[Setting]) -> list[Setting]:
+    """Every setting, highest precedence first: the model folder, what DJL Serving passes, what users have `written`.
+
+    DJL Serving passes what users wrote, changed or not: it has the last word.
     """
-    origins: dict[tuple[str, object], str] = {}
+    folder: list[Setting] = []
+    if inputs.model_dir is not None:
+        folder = [Setting("model_dir", inputs.model_dir, "the model folder", "argument", False)]
+    return [*folder, *from_djl(inputs.properties or {}, written), *written]
+
+
+def stripped(settings: Iterable[Setting]) -> Iterator[Setting]:
+    """The settings without blanks around their values, which Java keeps, and without empty values."""
+    for setting in settings:
+        value = setting.value.strip() if isinstance(setting.value, str) else setting.value
+        if value is not None and value != "":
+            yield replace(setting, value=value)
+
+
+def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> list[Setting]:
+    """What DJL Serving passes: settings of the user, changed or not, mixed with its own keys.
+
+    The prefix is gone by then, so a value has the origin of the setting in `written` that it equals. The order is that
+    of `written`, not that of Java's hash map: of two names for one option the user's first one counts.
+    """
     firsts: dict[str, Setting] = {}
-    ranks: dict[str, int] = {}
-    for rank, setting in enumerate(written):
-        origins.setdefault((setting.name, setting.value), setting.origin)
+    for setting in written:
         firsts.setdefault(setting.name, setting)
-        ranks.setdefault(setting.name, rank)
-    return [
-        Setting(name, value, _origin(origins, firsts, name, value), DJL, by_user=False)
-        for name, value in sorted(
-            properties.items(), key=lambda entry: (ranks.get(entry[0], len(ranks)), entry[0])
+    ranks = {name: rank for rank, name in enumerate(firsts)}
+    all_cores = any(
+        NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
+        for setting in written
+    )
+    names = sorted(properties, key=lambda name: (ranks.get(name, len(ranks)), name))
+    settings = stripped(
+        Setting(
+            name,
+            properties[name],
+            _origin(written, firsts.get(name), name, properties[name]),
+            DJL,
+            by_user=False,
         )
-    ]
+        for name in names
+    )
+    return [replace(setting, unused=_unused(setting, all_cores=all_cores)) for setting in settings]
 
 
-def from_folder(model_dir: Path | None) -> list[Setting]:
-    """The setting that the model folder is."""
-    if model_dir is None:
-        return []
-    return [Setting("model_dir", model_dir, "the model folder", "argument", by_user=False)]
+def written_by_djl(inputs: Inputs) -> bool:
+    """True for the file that DJL Serving writes for a hub model: it holds the `HUB` variables and nothing else."""
+    variables = {name: variable for variable, name in HUB.items()}
+    return any(setting.name == "model_id" for setting in inputs.file) and all(
+        setting.by_user
+        and setting.name in variables
+        and inputs.environ.get(variables[setting.name]) == setting.value
+        for setting in inputs.file
+    )
 
 
-def from_overrides(overrides: Mapping[str, str], origin: str = COMMAND_LINE) -> list[Setting]:
-    """Settings that win over all others: those of the command line, unless `origin` says where else they come from."""
-    return [Setting(name, value, origin, COMMAND_LINE, True) for name, value in overrides.items()]
+def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
+    """The variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets.
+
+    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign.
+    """
+    setting = next((entry for entry in written if entry.name == "env" and entry.by_user), None)
+    if setting is None:
+        return {}
+    pairs = (part.partition("=") for part in str(setting.value).split(","))
+    return {
+        name.strip(): replace(setting, name=name.strip(), value=value.strip())
+        for name, sign, value in pairs
+        if sign
+    }
+
+
+def with_worker_variables(
+    environ: Mapping[str, str], variables: Mapping[str, Setting]
+) -> dict[str, str]:
+    """The environment of the handler under DJL Serving: `environ` overlaid with the variables of `option.env`."""
+    return {**environ, **{name: str(setting.value) for name, setting in variables.items()}}
 
 
 def _from_variables(
     environ: Mapping[str, str], names: Mapping[str, str], source: str
 ) -> list[Setting]:
-    """One setting for each variable of `names` (to the name it sets) that there is, in that order."""
+    """A setting for each variable in `names` that is set, in that order."""
     return [
         Setting(name, environ[variable], f"environment {variable}", source, by_user=True)
         for variable, name in names.items()
@@ -236,19 +318,55 @@ def _from_variables(
     ]
 
 
-def _origin(
-    origins: Mapping[tuple[str, object], str],
-    firsts: Mapping[str, Setting],
-    name: str,
-    value: object,
-) -> str:
+def _from_prefix(environ: Mapping[str, str], prefix: str, *, by_user: bool) -> list[Setting]:
+    """A setting for each variable with the prefix. Of two spellings of one name the first counts."""
+    found: dict[str, Setting] = {}
+    settings = []
+    for variable, value in environ.items():
+        name = variable.removeprefix(prefix)
+        if name in {variable, ""}:
+            continue
+        name = name.lower() if _UPPER.fullmatch(name) else name
+        name = _ENV_SPECIAL.get(name, name)
+        setting = Setting(name, value, f"environment {variable}", ENVIRONMENT, by_user)
+        earlier = found.setdefault(name, setting)
+        if value.strip() not in {"", earlier.value}:
+            note = f"{setting.origin} is another spelling of {earlier.origin}, which counts"
+            setting = replace(setting, remarks=(("note", note),))
+        settings.append(setting)
+    return settings
+
+
+def _origin(written: Sequence[Setting], first: Setting | None, name: str, value: object) -> str:
+    """The origin of a value that DJL Serving passes: the user's, or DJL Serving itself."""
     if not isinstance(value, str):
         return DJL
-    value, first = value.strip(), firsts.get(name)
+    value = value.strip()
     if first is not None and str(first.value).startswith("s3://") and value != first.value:
         # Source: djl-serving d21927c, ModelInfo.java downloadS3, downloadDraftModel.
         return f"{first.origin}, downloaded by DJL"
-    return origins.get((name, value), DJL)
+    same = (entry.origin for entry in written if (entry.name, entry.value) == (name, value))
+    return next(same, DJL)
+
+
+def _unused(setting: Setting, *, all_cores: bool) -> str:
+    """Why a setting passed by DJL Serving has no effect; empty if it has one.
+
+    `all_cores`: the user set the tensor parallel degree to `max`, which DJL Serving replaces by a number.
+    """
+    name, value = NAMES.get(setting.name), setting.value
+    if name is None:
+        return ""
+    if callable(value):
+        return "functions in model.py are not called; only the built-in formats are served"
+    if setting.origin != DJL:
+        return ""
+    if parse_value(name, value) is INVALID:
+        return f"DJL Serving's own value {shortened(value)!r} is not allowed here"
+    counted = name == "tensor_parallel_degree" and all_cores
+    if counted or str(value).strip() in option(name).djl.fills_in:
+        return f"DJL Serving's default {value} is replaced by a value derived from the model and the cores"
+    return ""
 
 
 def _holds_model(model_dir: Path) -> bool:
@@ -332,7 +450,7 @@ def _unseen(origin: str, *, marked: bool) -> Iterator[tuple[Level, str]]:
 
 def _again(earlier: Setting | None) -> Iterator[tuple[Level, str]]:
     if earlier is not None:
-        yield "note", f"{earlier.origin} sets it too, and the last one counts"
+        yield "note", f"also set in {earlier.origin}; the last line counts"
 
 
 def content(value: object, folder: Path) -> tuple[object, str]:

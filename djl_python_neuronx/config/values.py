@@ -34,6 +34,9 @@ MAX_LITERAL = 8_192
 MAX_DEPTH = 32
 """Brackets within brackets."""
 
+MAX_SHOWN = 200
+"""Characters of a name or value in a message."""
+
 _LARGEST, _BEYOND = 2**31 - 1, 2**63
 _DTYPES = {
     **dict.fromkeys(("fp32", "f32", "float"), "float32"),
@@ -177,6 +180,15 @@ def shown(value: object) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
+def shortened(value: object) -> object:
+    """For messages: `value` itself, or the beginning of its text if that is too long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
+        return f"<{type(value).__name__}>"
+    return value if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
 def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
     """The value in the terms of JSON; what JSON cannot hold as text."""
     match value:
@@ -233,7 +245,8 @@ def _hyphenated(value: object) -> object:
     return value.strip().lower().replace("_", "-") if isinstance(value, str) else value
 
 
-def _long_dtype(value: object) -> object:
+def long_dtype(value: object) -> object:
+    """Torch's name of a dtype however a library spells it: `bfloat16` for `bf16` or `torch.bfloat16`."""
     if not isinstance(value, str):
         return value
     name = value.strip().lower().removeprefix("torch.")
@@ -309,9 +322,9 @@ Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
 Lower = BeforeValidator(_lower)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype)]
 AutoDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)
+    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(long_dtype)
 ]
 Buckets = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)

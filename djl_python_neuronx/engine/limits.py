@@ -69,13 +69,9 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
 
 def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     sampling = request.sampling
-    asked = {
-        "seed": sampling.seed is not None,
-        "repetition_penalty": sampling.repetition_penalty != 1.0,
-        "min_p": sampling.min_p > 0.0,
-        "details (log-probabilities)": request.logprobs,
-    }
-    refused = [name for name, wanted in asked.items() if wanted]
+    refused = sampling.unsupported_on_device()
+    if request.logprobs:
+        refused.append("details (log-probabilities)")
     if refused:
         msg = (
             f"{', '.join(refused)}: not supported, because this deployment samples on the device; "

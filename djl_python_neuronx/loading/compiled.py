@@ -14,7 +14,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
-from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
@@ -26,12 +26,7 @@ from djl_python_neuronx.artifacts.store import (
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import (
-    ArtifactError,
-    ArtifactNotFoundError,
-    BackendError,
-    UnknownFormatError,
-)
+from djl_python_neuronx.errors import ArtifactError, BackendError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
 from djl_python_neuronx.loading.fitting import graph_target
 from djl_python_neuronx.loading.load_plan import load_plan
@@ -154,12 +149,7 @@ def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
     if fetch.uri_scheme(value):
         return value  # `locate` takes file:// and refuses others
     folder = (prepared.options.model_dir or Path()).absolute() / Path(value).expanduser()
-    try:
-        if detect_graphs(folder, origin=_OPTION).kind == "neff":
-            return folder
-    except (ArtifactNotFoundError, UnknownFormatError):
-        pass  # an empty cache
-    return str(folder)
+    return folder if holds_graphs(folder) else str(folder)
 
 
 def _checked(folder: Path, facts: CompileFacts) -> Path:

@@ -1,4 +1,4 @@
-"""Compiling ahead of time: a folder, or a place in S3, that is served as it is and compiles nothing."""
+"""Compile ahead of time, into a folder or S3 prefix that starts without compiling."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import storing
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
@@ -24,7 +26,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     InvalidOptionError,
 )
-from djl_python_neuronx.loading.compiled import obtain
+from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -48,13 +50,13 @@ def compile_model(
     overwrite: bool = False,
     progress: LoadProgress = SILENT,
 ) -> Manifest:
-    """Compile the model folder, hub id or URI `model` and write what is served to `output`, a folder or ``s3://…``.
+    """Compile the model folder, hub id or URI `model` and write the result to `output`, a folder or ``s3://…``.
 
-    `machine`: the one that will serve; None: this one. A killed compile goes on at the next graph when it is started
-    again. For the cpu backend, which compiles nothing, the output has the manifest and the options only.
+    `machine`: the one that will serve; None: this one. A killed compile resumes at the next graph. For the cpu
+    backend, which compiles nothing, the output adds a manifest and the options to the model.
 
     Raises:
-        ServingError: what is wrong with the settings, the model, the machine or the output.
+        ServingError: the settings, the model, the machine or the output do not allow it.
     """
     model_dir = fetch.local_folder(model, None)
     if model_dir is None:
@@ -67,15 +69,15 @@ def compile_model(
         machine=machine,
         progress=progress.transfer,
     )
-    tokenizer = prepared.load_tokenizer()
-    return _write(prepared, tokenizer, output, environ, weights, progress, overwrite=overwrite)
+    writer = _Writer(environ, prepared.load_tokenizer(), weights, progress, overwrite)
+    return writer.write(prepared, output)
 
 
 def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> Manifest:
-    """As `compile_model`, with the options that DJL's partition script passes.
+    """Compile with the options that DJL's partition script passes; otherwise like `compile_model`.
 
     Raises:
-        ServingError: what is wrong with the settings, the model, the machine or the output.
+        ServingError: the settings, the model, the machine or the output do not allow it.
     """
     prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
     options = prepared.options
@@ -83,7 +85,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
         raise InvalidOptionError(
             name="save_mp_checkpoint_path",
             value=None,
-            origin="nobody",
+            origin="default",
             allowed="the folder or s3://bucket/key that the compiled model is to be written to",
         )
     schema = options.partition_schema or "safetensors"
@@ -91,114 +93,116 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     if schema == "safetensors" and held and held.kind not in {"safetensors", "presharded", "ranks"}:
         msg = (
             f"partition_schema is safetensors, and the weights in {held.folder} are not ({held.kind}): neither "
-            "library writes them anew. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
+            "library writes them. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
         )
         raise ArtifactError(msg)
     weights: WeightsInOutput = "none" if schema == "compile_only" else "link"
-    return _write(
-        prepared,
-        prepared.load_tokenizer(),
-        options.save_mp_checkpoint_path,
-        environ,
-        weights,
-        SILENT,
-        overwrite=False,
-        own_properties=False,
-    )
+    writer = _Writer(environ, prepared.load_tokenizer(), weights, own_properties=False)
+    return writer.write(prepared, options.save_mp_checkpoint_path)
 
 
-def _write(
-    prepared: Prepared,
-    tokenizer: Tokenizer,
-    output: str,
-    environ: Mapping[str, str],
-    weights: WeightsInOutput,
-    progress: LoadProgress,
-    *,
-    overwrite: bool,
-    own_properties: bool = True,
-) -> Manifest:
-    started_s = time.monotonic()
-    if prepared.artifact.format == OwnOutput.name:
-        layout = manifests.read(prepared.artifact.path).layout or "huggingface"
-    else:
-        layout = prepared.artifact.format
-    to_s3 = _check_s3_output(prepared, output, environ, overwrite=overwrite)
-    draft = prepared.draft
-    # What is served elsewhere needs the draft model's weights too, or neither's.
-    included = draft is not None and weights != "none"
-    options = {**pinned(prepared), **({_DRAFT_OPTION: DRAFT} if included else {})}
-    compiled = obtain(
-        prepared, tokenizer, environ=environ, listener=progress.compile, required=True
-    )
+@dataclass(frozen=True)
+class _Writer:
+    """How one output is written."""
 
-    def write(destination: Path) -> Manifest:
+    environ: Mapping[str, str]
+    tokenizer: Tokenizer
+    weights: WeightsInOutput
+    progress: LoadProgress = SILENT
+    overwrite: bool = False
+    own_properties: bool = True
+    """False: another program writes `serving.properties` later, which the manifest then must not list."""
+
+    def write(self, prepared: Prepared, output: str) -> Manifest:
+        """Compile a model and write it to a folder or to S3."""
+        started_s = time.monotonic()
+        to_s3 = self._check_s3(prepared, output)
+        compiled = self._compile(prepared)
+        if to_s3:
+            made = self._upload(prepared, compiled, output)
+        else:
+            made = self._write_folder(prepared, compiled, Path(output).expanduser().absolute())
+        size = sum(entry.bytes for entry in made.files.values())
+        logger.info(
+            "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
+            output,
+            len(made.files),
+            size,
+            time.monotonic() - started_s,
+        )
+        return made
+
+    def _compile(self, prepared: Prepared) -> Compiled:
+        return obtain(
+            prepared,
+            self.tokenizer,
+            environ=self.environ,
+            listener=self.progress.compile,
+            required=True,
+        )
+
+    def _check_s3(self, prepared: Prepared, output: str) -> bool:
+        """Check that an output in S3 may be written. Returns False for a folder, which `write_output` checks."""
+        scheme = fetch.uri_scheme(output)
+        if scheme is None:
+            return False
+        if scheme != "s3":
+            msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
+            raise ArtifactError(msg)
+        s3 = fetch.s3_module(output)
+        source = prepared.options.model_id
+        if source is not None and fetch.uri_scheme(source) == "s3":
+            s3.check_apart(output, source)
+        if not self.overwrite:
+            s3.check_free(output, self.environ)
+        return True
+
+    def _upload(self, prepared: Prepared, compiled: Compiled, output: str) -> Manifest:
+        root = fetch.download_root(self.environ)
+        with storing("the compiled model", root):
+            root.mkdir(parents=True, exist_ok=True)
+        # Beside the downloads, so that weights are links and take no room.
+        with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
+            folder = Path(temporary, "output")
+            made = self._write_folder(prepared, compiled, folder)
+            s3 = fetch.s3_module(output)
+            s3.upload(folder, output, self.environ, progress=self.progress.transfer)
+        return made
+
+    def _write_folder(self, prepared: Prepared, compiled: Compiled, destination: Path) -> Manifest:
         with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
-            finished = Path(beside, DRAFT)
-            if draft is not None and included:
-                _write(draft, tokenizer, str(finished), environ, weights, progress, overwrite=False)
+            draft, options = self._write_draft(prepared, Path(beside, DRAFT)), pinned(prepared)
             made = write_output(
                 _source(prepared),
                 destination,
                 facts=compiled.facts,
-                options=options,
+                options=options if draft is None else {**options, _DRAFT_OPTION: DRAFT},
                 packages=compiled.packages,
-                layout=layout,
+                layout=_layout(prepared.artifact),
                 compiled=compiled.folder,
-                draft=finished if included else None,
-                weights=weights,
-                overwrite=overwrite,
+                draft=draft,
+                weights=self.weights,
+                overwrite=self.overwrite,
             )
-        if not own_properties:
-            # DJL's script writes another one over it: the manifest must not vouch for ours.
+        if not self.own_properties:
             files = {name: entry for name, entry in made.files.items() if name != PROPERTIES}
             made = made.model_copy(update={"files": files})
             manifests.write(destination, made)
         return made
 
-    if not to_s3:
-        made = write(Path(output).expanduser().absolute())
-    else:
-        from djl_python_neuronx.artifacts import s3
-
-        root = fetch.download_root(environ)
-        with storing("the compiled model", root):
-            root.mkdir(parents=True, exist_ok=True)
-        # Beside the downloads, so that weights are links and take no room.
-        with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
-            made = write(Path(temporary, "output"))
-            s3.upload(Path(temporary, "output"), output, environ, progress=progress.transfer)
-    logger.info(
-        "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
-        output, len(made.files), sum(entry.bytes for entry in made.files.values()),
-        time.monotonic() - started_s,
-    )  # fmt: skip
-    return made
-
-
-def _check_s3_output(
-    prepared: Prepared, output: str, environ: Mapping[str, str], *, overwrite: bool
-) -> bool:
-    """Check that an output in S3 may be written; False for a local folder, which `write_output` checks."""
-    scheme = fetch.uri_scheme(output)
-    if scheme is None:
-        return False
-    if scheme != "s3":
-        msg = f"{output!r} cannot be written: expected a folder or s3://bucket/folder. Name another output"
-        raise ArtifactError(msg)
-    s3 = fetch.s3_module(output)
-    source = prepared.options.model_id
-    if source is not None and fetch.uri_scheme(source) == "s3":
-        s3.check_apart(output, source)
-    if not overwrite:
-        s3.check_free(output, environ)
-    return True
+    def _write_draft(self, prepared: Prepared, folder: Path) -> Path | None:
+        """Write the draft model's output. Returns None without one, or if the output has no weights of either."""
+        draft = prepared.draft
+        if draft is None or self.weights == "none":
+            return None
+        replace(self, own_properties=True)._write_folder(draft, self._compile(draft), folder)
+        return folder
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:
-    """The options that an output is served with: those that somebody set or that followed from model and machine.
+    """Options to pin in an output: those that are set and those that followed from model and machine.
 
-    The backend is named too, and a way for DJL Serving to hand over requests, as recent versions choose the slow one.
+    Also the backend, and how DJL Serving hands over requests, because recent versions choose the slow way.
     """
     options, origins = prepared.options, prepared.resolved.origins
     values = options.model_dump(mode="json")
@@ -211,9 +215,16 @@ def pinned(prepared: Prepared) -> dict[str, object]:
 
 
 def _text(value: object) -> object:
-    """Nested lists as JSON: a properties file has commas for the outer ones only."""
+    """Write nested lists as JSON: a properties file has commas for the outer lists only."""
     nested = isinstance(value, list) and any(isinstance(entry, (list, dict)) for entry in value)
     return json.dumps(value) if nested else value
+
+
+def _layout(artifact: Artifact) -> str:
+    """The format that the model had before this package compiled it."""
+    if artifact.format == OwnOutput.name:
+        return manifests.read(artifact.path).layout or "huggingface"
+    return artifact.format
 
 
 def _source(prepared: Prepared) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,8 +10,7 @@ from typing import Any
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problems
-from djl_python_neuronx.config.resolve import Resolved, judge, read_settings
-from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.config.resolve import Resolved, read_settings
 from djl_python_neuronx.planning import defaults, plan, suitability
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.rules import conflicts
@@ -31,13 +30,16 @@ def examine(
     overrides_from: str = sources.COMMAND_LINE,
 ) -> Resolved:
     """Read the options from every source (`config.resolve.read_settings`) and judge their combinations."""
-    resolved, errors = read_settings(
-        properties, model_dir, environ, overrides, file=file, overrides_from=overrides_from
+    resolved = read_settings(
+        properties,
+        model_dir,
+        environ,
+        problems,
+        overrides,
+        file=file,
+        overrides_from=overrides_from,
     )
-    resolved, conflicting = judge(resolved, conflicts(resolved.options))
-    _add(resolved, [*errors, *conflicting], problems)
-    for key, doubt in resolved.suspicious.items():
-        problems.add("warning", f"{key}: {doubt}", (key,))
+    resolved.report(conflicts(resolved.options), problems)
     return resolved
 
 
@@ -56,18 +58,6 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = plan.compile_minutes(plan.graphs(case), case.model, case.draft)
-    settled, errors = judge(
-        replace(resolved, findings=()),
-        suitability.findings(case, estimated_load_s=60 * minutes or None),
-    )
-    _add(settled, errors, problems)
-    return replace(settled, findings=resolved.findings + settled.findings), case
-
-
-def _add(resolved: Resolved, errors: Iterable[ConfigError], problems: Problems) -> None:
-    concerned = {resolved.describe(finding): finding.names for finding in resolved.conflicts}
-    for error in errors:
-        for leaf in error.problems:
-            problems.add_error(leaf, concerned.get(str(leaf), ()))
-    for finding in resolved.findings:
-        problems.add(finding.level, resolved.describe(finding), finding.names)
+    found = suitability.findings(case, estimated_load_s=60 * minutes or None)
+    resolved.report(found, problems)
+    return resolved, case

@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal[
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
-COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; assumed, it may be half or twice of it"
+COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; may be half or twice"
 """Where the estimate of the compile time comes from, for people.
 
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the

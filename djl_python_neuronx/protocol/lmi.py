@@ -190,20 +190,20 @@ def _stop_strings(given: _Parameters) -> tuple[str, ...]:
 
 
 def _sampling(values: Mapping[str, Any], given: _Parameters) -> SamplingParams:
-    """`do_sample` decides; without it, any parameter of the distribution turns sampling on.
+    """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on.
 
-    Temperature 0 is greedy in any case. Penalties apply to both.
+    Temperature 0 is greedy in any case.
     """
     values = {name: values[name] for name in SamplingParams.WIRE_NAMES if name in values}
     if values.get("top_k") == -1:  # off, as in vLLM
         del values["top_k"]
     samples = given.do_sample
     if "do_sample" not in given.model_fields_set:
-        samples = not values.keys().isdisjoint(("temperature", "top_k", "top_p", "min_p"))
+        samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
     params = SamplingParams.from_mapping({"temperature": 1.0, **values})
     if samples and params.temperature > 0:
         return params
-    return SamplingParams(repetition_penalty=params.repetition_penalty, seed=params.seed)
+    return SamplingParams(**{name: getattr(params, name) for name in SamplingParams.GREEDY_NAMES})
 
 
 class JsonFormatter:

@@ -224,7 +224,7 @@ def test_a_disk_without_room_is_told_first(tmp_path, whole):
             file.truncate(8 + len(raw) + elements * 4)
         except OSError as error:
             pytest.skip(f"this file system makes no file of that size: {error.strerror}")
-    with pytest.raises(ArtifactAccessError, match=r"needs .* GiB, .* GiB free"):
+    with pytest.raises(ArtifactAccessError, match=r"needs .* GiB in .*, .* GiB are free"):
         convert(whole, tmp_path / "made", "split")
 
 
@@ -272,7 +272,7 @@ def test_a_source_that_changes_meanwhile_leaves_nothing(tmp_path, whole, monkeyp
         (whole / "model.safetensors").write_bytes(raw[:-20] + bytes(20))
 
     monkeypatch.setattr(module, "_write_split", write_then_change)
-    with pytest.raises(ArtifactError, match="differs from its source"):
+    with pytest.raises(ArtifactError, match="differ from their source"):
         convert(whole, tmp_path / "made", "split")
     assert [one.name for one in tmp_path.iterdir()] == ["whole"]
 

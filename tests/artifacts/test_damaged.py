@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import pickle
@@ -10,12 +11,13 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.compiled_formats import detect_graphs
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -249,6 +251,27 @@ def pickle_with_newer_instructions(path):
     return "STACK_GLOBAL", ArtifactError
 
 
+def pickle_that_is_torchscript(path):
+    """Which torch.load hands to torch.jit.load, `weights_only` or not, before torch 2.6."""
+    file = folders.huggingface(path) / "pytorch_model.bin"
+    (path / "model.safetensors").unlink()
+    folders.pickled(file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/constants.pkl", pickle.dumps((), protocol=2))
+    return "torch.jit.load", ArtifactError
+
+
+def pickle_in_a_tar_file(path):
+    """As before torch 0.1.10; CVE-2025-32434 is in the loader of these."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    with tarfile.open(file, "w") as archive:
+        member = tarfile.TarInfo("storages")
+        content = pickle.dumps(Hostile(), protocol=2)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return "not a whole file of torch.save", ArtifactError
+
+
 def cut_pickle(path):
     folders.huggingface(path)
     (path / "model.safetensors").unlink()
@@ -466,11 +489,6 @@ def cut_weights_on_the_cpu(path):
     return "cpu", ArtifactError
 
 
-def graphs_that_are_none(path):
-    folders.huggingface(path)
-    return "no compiled graphs", UnknownFormatError
-
-
 def empty_graph(path):
     (folders.presharded(path) / "0123456789abcdef0123.neff").write_bytes(b"")
     return "0123456789abcdef0123.neff", ArtifactError
@@ -482,7 +500,7 @@ CASES = {
     for name, one in list(globals().items())
     if inspect.isfunction(one) and one.__module__ == __name__ and name not in HELPERS
 }
-GRAPHS = {"graphs_that_are_none", "empty_graph"}
+GRAPHS = {"empty_graph"}
 
 
 def fail(name, path):
@@ -496,7 +514,7 @@ def fail(name, path):
 def look(name, path, wanted):
     """All that is asked of a folder before the cpu backend loads it."""
     if name in GRAPHS:
-        detect_graphs(path)
+        holds_graphs(path)
         return
     artifact = detect(path)
     artifact.check_fit(wanted)

@@ -64,8 +64,8 @@ def test_a_variable_stands_in(name, variable):
     text, value = TABLE[name].good[0]
     environ = {variable: str(text), "HF_MODEL_ID": str(text)}
     settings = [
-        *sources.from_fallbacks(environ),
-        *sources.from_hub(environ, None, (), in_djl=False)[0],
+        *sources.from_fallbacks(sources.Inputs(environ), ()),
+        *sources.from_hub(sources.Inputs(environ), ()),
     ]
     (setting,) = (entry for entry in settings if entry.origin == f"environment {variable}")
     translated = TRANSLATED.get(setting.name)

@@ -136,7 +136,16 @@ def problems_of(*arguments, **named):
 
 
 def told(resolved, level):
-    return [resolved.describe(finding) for finding in resolved.findings if finding.level == level]
+    return list(resolved.problems.messages(level))
+
+
+def suspicious(resolved):
+    """Key of the file that is no option to its warning."""
+    return {
+        problem.options[0]: problem.message
+        for problem in resolved.problems
+        if problem.level == "warning" and not set(problem.options) & {*NAMES, "entryPoint"}
+    }
 
 
 class TestDoors:
@@ -270,12 +279,14 @@ class TestDoors:
         in_djl = resolve(as_djl_passes(made, environ), made, environ)
         embedded = resolve(None, empty, environ)
         report = check.check(str(empty), environ=environ, overrides={})
-        for resolved in (in_djl, embedded, report.resolved):
+        doors = [(door, door.problems) for door in (in_djl, embedded)]
+        for resolved, problems in (*doors, (report.resolved, report.findings)):
             assert resolved.options.model_id == "org/model"
             assert resolved.origins["model_id"] == "environment HF_MODEL_ID"
             assert resolved.options.revision == (revision or "v0")
-            (note,) = [text for text in told(resolved, "note") if "org/other" in text]
-            assert "environment OPTION_MODEL_ID" in note
+            (note,) = [problem for problem in problems if "org/other" in problem.message]
+            assert note.level == "note"
+            assert "environment OPTION_MODEL_ID" in note.message
             assert not resolved.ignored.keys() & set(environ)
 
     @staticmethod
@@ -433,7 +444,7 @@ class TestStrictness:
             assert "not supported in this version; remove it" in str(problem)
             assert "did you mean" not in str(problem)
         # A bare key addresses DJL Serving, and may be meant for it.
-        assert name in resolve(None, folder(f"{name}=true"), {}).suspicious
+        assert name in suspicious(resolve(None, folder(f"{name}=true"), {}))
 
     def test_what_djl_cannot_have_from_the_user_is_kept_quietly(self, folder):
         model_dir = folder("option.tensor_parallel_degree=max")
@@ -457,8 +468,8 @@ class TestStrictness:
         model_dir = folder("n_position=3", "minWorkers=1", "batch_size=2", "gpu.maxWorkers=1")
         for properties in (None, as_djl_passes(model_dir)):
             resolved = resolve(properties, model_dir, {})
-            assert set(resolved.suspicious) == {"n_position"}
-            assert "'n_positions'" in resolved.suspicious["n_position"]
+            assert set(suspicious(resolved)) == {"n_position"}
+            assert "'n_positions'" in suspicious(resolved)["n_position"]
             assert "n_position" not in resolved.ignored
 
     def test_djls_arguments_take_no_prefix(self, folder):
@@ -480,7 +491,7 @@ class TestStrictness:
         model_dir = folder(f"option.{'x' * 9000}=1", f"{'y' * 9000}=1")
         resolved, (problem,) = examine(None, model_dir, {})
         assert len(str(problem)) < 1000
-        ((name, doubt),) = resolved.suspicious.items()
+        ((name, doubt),) = suspicious(resolved).items()
         assert max(len(name), len(doubt)) < 1000
 
     def test_a_long_list_is_refused_without_looking_at_its_parts(self, folder):
@@ -737,7 +748,7 @@ class TestTranslations:
         model_dir = folder(*(f"option.{line}" for line in lines))
         resolved = resolve(None, model_dir, environ, {name: "false"})
         assert resolved.options.quantize is None
-        (note,) = [text for text in told(resolved, "note") if "does not count" in text]
+        (note,) = [text for text in told(resolved, "note") if "is overridden by" in text]
         assert f"{name}=false (command line)" in note
 
     def test_an_old_false_overrules_nothing_that_is_stronger(self, folder):
@@ -1050,7 +1061,8 @@ class TestOddities:
         resolved = resolve(None, folder("option.n_positions=64", "option.n_positions=128"), {})
         assert resolved.options.n_positions == 128
         (note,) = told(resolved, "note")
-        assert "line 1 sets it too" in note
+        assert "also set in" in note
+        assert "line 1" in note
 
     def test_a_variable_in_two_spellings(self, tmp_path):
         environ = {"OPTION_N_POSITIONS": "64", "OPTION_n_positions": "128", "OPTION_DTYPE": "bf16"}
@@ -1088,7 +1100,7 @@ class TestEnvOption:
         for resolved in (outside, inside):
             assert resolved.options.quantize == "static_int8"
             assert resolved.options.predict_timeout == 30.0
-            assert "5ecret" not in f"{resolved.origins}{resolved.ignored}{resolved.findings}"
+            assert "5ecret" not in f"{resolved.origins}{resolved.ignored}{list(resolved.problems)}"
         assert outside.origins["quantize"] == "environment NEURON_QUANT"
 
     def test_the_file_comes_before_it(self, folder):
@@ -1174,9 +1186,10 @@ class TestAssess:
         model_dir = folder("engine=Python", "option.n_positions=64", "option.fuse_qkv=true")
         resolved = resolve(None, model_dir, {})
         done = complete(resolved, TINY, machines.named(INF2), "tnx")
-        assert done.findings[: len(resolved.findings)] == resolved.findings
-        assert all(finding.level in {"warning", "note"} for finding in done.findings)
-        assert all(done.describe(finding) for finding in done.findings)
+        first = list(resolved.problems)
+        assert list(done.problems)[: len(first)] == first
+        assert all(problem.level in {"warning", "note"} for problem in done.problems)
+        assert all(problem.message for problem in done.problems)
 
     def test_time_to_compile_is_held_against_the_limit(self, folder):
         config = {**TINY, "num_hidden_layers": 80, "hidden_size": 128}

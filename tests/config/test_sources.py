@@ -6,9 +6,9 @@ from typing import ClassVar
 import javaproperties
 import pytest
 
-from djl_python_neuronx.config import djl_serving, sources
+from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.options import NAMES, ServingOptions, option
-from djl_python_neuronx.config.sources import DJL, Setting
+from djl_python_neuronx.config.sources import DJL, Inputs, Setting
 from djl_python_neuronx.errors import ConfigError
 
 
@@ -110,7 +110,11 @@ class TestVariables:
             "OPTION_": "e",
             "XX": "e",
         }
-        assert told(sources.from_environ(environ)) == [
+        settings = [
+            *sources.from_option_variables(Inputs(environ), ()),
+            *sources.from_argument_variables(Inputs(environ), ()),
+        ]
+        assert told(settings) == [
             ("entryPoint", "a", "environment OPTION_ENTRYPOINT"),
             ("engine", "b", "environment OPTION_ENGINE"),
             ("mpiMode", "c", "environment OPTION_mpiMode"),
@@ -118,7 +122,7 @@ class TestVariables:
             ("n_2", "d", "environment OPTION_N_2"),
             ("batch_size", "f", "environment ARGS_BATCH_SIZE"),
         ]
-        assert [entry.by_user for entry in sources.from_environ(environ)] == [True] * 5 + [False]
+        assert [entry.by_user for entry in settings] == [True] * 5 + [False]
 
     def test_every_variable_sets_a_name_that_is_known(self):
         known = {*NAMES, "max_rolling_batch_prefill_tokens"}
@@ -126,7 +130,7 @@ class TestVariables:
             assert set(table.values()) <= known
         for name in ServingOptions.model_fields:
             given = dict.fromkeys(option(name).env, "x")
-            assert {entry.name for entry in sources.from_fallbacks(given)} <= {name}
+            assert {entry.name for entry in sources.from_fallbacks(Inputs(given), ())} <= {name}
 
     @pytest.mark.parametrize(
         ("value", "added"),
@@ -152,7 +156,7 @@ class TestVariables:
             "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "60",
             "SAGEMAKER_NUM_MODEL_WORKERS": "2",
         }
-        assert told(sources.from_sagemaker(environ)) == [
+        assert told(sources.from_sagemaker(Inputs(environ), ())) == [
             ("model_loading_timeout", "1800", "environment SAGEMAKER_STARTUP_TIMEOUT"),
             ("predict_timeout", "60", "environment SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS"),
         ]
@@ -164,7 +168,7 @@ class TestVariables:
             "NEURON_QUANT": "true",
             "HF_MODEL_QUANTIZE": "static_fp8",
         }
-        names = [(entry.name, entry.value) for entry in sources.from_fallbacks(environ)]
+        names = [(entry.name, entry.value) for entry in sources.from_fallbacks(Inputs(environ), ())]
         assert names.index(("quantize", "static_fp8")) < names.index(("quantize", "true"))
         assert names.index(("tensor_parallel_degree", "4")) < names.index(
             ("tensor_parallel_degree", "8")
@@ -175,13 +179,13 @@ class TestHub:
     ALL: ClassVar = {"HF_MODEL_ID": "org/m", "HF_REVISION": "v1", "HF_TASK": "text-generation"}
 
     def test_the_three_name_one_model(self, tmp_path):
-        settings, silent = sources.from_hub(self.ALL, tmp_path, [], in_djl=False)
+        settings = sources.from_hub(Inputs(self.ALL, tmp_path), [])
         assert [(entry.name, entry.value) for entry in settings] == [
             ("model_id", "org/m"),
             ("revision", "v1"),
             ("task", "text-generation"),
         ]
-        assert silent == {}
+        assert not any(entry.unused for entry in settings)
 
     def test_a_revision_never_goes_to_another_model(self, tmp_path):
         stronger = [written("model_id", "org/other")]
@@ -194,8 +198,8 @@ class TestHub:
             (self.ALL, tmp_path, [], True, "of its own"),
             (without_id, tmp_path, stronger, False, "not set"),
         ):
-            found, silent = sources.from_hub(environ, folder, settings, in_djl=in_djl)
-            assert found == []
+            inputs = Inputs(environ, folder, properties={} if in_djl else None)
+            silent = {entry.name: entry.unused for entry in sources.from_hub(inputs, settings)}
             assert set(silent) == {name for name in environ if environ[name].strip()}
             assert all(word in reason for reason in silent.values())
 
@@ -213,11 +217,14 @@ class TestHub:
     )
     def test_the_file_that_djl_makes_of_them_is_known(self, tmp_path, lines, made):
         (tmp_path / "serving.properties").write_text(lines)
-        assert djl_serving.wrote(sources.from_file(tmp_path), self.ALL) is made
+        inputs = Inputs(self.ALL, file=sources.from_file(tmp_path))
+        assert sources.written_by_djl(inputs) is made
 
     def test_its_values_come_from_the_variables(self, tmp_path):
         (tmp_path / "serving.properties").write_text("option.model_id=org/m\noption.revision=v1")
-        assert told(djl_serving.retold(sources.from_file(tmp_path))) == [
+        inputs = Inputs(self.ALL, file=sources.from_file(tmp_path))
+        assert sources.from_hub(inputs, ()) == []
+        assert told(sources.from_file_options(inputs, ())) == [
             ("model_id", "org/m", "environment HF_MODEL_ID"),
             ("revision", "v1", "environment HF_REVISION"),
         ]

@@ -1,37 +1,58 @@
 """Options as a start has them: `examine` and `assess` with the errors beside, or with every error raised at once."""
 
+from dataclasses import dataclass, field
+
 from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import assess as planning
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 
 
-def examine(properties, model_dir, environ, *overrides, **keywords):
+@dataclass(frozen=True)
+class Settings(Resolved):
+    """Settings with the problems found while they were read and assessed."""
+
+    problems: Problems = field(default_factory=Problems, compare=False)
+
+
+def examine(*arguments, **keywords):
     """The settings and the errors."""
-    problems = Problems()
-    resolved = planning.examine(properties, model_dir, environ, problems, *overrides, **keywords)
-    return resolved, list(problems.errors)
+    settings = _examine(*arguments, **keywords)
+    return settings, list(settings.problems.errors)
 
 
 def assess(resolved, config, machine, backend):
     """The filled-in settings and the errors, of a model's `config.json` on a machine."""
-    problems, model = Problems(), ModelFacts.from_config(config)
-    case = Case(resolved.options, model, machine, backend)
-    return planning.assess(resolved, case, problems)[0], list(problems.errors)
+    done = _assess(resolved, config, machine, backend)
+    return done, list(done.problems.errors)
 
 
-def resolve(properties, model_dir, environ, *overrides, **keywords):
+def resolve(*arguments, **keywords):
     """The settings; raises the errors."""
-    problems = Problems()
-    resolved = planning.examine(properties, model_dir, environ, problems, *overrides, **keywords)
-    problems.raise_errors()
-    return resolved
+    settings = _examine(*arguments, **keywords)
+    settings.problems.raise_errors()
+    return settings
 
 
 def complete(resolved, config, machine, backend):
     """The filled-in settings; raises the errors."""
-    problems, model = Problems(), ModelFacts.from_config(config)
-    case = Case(resolved.options, model, machine, backend)
-    done, _ = planning.assess(resolved, case, problems)
-    problems.raise_errors()
+    done = _assess(resolved, config, machine, backend)
+    done.problems.raise_errors()
     return done
+
+
+def _examine(properties, model_dir, environ, *overrides, **keywords):
+    problems = Problems()
+    resolved = planning.examine(properties, model_dir, environ, problems, *overrides, **keywords)
+    return Settings(**vars(resolved), problems=problems)
+
+
+def _assess(resolved, config, machine, backend):
+    problems = Problems()
+    for problem in resolved.problems:
+        if problem.level != "error":
+            problems.add(problem.level, problem.message, problem.options)
+    case = Case(resolved.options, ModelFacts.from_config(config), machine, backend)
+    done, _ = planning.assess(resolved, case, problems)
+    return Settings(**{**vars(done), "problems": problems})

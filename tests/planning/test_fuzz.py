@@ -125,7 +125,7 @@ def tried(tmp_path, properties, environ, overrides):
 def judged(resolved, config, machine, loader):
     done, problems = assess(resolved, config, machine, loader)
     assert all(isinstance(problem, ConfigError) and str(problem) for problem in problems)
-    assert all(done.describe(finding) for finding in done.findings)
+    assert all(problem.message for problem in done.problems)
     for name, value, origin in done.explain():
         assert name in ServingOptions.model_fields
         assert origin
