@@ -36,7 +36,7 @@ class LoadPlan:
     """Ascending; the last is the longest prompt, at most `max_model_len`."""
     token_buckets: tuple[int, ...] = ()
     """Ascending, the last is `max_model_len`; empty: that one alone."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     kind: WeightsKind = "safetensors"
     """Which weight files are the model's; a folder may hold others, which are not looked at."""
     tensor_parallel_degree: int = 1
@@ -57,10 +57,8 @@ class LoadPlan:
     """What a row without top_k samples among, where the device samples; None: such a row is refused."""
     presharded: bool = False
     """Where programs are compiled: store the weights beside them, as each core takes its part."""
-    foreign_graphs: bool = False
-    """The compiled graphs are another program's, which knew of no prompts but those of `prefill_buckets`."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)
-    """What a Neuron library is given beyond the shapes above, which win over it."""
+    """All arguments of a Neuron library."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

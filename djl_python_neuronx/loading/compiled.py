@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -26,14 +25,14 @@ from djl_python_neuronx.artifacts.store import (
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import ArtifactError, BackendError
+from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
-from djl_python_neuronx.loading.fitting import graph_target
+from djl_python_neuronx.loading.fitting import compiled_here, graph_target
 from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options, library_facts
 from djl_python_neuronx.planning.loader import libraries
-from djl_python_neuronx.planning.plan import ServingPlan
+from djl_python_neuronx.planning.plan import ServingPlan, library_arguments, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -94,13 +93,14 @@ def obtain(
     cache_hit: bool | None = None
     named = _named(prepared, environ)
     if isinstance(named, Path):
-        folder = folder or _checked(named, compiled.facts)
+        if folder is None:
+            folder = _checked(named, compiled.facts)
+            plan = _for_graphs(prepared, plan, folder)
     elif folder is None:
         origin = prepared.resolved.origins.get("compiled_graph_path", _OPTION)
         place = locate(named, origin, environ, NEURON_CACHE)
         folder, cache_hit = _from_store(prepared, compiled, place, environ, listener)
     logger.info("compiled folder=%s", folder)
-    plan = replace(plan, foreign_graphs=not _is_ours(folder))
     return replace(compiled, folder=folder, plan=plan, cache_hit=cache_hit)
 
 
@@ -161,16 +161,14 @@ def _checked(folder: Path, facts: CompileFacts) -> Path:
     return folder
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether this package compiled the graphs in a folder.
-
-    The store's manifest shows it, which an output's folder of graphs has kept. The output's own manifest does not: an
-    output can be made with the graphs of another program.
-    """
-    with suppress(ArtifactError):
-        manifests.read(folder)
-        return True
-    return False
+def _for_graphs(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
+    """Return the plan that loads the graphs in a folder that an option names."""
+    if compiled_here(folder):
+        return plan
+    case = replace(prepared.case, foreign_graphs=True)
+    for finding in stored_findings(case):
+        logger.warning("option_finding %s", prepared.resolved.describe(finding))
+    return replace(plan, arguments=library_arguments(case))
 
 
 def _from_store(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import ValidationError
@@ -99,6 +101,18 @@ def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
     # What was cut, was cut for the graphs that it came with.
     recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
     return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
+
+
+def compiled_here(folder: Path) -> bool:
+    """Return whether this package compiled the graphs in a folder.
+
+    The store's manifest shows it, which an output's folder of graphs has kept. The output's own manifest does not: an
+    output can be made with the graphs of another program.
+    """
+    with suppress(ArtifactError):
+        read_manifest(folder)
+        return True
+    return False
 
 
 def flags_mismatch(artifact: Artifact, flags: Mapping[str, object]) -> ArtifactMismatchError | None:

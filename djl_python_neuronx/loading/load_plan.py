@@ -31,8 +31,8 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
     artifact, options = prepared.artifact, prepared.options
     arguments = prepared.planned.arguments
     max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    if max_model_len is None or num_slots is None:
-        msg = "n_positions and max_rolling_batch_size must be filled in first"
+    if max_model_len is None or num_slots is None or options.dtype == "auto":
+        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
         raise ConfigError(msg)
     # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
     prefill_buckets = options.context_length_estimate or (max_model_len,)
@@ -47,7 +47,7 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         max_model_len=max_model_len,
         prefill_buckets=prefill_buckets,
         token_buckets=options.token_buckets or make_buckets(max_model_len),
-        dtype="bfloat16" if options.dtype == "bfloat16" else "float32",
+        dtype=options.dtype,
         tensor_parallel_degree=prepared.case.degree,
         process_cores=prepared.process_cores,
         trust_remote_code=options.trust_remote_code,

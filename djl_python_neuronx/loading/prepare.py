@@ -45,7 +45,7 @@ from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan, make_plan
+from djl_python_neuronx.planning.plan import ServingPlan, make_plan, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -398,6 +398,14 @@ class _Preparation:
         case = Case(settings.options, model.facts, machine, backend, draft_facts)
         resolved, case = assess(settings, case, self.problems)
         weights, fits = self._judge_graphs(model.artifact, case, role)
+        compiled = model.artifact.compiled if fits else None
+        case = replace(
+            case,
+            presharded=weights is not None and weights.kind == "presharded",
+            foreign_graphs=compiled is not None and not fitting.compiled_here(compiled),
+        )
+        for finding in stored_findings(case):
+            self.problems.add(finding.level, resolved.describe(finding), finding.names)
         prepared = Prepared(
             resolved=resolved,
             name=model.name,

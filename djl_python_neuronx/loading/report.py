@@ -28,7 +28,6 @@ PARTS = (
     ("headroom", "headroom", "░", "-", "yellow"),
 )
 """What a core's memory goes to, in the order of the bar."""
-_CACHE_ENGINE = ("block_size", "num_blocks")
 _LEVELS: tuple[tuple[str, str, str], ...] = (
     # heading, attribute of the report, style; the worst last, where a terminal shows it
     ("Notes", "notes", ""),
@@ -106,27 +105,6 @@ def blocks(
         if messages:
             yield Lines(title, tuple(f"- {message}" for message in messages), style)
     yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
-
-
-def calls(report: Report) -> dict[str, dict[str, object]]:
-    """Methods of the library that are called beside its constructors, with their keywords.
-
-    Source: transformers-neuronx 0.13, base.py and config.py; the package backends/tnx calls them.
-    """
-    plan, options = report.plan, _options(report)
-    found: dict[str, dict[str, object]] = {}
-    if plan is None or plan.arguments is None or plan.loader != "tnx" or options is None:
-        return found
-    batching = plan.arguments.neuron_config.get("continuous_batching")
-    if isinstance(batching, Mapping) and "block_size" in batching:
-        found["init_cache_engine"] = {name: batching[name] for name in _CACHE_ENGINE}
-    if speculating(options):
-        found["enable_speculative_decoder"] = {
-            # The last of a step's tokens is the model's own.
-            "speculation_length": options.speculative_length + 1,
-            "batch_sizes": [options.max_rolling_batch_size],
-        }
-    return found
 
 
 def gib(size_bytes: int) -> str:
@@ -284,23 +262,18 @@ def _verdict(report: Report) -> str:
 
 def _handed_over(report: Report) -> Iterator[Table]:
     """What the library is given, for the model and for its draft model."""
-    for plan, whose, called in (
-        (report.plan, "", calls(report)),
-        (report.draft_plan, ", for the draft model", {}),
-    ):
+    for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
         if plan is not None and plan.arguments is not None:
             title = f"Handed to the {plan.loader} library{whose}"
-            rows = tuple(_argument_rows(plan.arguments, called))
+            rows = tuple(_argument_rows(plan.arguments))
             yield Table(title, ("where", "name", "value"), rows)
 
 
-def _argument_rows(
-    arguments: LibraryArguments, called: Mapping[str, Mapping[str, object]]
-) -> Iterator[tuple[str, str, str]]:
+def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]]:
     groups: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("constructor", arguments.constructor),
         ("NeuronConfig", arguments.neuron_config),
-        *((f"{method}()", keywords) for method, keywords in called.items()),
+        *((f"{method}()", keywords) for method, keywords in arguments.calls.items()),
         ("environment", arguments.environment),
     )
     for where, values in groups:
@@ -326,6 +299,6 @@ def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
         },
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
-        "calls": jsonable(calls(report)),
+        "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
         "draft_arguments": None if draft is None else jsonable(draft.arguments),
     }

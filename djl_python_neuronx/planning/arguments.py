@@ -1,9 +1,10 @@
-"""What a library is given, and the pieces that are written alike for every library."""
+"""The arguments of a library and the graphs it compiles, with the parts that both libraries share."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -11,25 +12,47 @@ from djl_python_neuronx.config.options import ServingOptions, option
 
 _KEYWORD = re.compile(r"[a-z]\w*")
 
+Kind: TypeAlias = Literal[
+    "prefill", "decode", "mixed", "speculation", "draft prefill", "draft decode"
+]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph to compile: one shape that the device can run."""
+
+    kind: Kind
+    bucket: int
+    """Tokens: the prompt's for a prefill, the step's for a mixed one, the sequence's for the others."""
+    batch: int
+    """Rows of one call; of a mixed step the blocks of the KV cache that it reads."""
+
 
 @dataclass(frozen=True)
 class LibraryArguments:
-    """What a library is given: plain values that JSON can hold, nothing that was left at its default."""
+    """All arguments of a library: plain values that JSON can hold, without those left at the library's default.
 
-    constructor: dict[str, object] = field(default_factory=dict)
+    A backend builds the library's objects from these values and decides nothing itself; `check` prints them.
+    """
+
+    constructor: dict[str, Any] = field(default_factory=dict)
     """Keywords of TNX's `from_pretrained` beside `neuron_config`; empty for NxDI."""
-    neuron_config: dict[str, object] = field(default_factory=dict)
+    neuron_config: dict[str, Any] = field(default_factory=dict)
     """Keywords of `NeuronConfig`. Where TNX takes an object (`quant`, `kv_cache_quant`, `continuous_batching`,
     `on_device_generation`) this is a dict of that object's keywords."""
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Methods of TNX that are called after the constructors, in this order, to their keywords.
+
+    `init_cache_engine` is one of `ContinuousBatchingConfig`, the others are the model's."""
     compiler_flags: tuple[str, ...] = ()
     """One argument each; `shlex.join` makes `NEURON_CC_FLAGS` of them."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables beside `NEURON_CC_FLAGS` that are to be set before the library is imported."""
+    """Variables beside `NEURON_CC_FLAGS`, to be set before the library is imported."""
 
 
-def handed_through(options: ServingOptions, loader: str) -> dict[str, object]:
-    """The options whose values the library's `NeuronConfig` takes as they are, by its own names."""
-    written: dict[str, object] = {}
+def handed_through(options: ServingOptions, loader: str) -> dict[str, Any]:
+    """Return the options whose values the library's `NeuronConfig` takes as they are, by its own names."""
+    written: dict[str, Any] = {}
     for name, entry in ServingOptions.model_fields.items():
         marker, value = option(name), getattr(options, name)
         keyword = marker.to.get(loader, "")
@@ -40,25 +63,25 @@ def handed_through(options: ServingOptions, loader: str) -> dict[str, object]:
 
 
 def environment_of(options: ServingOptions) -> dict[str, str]:
-    """The variables that every library reads."""
+    """Return the variables that every library reads."""
     cache = options.compiled_graph_path
     return {} if cache is None else {"NEURON_COMPILE_CACHE_URL": cache}
 
 
-def put(target: dict[str, object], **values: object) -> dict[str, object]:
-    """`target` with the values that are not None."""
+def put(target: dict[str, Any], **values: object) -> dict[str, Any]:
+    """Add the values that are not None to `target`, and return it."""
     target.update({name: value for name, value in values.items() if value is not None})
     return target
 
 
 def degree_of(options: ServingOptions) -> int | None:
-    """The tensor parallel degree; None where it is not a number yet."""
+    """Return the tensor parallel degree; None if it is not a number yet."""
     degree = options.tensor_parallel_degree
     return degree if isinstance(degree, int) else None
 
 
 def plain(value: object) -> object:
-    """Tuples become lists, models dicts: what JSON holds and the libraries sort in place."""
+    """Return tuples as lists and models as dicts, which JSON can hold and the libraries sort in place."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     return [plain(entry) for entry in value] if isinstance(value, tuple) else value

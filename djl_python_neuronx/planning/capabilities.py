@@ -39,6 +39,8 @@ class Capability:
     """Takes prompt lengths to compile for. False: a prompt runs token by token."""
     token_buckets: bool = True
     """Takes several sequence lengths to compile decode graphs for."""
+    prompt_batch_size: bool = False
+    """The constructor takes the rows of a prefill apart from those of a decode."""
     attention_bsh: bool = True
     """attention_layout=BSH works."""
     on_device_greedy: bool = True
@@ -127,6 +129,7 @@ _NO_MOE_WEIGHTS = {
 _GPT2 = Capability(
     continuous_batching=False,
     token_buckets=False,
+    prompt_batch_size=True,
     # The library has it for one sequence at a time, in static batches only.
     speculation=False,
     unread=_WITHOUT_GROUPS,

@@ -30,6 +30,10 @@ class Case:
     """The draft model; None: there is none, or its configuration is not known."""
     filled: Collection[str] = ()
     """Options whose values `defaults.fill` chose."""
+    presharded: bool = False
+    """The weights are stored as each core takes its part."""
+    foreign_graphs: bool = False
+    """The graphs exist, and another program has compiled them."""
 
     def with_options(self, **values: object) -> Case:
         """The same case with other values of options, which are not validated."""

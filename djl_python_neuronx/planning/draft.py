@@ -31,7 +31,7 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         msg = "n_positions must be filled in before the draft model's options are known"
         raise ConfigError(msg)
     slots = options.max_rolling_batch_size
-    lengths, prompts = options.token_buckets or make_buckets(limit), options.context_length_estimate
+    prompts, lengths = draft_lengths(options)
     fields = ServingOptions.model_fields
     same = {name: getattr(options, name) for name in fields if option(name).draft == "same"}
     wanted = {
@@ -40,7 +40,7 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         "model_loader": loader,
         "tensor_parallel_degree": options.draft_model_tp_size or degree,
         "n_positions": _listed(lengths),
-        "context_length_estimate": _listed(prompts or (limit,)),
+        "context_length_estimate": _listed(prompts),
         "allow_known_defects": True,
         "compiled_graph_path": options.draft_model_compiled_path or options.compiled_graph_path,
         # A single slot too is driven as the large model is, whose slots have positions of their own.
@@ -49,6 +49,12 @@ def draft_settings(options: ServingOptions, loader: str, model: str) -> dict[str
         ),
     }
     return {name: str(value) for name, value in wanted.items() if value is not None}
+
+
+def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
+    limit = options.max_model_len or 0
+    return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
 
 
 def alone(options: ServingOptions) -> ServingOptions:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.planning import memory
-from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import drafting, speculating
+from djl_python_neuronx.planning.draft import draft_lengths
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.mapping import library_arguments
 from djl_python_neuronx.planning.memory import CoreMemory, Load
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.tnx.arguments import context_lengths
-
-Kind: TypeAlias = Literal[
-    "prefill", "decode", "mixed", "speculation", "draft prefill", "draft decode"
-]
+from djl_python_neuronx.planning.nxdi import arguments as nxdi
+from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
@@ -29,17 +24,6 @@ COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; may
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
 compiler's real time depends on its version, on the host's CPUs and on how many graphs it compiles at once.
 """
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One program to compile: a shape that the device can run."""
-
-    kind: Kind
-    bucket: int
-    """Tokens: the prompt's for a prefill, the step's for a mixed one, the sequence's for the others."""
-    batch: int
-    """Rows of one call; of a mixed step the blocks of the KV cache that it reads."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,6 @@ class ServingPlan:
 def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
     """The plan for a case whose options `assess` has filled in."""
     planned = tuple(graphs(case))
-    arguments = library_arguments(case.options, case.backend, capability=case.capability)
     return ServingPlan(
         loader=case.backend,
         format=artifact_format,
@@ -71,7 +54,7 @@ def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPla
         estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
         memory=_memory(case),
         device=case.device,
-        arguments=None if case.on_cpu else arguments,
+        arguments=None if case.on_cpu else library_arguments(case),
     )
 
 
@@ -90,55 +73,35 @@ def compile_minutes(
     return layers * _SECONDS_PER_LAYER / 60.0
 
 
-def graphs(case: Case) -> Iterator[Graph]:
-    """The programs that a load compiles; none on a CPU, and none before n_positions is known.
+def library_arguments(case: Case) -> LibraryArguments:
+    """Return all arguments of the backend's library, for options that are filled in; none for the cpu backend.
 
-    Source: transformers-neuronx 0.13 and neuronx-distributed-inference 0.9: a prefill graph per context bucket, a
-    decode graph per token bucket; with continuous batching a prefill runs one row, without it sequences of any length
-    are encoded anew when one joins (`context_lengths`). Where transformers-neuronx takes no
-    list of token buckets it doubles from 128 by itself. For prompts in chunks it makes no decode graph, and a mixed one
-    for each number of tokens and of blocks that all slots at one of the lengths take. NxD Inference
-    (modules/autobucketing.py) makes a prefill for each length of a cached prefix, none included, and a decode graph for
-    each number of sequences.
+    Options that the library cannot use for the architecture are left out.
     """
-    options, loader, slots = case.effective, case.backend, case.slots
-    if case.on_cpu or options.max_model_len is None:
-        return
-    continuous = case.continuous_batching
-    rows = 1 if continuous else slots
-    length = options.max_model_len or 0
-    lengths = options.token_buckets or make_buckets(length)
-    prompts = options.context_length_estimate or ()
-    if loader == "tnx" and options.enable_chunked_prefill and options.pa_block_size:
-        yield from _mixed(prompts, lengths, slots, options.pa_block_size)
-        return
-    batches = [slots]
-    if loader == "tnx":
-        prompts = context_lengths(prompts, length, slots, continuous=continuous)
-    if loader == "nxdi":
-        batches = sorted({*(options.token_generation_batches or ()), slots})
-        if options.enable_prefix_caching:
-            prompts = tuple(
-                prompt for prompt in prompts for _ in (0, *(options.prefix_buckets or ()))
-            )
-    speculative = speculating(options)
-    # NxDI fuses draft and target into one graph, which takes the place of the decode graph.
-    separate = speculative and loader == "tnx"
-    decode: Kind = "speculation" if speculative and not separate else "decode"
-    yield from (Graph("prefill", bucket, rows) for bucket in prompts)
-    yield from (Graph(decode, bucket, size) for size in batches for bucket in lengths)
-    if separate:
-        yield from (Graph("speculation", bucket, slots) for bucket in lengths)
-    if separate and drafting(options):
-        yield from (Graph("draft prefill", bucket, rows) for bucket in prompts)
-        yield from (Graph("draft decode", bucket, slots) for bucket in lengths)
+    if case.backend == "tnx":
+        return tnx.write_arguments(case)
+    return nxdi.write_arguments(case) if case.backend == "nxdi" else LibraryArguments()
 
 
-def _mixed(
-    steps: tuple[int, ...], lengths: tuple[int, ...], slots: int, block_size: int
-) -> Iterator[Graph]:
-    for blocks in sorted({memory.blocks_of(length, slots, block_size) for length in lengths}):
-        yield from (Graph("mixed", tokens, blocks) for tokens in steps)
+def stored_findings(case: Case) -> Iterator[Finding]:
+    """Return the findings about graphs that exist already: `Case.foreign_graphs`."""
+    if case.backend == "tnx":
+        yield from tnx.foreign_findings(case)
+
+
+def graphs(case: Case) -> Iterator[Graph]:
+    """Return the graphs that a load compiles, a draft model's included; none on a CPU or before n_positions is set."""
+    if case.on_cpu or case.options.max_model_len is None:
+        return
+    if case.backend == "nxdi":
+        yield from nxdi.graphs(case)
+        return
+    yield from tnx.graphs(library_arguments(case))
+    if case.drafting:
+        # A draft model has options of its own, and only architectures with continuous batching can be one.
+        prompts, lengths = draft_lengths(case.options)
+        yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
+        yield from (Graph("draft decode", length, case.slots) for length in lengths)
 
 
 def _memory(case: Case) -> CoreMemory | None:

@@ -14,7 +14,6 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx.backends import LoadPlan, tnx
 from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
-from djl_python_neuronx.planning.arguments import LibraryArguments
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
 from tests.device_driver import Driver
 from tests.tiny_models import save_tiny_model
@@ -93,8 +92,8 @@ def test_compilers_version_is_told() -> None:
 def test_flags_reach_the_compiler(tmp_path: Path) -> None:
     model, cache = save_tiny_model("llama", tmp_path / "model"), tmp_path / "cache"
     plan = tnx_plan(model, 1, 16, (16,), (16,))
-    arguments = LibraryArguments(
-        neuron_config=plan.arguments.neuron_config,
+    arguments = replace(
+        plan.arguments,
         compiler_flags=("-O1",),
         environment={"NEURON_COMPILE_CACHE_URL": str(cache)},
     )

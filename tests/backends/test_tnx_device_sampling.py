@@ -21,7 +21,6 @@ from djl_python_neuronx.errors import StepError  # noqa: E402
 from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
 from djl_python_neuronx.planning.machines import named  # noqa: E402
-from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
@@ -108,9 +107,7 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
     value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
-    options = options.model_copy(update={"on_device_generation": value})
-    arguments = library_arguments(options, "tnx", continuous=True)
-    plan = tnx_plan(tmp_path, tp=2, **arguments.neuron_config)
+    plan = tnx_plan(tmp_path, tp=2, on_device_generation=value)
     backend: Any = backends.get("tnx").load(replace(plan, default_top_k="global_top_k"))
     assert (backend.spec.largest_top_k, backend.spec.default_top_k) == (97, 97)
     engine, prompt = Engine(backend), [5, 6, 7]
@@ -200,8 +197,8 @@ def test_what_is_sampled_from_nan_is_known(
     continuous = model_type == "mixtral"
     plan = tnx_plan(tmp_path, tp=2, continuous=continuous, on_device_generation=generation)
     backend: Any = backends.get("tnx").load(plan)
-    assert backend._of_nan is not None
-    assert backend._of_nan in {0, 96, 97}
+    assert backend._nan_token is not None
+    assert backend._nan_token in {0, 96, 97}
     backend.close()
 
 

@@ -17,7 +17,6 @@ from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
 from djl_python_neuronx.planning import placement  # noqa: E402
 from djl_python_neuronx.planning.machines import named  # noqa: E402
-from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
@@ -60,17 +59,11 @@ EXACT: list[tuple[str, int, bool, dict[str, Any], dict[str, Any]]] = [
 
 def load(directory: Path, name: str, tp: int, continuous: bool, options: dict[str, Any]) -> Any:
     """A backend for these options, in the words of a deployment."""
-    plan = tnx_plan(directory, tp=tp, continuous=continuous)
-    resolved = ServingOptions(
-        max_rolling_batch_size=plan.num_slots,
-        tensor_parallel_degree=tp,
-        **{"dtype": "float32", **options},
-    )
-    arguments = library_arguments(resolved, "tnx", continuous=continuous)
+    plan = tnx_plan(directory, tp=tp, continuous=continuous, **options)
     changed = set(options) - {"dtype"}
-    assert len(arguments.neuron_config) == len(changed) + continuous  # each option is a keyword
-    plan.arguments.neuron_config.update(arguments.neuron_config)
-    plan.arguments.constructor.update(arguments.constructor)
+    assert (
+        len(plan.arguments.neuron_config) == len(changed) + continuous
+    )  # each option is a keyword
     return backends.get("tnx").load(plan)
 
 

@@ -14,10 +14,8 @@ import numpy as np  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
-from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
-from djl_python_neuronx.planning.mapping import library_arguments  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Text, assert_same, make_rows  # noqa: E402
@@ -147,10 +145,7 @@ def test_any_traffic_gives_what_transformers_gives(
 ) -> None:
     """The engine's own steps, and features that change the graph."""
     save_tiny_model("llama", tmp_path, **settings)
-    resolved = ServingOptions(dtype="float32", max_rolling_batch_size=4, **options)
-    config = library_arguments(resolved, "tnx").neuron_config
-    del config["continuous_batching"]
-    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, block_size=8, **config))
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, block_size=8, **options))
     try:
         assert assert_like_alone(backend, load_reference(tmp_path), seed=5) > 100
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ NUM_DRAFTS = 3
 
 
 def verifying(directory: Path, num_slots: int = 4, **options: object) -> LoadPlan:
-    return replace(tnx_plan(directory, num_slots, **options), num_speculative_tokens=NUM_DRAFTS)  # type: ignore[arg-type]
+    return tnx_plan(directory, num_slots, num_speculative_tokens=NUM_DRAFTS, **options)  # type: ignore[arg-type]
 
 
 def proposer_of(kind: str, backend: Backend, target: Path, other: Path) -> Proposer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +149,7 @@ def test_another_program_s_graphs_encode_what_is_longer_token_by_token(
     compiled.mkdir()
     plan = tnx_plan(model, continuous=False)
     # As every program compiles that does not have sequences join a static batch.
-    foreign = replace(plan, foreign_graphs=True)
+    foreign = tnx_plan(model, continuous=False, foreign_graphs=True)
     tnx.compile(foreign, compiled)
     with pytest.raises(ArtifactError, match="Compile it again"):
         tnx.load(plan, compiled)

@@ -21,7 +21,7 @@ from tests.toy_backend import toy_logits
 
 NEFF = "0123456789abcdef0123.neff"
 CALLS: dict[str, dict[str, object]] = {}
-"""Methods that were called beside the constructors, with their arguments by name."""
+"""Methods that were called beside the constructors, in order, with their arguments by name."""
 
 
 class GQA(enum.Enum):
@@ -76,7 +76,8 @@ class GenerationConfig:
 
 class NeuronConfig:
     def __init__(self, *, continuous_batching=None, cache_layout="SBH", fuse_qkv=False, group_query_attention=None,
-                 on_device_generation=None, quant=None, kv_cache_quant=None, **kwargs):  # fmt: skip
+                 on_device_generation=None, quant=None, kv_cache_quant=None, shard_over_sequence=False,
+                 **kwargs):  # fmt: skip
         assert not kwargs, f"Unexpected keyword arguments: {kwargs}"
         self.continuous_batching = continuous_batching
         self.on_device_generation = on_device_generation
@@ -95,7 +96,8 @@ class Model:
         config = json.loads((Path(pretrained_model_path) / "config.json").read_text())
         return cls(types.SimpleNamespace(**config), *model_args, **kwargs)
 
-    def _begin(self, config, n_positions, batch_size, context_length_estimate, neuron_config):
+    def _begin(self, config, n_positions, batch_size, context_length_estimate, neuron_config, amp):
+        self.amp = amp
         self.config, self.neuron_config = config, neuron_config or NeuronConfig()
         lengths = [n_positions] if isinstance(n_positions, int) else sorted(n_positions)
         self.token_buckets, self.context_buckets = lengths, context_length_estimate or []
@@ -132,6 +134,7 @@ class Model:
         self.loaded_from = Path(directory)
 
     def to_neuron(self):
+        CALLS["to_neuron"] = {}
         if self.loaded_from and (self.loaded_from / NEFF).read_text() != self._programs():
             raise FileNotFoundError(
                 "Could not find a matching NEFF for your HLO in this directory."
@@ -227,7 +230,7 @@ class Model:
 class LlamaForSampling(Model):
     def __init__(self, config, *, n_positions=2048, batch_size=1, amp="f32", tp_degree=2, context_length_estimate=None,
                  context_unroll=None, unroll=None, neuron_config=None, prefixed_length=0, **kwargs):  # fmt: skip
-        self._begin(config, n_positions, batch_size, context_length_estimate, neuron_config)
+        self._begin(config, n_positions, batch_size, context_length_estimate, neuron_config, amp)
 
 
 class OPTForSampling(Model):
@@ -235,7 +238,7 @@ class OPTForSampling(Model):
 
     def __init__(self, config, batch_size=1, amp=None, tp_degree=2, n_positions=2048, unroll=None,
                  context_length_estimate=None, context_unroll=1, neuron_config=None, **kwargs):  # fmt: skip
-        self._begin(config, n_positions, batch_size, context_length_estimate, neuron_config)
+        self._begin(config, n_positions, batch_size, context_length_estimate, neuron_config, amp)
 
 
 class GPT2ForSamplingWithContextBroadcasting(Model):
@@ -259,7 +262,7 @@ class GPT2ForSamplingWithContextBroadcasting(Model):
         assert isinstance(kwargs["n_positions"], int)
         assert set(kwargs) == {"n_positions"}
         self._begin(
-            config, kwargs["n_positions"], batch_size, context_length_estimate, neuron_config
+            config, kwargs["n_positions"], batch_size, context_length_estimate, neuron_config, amp
         )
 
 

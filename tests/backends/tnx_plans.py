@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends import LoadPlan
-from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.plan import library_arguments
 
 # A process has its cores once: those of the largest model here. The cache keeps the rig's programs for one run.
 os.environ.setdefault("NEURON_RT_NUM_CORES", "8")
@@ -57,24 +62,37 @@ def tnx_plan(
     continuous: bool = True,
     block_size: int | None = None,
     tp: int = 1,
-    **neuron_config: object,
+    num_speculative_tokens: int = 0,
+    foreign_graphs: bool = False,
+    **more: object,
 ) -> LoadPlan:
-    """A plan with these keywords of `NeuronConfig`, as `mapping.library_arguments` writes them.
+    """The plan of a start; `more` are options, or else keywords of `override_neuron_config`.
 
     `block_size`: prompts in chunks, the cache in blocks.
     """
-    shared: dict[str, object] = {"batch_size_for_shared_caches": num_slots}
-    if block_size is not None:
-        neuron_config["cache_layout"] = "BSH"
-        shared |= {
-            "max_model_len": max_model_len,
-            "optimized_paged_attention": True,
-            "enable_chunked_prefill": True,
-            "block_size": block_size,
-            "num_blocks": num_slots * -(-max_model_len // block_size) + 1,
+    assert token_buckets[-1] == max_model_len
+    fields = ServingOptions.model_fields
+    in_blocks = {"enable_chunked_prefill": True, "pa_block_size": block_size, "cache_layout": "BSH"}
+    options = ServingOptions.model_validate(
+        {
+            "dtype": "float32",
+            "max_rolling_batch_size": num_slots,
+            "n_positions": token_buckets,
+            "context_length_estimate": prefill_buckets,
+            "tensor_parallel_degree": tp,
+            "rolling_batch_strategy": "continuous_batching"
+            if continuous
+            else "naive_rolling_batch",
+            "ngram_prompt_lookup_max": 1 if num_speculative_tokens else None,
+            "speculative_length": num_speculative_tokens,
+            "override_neuron_config": {k: v for k, v in more.items() if k not in fields} or None,
+            **(in_blocks if block_size else {}),
+            **{name: value for name, value in more.items() if name in fields},
         }
-    if continuous:
-        neuron_config["continuous_batching"] = shared
+    )
+    path = directory / "config.json"
+    model = ModelFacts.from_config(json.loads(path.read_text()) if path.exists() else {})
+    case = Case(options, model, named("trn1.32xlarge"), "tnx", foreign_graphs=foreign_graphs)
     return LoadPlan(
         directory,
         num_slots,
@@ -82,6 +100,7 @@ def tnx_plan(
         prefill_buckets,
         token_buckets,
         mixed_steps=block_size is not None,
+        num_speculative_tokens=num_speculative_tokens,
         tensor_parallel_degree=tp,
-        arguments=LibraryArguments(neuron_config=neuron_config),
+        arguments=library_arguments(case),
     )

@@ -199,7 +199,7 @@ BATCHING = {
             *(("2048,512", (512, 2048)), ([512, 2048], (512, 2048)), *NONE),
         ),
         ("1", "0", "many", "1.5", "1,2", "[]", "[[2]]", "", str(2**31), {}),
-        constructor(n_positions=1024),
+        constructor(n_positions=[128, 256, 512, 1024]),
         config(seq_len=1024, max_length=1024),
         also=("max_model_len",),
     ),
@@ -280,7 +280,7 @@ GRAPHS = {
     ),
     "sequence_parallel_norm_threshold": count("sequence_parallel_norm_threshold", LEFT_OUT),
     "shard_over_sequence": optional_flag(
-        "shard_over_sequence",
+        {**config(shard_over_sequence=True), **constructor(n_positions=[2048])},
         "flash_decoding_enabled",
         also=("flash_decoding_enabled",),
         env=("NEURON_SHARD_OVER_SEQUENCE",),

@@ -752,9 +752,11 @@ class TestDraftModel:
         assert plan["arguments"]["constructor"]["tp_degree"] == 8
         assert plan["draft_arguments"]["constructor"]["tp_degree"] == 2
         assert plan["draft_arguments"]["constructor"]["n_positions"][-1] == 2048
-        assert plan["calls"] == {
-            "enable_speculative_decoder": {"speculation_length": 5, "batch_sizes": [2]}
-        }
+        assert list(plan["arguments"]["calls"].items()) == [
+            ("enable_speculative_decoder", {"speculation_length": 5, "batch_sizes": [2]}),
+            ("to_neuron", {}),
+        ]
+        assert plan["draft_arguments"]["calls"] == {"to_neuron": {}}
         told = printed(report)
         assert "drafts    4 tokens at a time, from the draft model" in told
         model, draft = told.split("Handed to the tnx library")[1:]
@@ -778,7 +780,7 @@ class TestDraftModel:
     def test_without_one_nothing_is_given_for_it(self, both):
         report = run(both[0], machine="inf2.48xlarge", **LLAMA)
         plan = as_json(report)["plan"]
-        assert (plan["calls"], plan["draft_arguments"]) == ({}, None)
+        assert (plan["arguments"]["calls"], plan["draft_arguments"]) == ({"to_neuron": {}}, None)
         told = printed(report)
         assert "drafts  " not in told
         assert "draft model" not in told
@@ -840,8 +842,8 @@ def test_drafts_that_are_looked_up_and_prompts_in_chunks(both):
     report = run(both[0], machine="inf2.48xlarge", **LLAMA, enable_chunked_prefill="true")
     assert report.errors == ()
     # Two slots of 2048 tokens in blocks of 128, and the block for padding.
-    expected = {"init_cache_engine": {"block_size": 128, "num_blocks": 33}}
-    assert as_json(report)["plan"]["calls"] == expected
+    expected = {"init_cache_engine": {"block_size": 128, "num_blocks": 33}, "to_neuron": {}}
+    assert as_json(report)["plan"]["arguments"]["calls"] == expected
     assert "init_cache_engine()" in printed(report)
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import assess as planning
+from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning import plan as serving_plan
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 
@@ -26,6 +28,16 @@ def assess(resolved, config, machine, backend):
     """The filled-in settings and the errors, of a model's `config.json` on a machine."""
     done = _assess(resolved, config, machine, backend)
     return done, list(done.problems.errors)
+
+
+def library_arguments(options, backend, *, model_type=None, continuous=None, **stored):
+    """The arguments of a backend's library; `model_type` None: of an architecture that is not known."""
+    if continuous is not None:
+        strategy = "continuous_batching" if continuous else "naive_rolling_batch"
+        options = options.model_copy(update={"rolling_batch_strategy": strategy})
+    model = ModelFacts.from_config({"model_type": model_type} if model_type else {})
+    case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
+    return serving_plan.library_arguments(case)
 
 
 def resolve(*arguments, **keywords):

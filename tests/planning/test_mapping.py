@@ -12,10 +12,10 @@ from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.capabilities import CAPABILITIES
 from djl_python_neuronx.planning.intent import unmapped
-from djl_python_neuronx.planning.mapping import library_arguments
 from djl_python_neuronx.planning.overrides import DERIVED, RESERVED, findings
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
+from tests.planning.settings import library_arguments
 
 LIBRARIES = ("tnx", "nxdi")
 PARTS = ("constructor", "neuron_config", "compiler_flags", "environment")
@@ -138,8 +138,9 @@ def test_what_follows_from_options_names_keywords_and_options_that_exist():
 
 
 def test_nothing_set_gives_nothing():
+    always = {"tnx": LibraryArguments(calls={"to_neuron": {}}), "nxdi": LibraryArguments()}
     for loader in LIBRARIES:
-        assert library_arguments(ServingOptions(), loader) == LibraryArguments()
+        assert library_arguments(ServingOptions(), loader) == always[loader]
         assert unmapped(ServingOptions(), loader) == ()
 
 
@@ -162,9 +163,10 @@ class TestTnx:
             "tp_degree": 2,
             "batch_size": 4,
             "amp": "bf16",
-            "n_positions": 2048,
+            "n_positions": [128, 256, 512, 1024, 2048],
             "context_length_estimate": [128, 2048],
         }
+        assert arguments.calls == {"to_neuron": {}}
         assert arguments.neuron_config == {
             "continuous_batching": {"batch_size_for_shared_caches": 4}
         }
@@ -182,6 +184,54 @@ class TestTnx:
         assert library_arguments(prompts, "tnx").constructor["context_length_estimate"] == [64, 128]
         static = library_arguments(prompts, "tnx", continuous=False).constructor
         assert static["context_length_estimate"] == [64, 128, 2048]
+
+    @pytest.mark.parametrize(
+        "sharded",
+        [{"shard_over_sequence": True}, {"override_neuron_config": {"shard_over_sequence": True}}],
+    )
+    def test_a_cache_divided_by_tokens_has_one_length_where_rows_have_positions_of_their_own(
+        self, sharded
+    ):
+        options = given(n_positions="512,1024,2048", **sharded)
+        assert library_arguments(options, "tnx").constructor["n_positions"] == [2048]
+        static = library_arguments(options, "tnx", continuous=False)
+        assert static.constructor["n_positions"] == [512, 1024, 2048]
+
+    def test_graphs_of_another_program_have_no_longer_prompt(self):
+        def prompts(**more):
+            arguments = library_arguments(given(context_length_estimate=(64, 128)), "tnx", **more)
+            return arguments.constructor["context_length_estimate"]
+
+        assert prompts(continuous=False) == [64, 128, 2048]
+        assert prompts(continuous=False, foreign_graphs=True) == [64, 128]
+        assert prompts(continuous=True, foreign_graphs=True) == [64, 128]
+
+    def test_divided_weights_hold_no_embedding_for_the_host(self):
+        config = library_arguments(given(on_device_embedding=False), "tnx", presharded=True)
+        assert config.neuron_config["on_device_embedding"] is True
+
+    def test_gpt2_takes_the_rows_of_a_prompt_too_and_one_length(self):
+        found = library_arguments(given(), "tnx", model_type="gpt2").constructor
+        assert (found["batch_size"], found["prompt_batch_size"], found["n_positions"]) == (
+            4,
+            4,
+            2048,
+        )
+        assert "prompt_batch_size" not in library_arguments(given(), "tnx").constructor
+
+    def test_where_requests_have_parameters_of_their_own_each_row_has(self):
+        options = given(on_device_generation={"dynamic": True, "do_sample": True, "top_k": 9})
+        found = library_arguments(options, "tnx").neuron_config["on_device_generation"]
+        assert (found["per_batch_line"], found["top_k"]) == (True, [9] * 4)
+        assert (found["top_p"], found["temperature"]) == ([1.0] * 4, [1.0] * 4)
+        assert found["top_p_min_tokens"] == [1] * 4
+
+    def test_speculation_is_enabled_before_the_model_goes_to_the_device(self):
+        options = given(ngram_prompt_lookup_max=3, speculative_length=4)
+        assert list(library_arguments(options, "tnx").calls.items()) == [
+            ("enable_speculative_decoder", {"speculation_length": 5, "batch_sizes": [4]}),
+            ("to_neuron", {}),
+        ]
 
     def test_a_list_of_lengths_stays_one(self):
         arguments = library_arguments(given(n_positions="[2048]"), "tnx")
@@ -336,8 +386,11 @@ class TestOverrides:
 )
 def test_a_cache_in_blocks_holds_all_slots_and_the_padding(values, blocks):
     options = given(enable_chunked_prefill=True, pa_block_size=128, **values)
-    cache = library_arguments(options, "tnx").neuron_config["continuous_batching"]
-    assert (cache["block_size"], cache["num_blocks"]) == (128, blocks)
+    arguments = library_arguments(options, "tnx")
+    assert arguments.calls["init_cache_engine"] == {"block_size": 128, "num_blocks": blocks}
+    assert list(arguments.calls) == ["init_cache_engine", "to_neuron"]
+    # A graph takes whole blocks, so lengths are whole blocks too.
+    assert [length % 128 for length in arguments.constructor["n_positions"]] == [0] * 5
 
 
 def test_even_one_slot_is_batched_continuously_where_its_prompt_comes_in_chunks():
@@ -362,8 +415,7 @@ class TestWhatAnArchitectureCannotUse:
     """It is not handed over: the library would fail while it builds its graphs."""
 
     def arguments(self, model_type):
-        able = CAPABILITIES["tnx"][model_type]
-        return library_arguments(given(**EVERYTHING), "tnx", capability=able)
+        return library_arguments(given(**EVERYTHING), "tnx", model_type=model_type)
 
     def test_where_it_can_use_all_of_it(self):
         found = self.arguments("llama")

@@ -17,8 +17,8 @@ from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
 from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.backends.tnx.model import (
+    CACHE_CALL,
     CLASSES,
-    block_size_of,
     construct,
     import_library,
     model_type_of,
@@ -110,7 +110,7 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
 
     mode: type[TnxBackend] = StaticBackend
     if "continuous_batching" in plan.arguments.neuron_config:
-        mode = ContinuousBackend if block_size_of(plan) is None else PagedBackend
+        mode = PagedBackend if CACHE_CALL in plan.arguments.calls else ContinuousBackend
     try:
         backend = mode(model, plan)
         backend.find_nan_token()
@@ -133,11 +133,11 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
         with env.applied(plan.arguments, max(plan.tensor_parallel_degree, plan.process_cores)):
             model = construct(_weights_of(plan, compiled))
             _limit_threads()
-            if plan.num_speculative_tokens:
-                model.enable_speculative_decoder(plan.num_speculative_tokens + 1, [plan.num_slots])
-            if compiled is not None:
-                model.load(str(compiled))
-            model.to_neuron()
+            for method, keywords in plan.arguments.calls.items():
+                if method == "to_neuron" and compiled is not None:
+                    model.load(str(compiled))
+                if method != CACHE_CALL:
+                    getattr(model, method)(**keywords)
     except Exception as error:
         raise of_load(error, what) from error
     return model

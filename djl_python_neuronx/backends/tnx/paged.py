@@ -13,7 +13,7 @@ from djl_python_neuronx.backends.base import Rows, Step, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
 from djl_python_neuronx.backends.tnx.base import TnxBackend
-from djl_python_neuronx.backends.tnx.model import block_size_of
+from djl_python_neuronx.backends.tnx.model import CACHE_CALL
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PagedBackend(TnxBackend):
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         """Every slot is empty."""
-        size = block_size_of(plan) or plan.max_model_len
+        size: int = plan.arguments.calls[CACHE_CALL]["block_size"]
         super().__init__(
             model,
             plan,

@@ -10,7 +10,7 @@ import numpy as np
 from djl_python_neuronx.backends.base import Float32Array, Rows
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
-from djl_python_neuronx.backends.tnx.model import generation_of, import_library
+from djl_python_neuronx.backends.tnx.model import import_library
 
 _GREEDY = (1.0, 1.0, 1.0)
 _UNBOUNDED_TOP_K = 256
@@ -32,7 +32,7 @@ class DeviceSampling:
     @classmethod
     def of(cls, model: Any, plan: LoadPlan) -> DeviceSampling | None:  # noqa: ANN401
         """Return the device sampling of a model; None if the host samples."""
-        generation = generation_of(plan)
+        generation = plan.arguments.neuron_config.get("on_device_generation")
         return None if generation is None else cls(model, generation, plan.num_slots)
 
     @property

@@ -1,58 +1,151 @@
-"""What options are in the words of transformers-neuronx.
+"""Arguments of transformers-neuronx, and the graphs that it compiles with them.
 
 Source: transformers-neuronx 0.13, config.py and the models' constructors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import (
+    Graph,
     LibraryArguments,
     degree_of,
     environment_of,
     handed_through,
-    plain,
     put,
 )
+from djl_python_neuronx.planning.capabilities import Capability
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.defaults import make_buckets
+from djl_python_neuronx.planning.intent import speculating
 
-_AMP = MappingProxyType({"float32": "f32", "float16": "f16", "bfloat16": "bf16"})
-_8_BITS = MappingProxyType({"int8": "s8", "fp8": "f8e4m3fn"})
+_AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
 # The compiler takes fp8 only with the range that its hardware has. Source: transformers-neuronx, generation_demo.py.
 _FP8_FLAG = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+_ROW_SAMPLING = {"top_k": 50, "top_p": 1.0, "temperature": 1.0, "top_p_min_tokens": 1}
+"""Keywords of `GenerationConfig` that hold a value for each row with `per_batch_line`, with the library's defaults."""
 
 
-def tnx_arguments(options: ServingOptions, continuous: bool) -> LibraryArguments:
-    """The arguments of transformers-neuronx. `continuous`: whether the model is batched continuously."""
-    arguments = LibraryArguments(
-        compiler_flags=tuple(_flags(options)), environment=environment_of(options)
-    )
-    amp = _AMP.get(options.dtype)
-    slots = options.max_rolling_batch_size
-    lengths = context_lengths(
-        options.context_length_estimate, options.max_model_len, slots, continuous=continuous
-    )
-    put(
-        arguments.constructor,
+def write_arguments(case: Case) -> LibraryArguments:
+    """Return the arguments of transformers-neuronx for options that are filled in."""
+    options, capability = case.effective, case.capability or Capability()
+    slots, limit = options.max_rolling_batch_size, options.max_model_len
+    config = _neuron_config(case)
+    prompts = options.context_length_estimate or ()
+    if not case.foreign_graphs:
+        prompts = context_lengths(prompts, limit, slots, continuous=case.continuous_batching)
+    positions: object = limit
+    if limit is not None and capability.token_buckets:
+        positions = list(_token_lengths(options, limit, config))
+    constructor = put(
+        {},
         tp_degree=degree_of(options),
         batch_size=slots,
-        amp=amp,
-        n_positions=plain(options.n_positions),
-        context_length_estimate=list(lengths) or None,
+        prompt_batch_size=slots if capability.prompt_batch_size else None,
+        amp=_AMP.get(options.dtype),
+        n_positions=positions,
+        context_length_estimate=list(prompts) or None,
         unroll=options.unroll,
     )
-    config = arguments.neuron_config
-    config.update(handed_through(options, "tnx"))
+    return LibraryArguments(
+        constructor=constructor,
+        neuron_config=config,
+        calls=_calls(options),
+        compiler_flags=tuple(_flags(options)),
+        environment=environment_of(options),
+    )
+
+
+def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
+    """The graphs that the library compiles with these arguments; none before n_positions is known.
+
+    A prefill graph for each context length and a decode graph for each token length; with continuous batching a
+    prefill runs one row. A class that takes no list of token lengths doubles from 128. For prompts in chunks the
+    library makes no decode graph, but a mixed one for each number of tokens of a step and of cache blocks that all
+    slots take at one of the lengths. A speculation graph for each token length comes on top.
+    """
+    constructor = arguments.constructor
+    positions = constructor.get("n_positions")
+    if positions is None:
+        return
+    lengths = positions if isinstance(positions, list) else make_buckets(positions)
+    prompts, slots = (
+        constructor.get("context_length_estimate", ()),
+        constructor.get("batch_size", 1),
+    )
+    if engine := arguments.calls.get("init_cache_engine"):
+        for blocks in sorted({length * slots // engine["block_size"] for length in lengths}):
+            yield from (Graph("mixed", tokens, blocks) for tokens in prompts)
+        return
+    rows = 1 if "continuous_batching" in arguments.neuron_config else slots
+    yield from (Graph("prefill", prompt, rows) for prompt in prompts)
+    yield from (Graph("decode", length, slots) for length in lengths)
+    if "enable_speculative_decoder" in arguments.calls:
+        yield from (Graph("speculation", length, slots) for length in lengths)
+
+
+def foreign_findings(case: Case) -> Iterator[Finding]:
+    """Return a note if graphs that another program compiled lack the longest prompt that static batches need."""
+    options = case.effective
+    prompts, limit = options.context_length_estimate or (), options.max_model_len
+    here = context_lengths(prompts, limit, case.slots, continuous=case.continuous_batching)
+    if case.foreign_graphs and here != prompts:
+        problem = (
+            f"the graphs were compiled by another program, for these prompts alone: where a sequence joins, the tokens "
+            f"beyond {prompts[-1]} run one by one. Compile the model again to have a graph for {limit} tokens"
+        )
+        yield Finding(("context_length_estimate",), problem, "warning")
+
+
+def context_lengths(
+    prompts: tuple[int, ...] | None, limit: int | None, slots: int | None, *, continuous: bool
+) -> tuple[int, ...]:
+    """Return the prompt lengths to compile where prompts of `prompts` are served, ascending.
+
+    A sequence that joins a static batch makes all of them prefill again, however long they have become. Beyond the
+    largest length that would run token by token, so a graph for `limit` tokens is added. Without `prompts` there are
+    no prompt graphs.
+    """
+    if continuous or not prompts or not limit or (slots or 1) == 1:
+        return prompts or ()
+    return tuple(sorted({*prompts, limit}))
+
+
+def _token_lengths(
+    options: ServingOptions, limit: int, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the lengths to compile decodes for, ascending.
+
+    Only the longest where continuous batching meets a cache that is divided by tokens: transformers-neuronx 0.13
+    changes to the next length too late there (decoder.py: `forward_single` allows for the division only where all
+    rows share a position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on.
+    """
+    lengths = options.token_buckets or make_buckets(limit)
+    if options.enable_chunked_prefill and (size := options.pa_block_size):
+        # A graph takes `length * slots // size` blocks: all that slots of this length can fill only if they are whole.
+        return tuple(sorted({-(-length // size) * size for length in lengths}))
+    if config.get("shard_over_sequence") and "continuous_batching" in config:
+        return lengths[-1:]
+    return lengths
+
+
+def _neuron_config(case: Case) -> dict[str, Any]:
+    options = case.effective
+    slots, amp = options.max_rolling_batch_size, _AMP.get(options.dtype)
+    config = handed_through(options, "tnx")
     for keyword, bits in (
         ("quant", options.weight_dtype),
         ("kv_cache_quant", options.kv_cache_quantize),
     ):
         if bits is not None:
             config[keyword] = put({}, quant_dtype=_8_BITS[bits], dequant_dtype=amp)
-    if continuous and slots is not None:
+    if case.continuous_batching and slots is not None:
         config["continuous_batching"] = _shared_cache(options, slots)
     if options.on_device_generation is not None:
         config["on_device_generation"] = _generation(options, slots)
@@ -61,32 +154,51 @@ def tnx_arguments(options: ServingOptions, continuous: bool) -> LibraryArguments
     if options.multi_node:
         config.setdefault("fuse_mlp", True)
         config.setdefault("mlp_out_weight_transpose", True)
-    return arguments
+    config.update(options.override_neuron_config or {})
+    if case.presharded:
+        config["on_device_embedding"] = True  # the host has no embedding in weights that are cut
+    return config
 
 
-def _shared_cache(options: ServingOptions, slots: int) -> dict[str, object]:
+def _shared_cache(options: ServingOptions, slots: int) -> dict[str, Any]:
     # The other name of it, max_num_seqs, is unknown to libraries before 0.12.
-    cache: dict[str, object] = {"batch_size_for_shared_caches": slots}
-    length, size = options.max_model_len, options.pa_block_size
+    cache: dict[str, Any] = {"batch_size_for_shared_caches": slots}
     if options.is_block_kv_layout or options.enable_chunked_prefill:
         cache["optimized_paged_attention"] = True
-        put(cache, max_model_len=length)
+        put(cache, max_model_len=options.max_model_len)
     if options.enable_chunked_prefill:
         cache["enable_chunked_prefill"] = True
-    if options.enable_chunked_prefill and length is not None and size is not None:
-        # What `init_cache_engine` takes. Block 0 is for padding.
-        blocks = options.pa_num_blocks or memory.blocks_of(length, slots, size) + 1
-        cache.update(block_size=size, num_blocks=blocks)
     return cache
 
 
-def _generation(options: ServingOptions, slots: int | None) -> dict[str, object]:
+def _generation(options: ServingOptions, slots: int | None) -> dict[str, Any]:
     generation = options.on_device_generation
     written = {} if generation is None else generation.model_dump(exclude_none=True)
+    if written.get("dynamic"):
+        written["per_batch_line"] = True  # each request has parameters of its own
     if written.get("per_batch_line") and slots is not None:
-        for name in ("top_k", "top_p", "temperature", "top_p_min_tokens"):
-            written[name] = [written[name]] * slots
+        for name, default in _ROW_SAMPLING.items():
+            written[name] = [written.get(name, default)] * slots
     return written
+
+
+def _calls(options: ServingOptions) -> dict[str, dict[str, Any]]:
+    calls: dict[str, dict[str, Any]] = {}
+    slots, limit, size = (
+        options.max_rolling_batch_size,
+        options.max_model_len,
+        options.pa_block_size,
+    )
+    if options.enable_chunked_prefill and slots and limit and size:
+        # Block 0 is for padding.
+        blocks = options.pa_num_blocks or memory.blocks_of(limit, slots, size) + 1
+        calls["init_cache_engine"] = {"block_size": size, "num_blocks": blocks}
+    if speculating(options) and slots:
+        # The last of a step's tokens is the model's own.
+        length = options.speculative_length + 1
+        calls["enable_speculative_decoder"] = {"speculation_length": length, "batch_sizes": [slots]}
+    calls["to_neuron"] = {}
+    return calls
 
 
 def _flags(options: ServingOptions) -> Iterator[str]:
@@ -100,17 +212,3 @@ def _flags(options: ServingOptions) -> Iterator[str]:
         yield f"--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={factor}"
     if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
         yield _FP8_FLAG
-
-
-def context_lengths(
-    prompts: tuple[int, ...] | None, limit: int | None, slots: int | None, *, continuous: bool
-) -> tuple[int, ...]:
-    """The prompt lengths that transformers-neuronx compiles where prompts of `prompts` are served, ascending.
-
-    A sequence that joins a static batch has everyone encoded anew, however long they have become. What is beyond the
-    largest length would run token by token, so sequences of `limit` tokens have a graph there. Without `prompts` there
-    are no prompt graphs.
-    """
-    if continuous or not prompts or not limit or (slots or 1) == 1:
-        return prompts or ()
-    return tuple(sorted({*prompts, limit}))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from djl_python_neuronx.config.findings import Rule, asked, excluding, lacking
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import speculating
+from djl_python_neuronx.planning.intent import continuous_batching, speculating
 
 _USELESS = "it does nothing without the other; set that, or leave it out"
 _SILENT = "transformers-neuronx switches it off without a word unless"
@@ -19,6 +19,11 @@ _SILENT = "transformers-neuronx switches it off without a word unless"
 
 def _paged(options: ServingOptions) -> bool:
     return bool(options.is_block_kv_layout or options.enable_chunked_prefill)
+
+
+def _shards_by_tokens(options: ServingOptions) -> bool:
+    override = options.override_neuron_config or {}
+    return bool(override.get("shard_over_sequence", options.shard_over_sequence))
 
 
 def _whole_heads(options: ServingOptions) -> bool:
@@ -310,6 +315,20 @@ TNX_RULES: tuple[Rule, ...] = (
             options.shard_over_sequence and options.cache_layout == "BSH" and not _paged(options)
         ),
         "a cache divided by tokens has no BSH layout; leave cache_layout out",
+    ),
+    # See `tnx.arguments`.
+    Rule(
+        ("shard_over_sequence", "n_positions"),
+        lambda options: (
+            _shards_by_tokens(options)
+            and len(options.token_buckets or ()) > 1
+            and continuous_batching(options)
+        ),
+        "with continuous batching transformers-neuronx loses tokens between the lengths of a cache that is divided by "
+        "tokens: decode graphs are compiled for the longest alone; set n_positions to that one, or leave "
+        "shard_over_sequence out",
+        "warning",
+        filled_in=True,
     ),
     lacking("duplicate_q_weight_sos", "shard_over_sequence", _USELESS),
     lacking("sequence_parallel_norm_threshold", "sequence_parallel", _USELESS),
