@@ -49,7 +49,7 @@ class LoadPlan:
     num_threads: int | None = None
     """CPU threads of one step; None: one per physical core that the process may use, but for one."""
     eos_ids: frozenset[int] = frozenset()
-    num_drafts: int = 0
+    num_speculative_tokens: int = 0
     """Drafts that a decode verifies; 0: it does not."""
     mixed_steps: bool = False
     """Prompts come in chunks, beside decodes; the prefill buckets are then numbers of tokens of a whole step."""
