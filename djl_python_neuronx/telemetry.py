@@ -101,9 +101,6 @@ class Recorder:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._generated = metrics["generated_tokens_total"]
-        self._reencoded = metrics["reencoded_tokens_total"]
-        self._decode_seconds = metrics["decode_seconds"]
 
     def rejected(self, error: ServingError) -> None:
         """See `Observer`."""
@@ -111,23 +108,24 @@ class Recorder:
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """See `Observer`."""
-        self._generated.inc(num_tokens)
+        metrics = self._metrics
+        metrics["generated_tokens_total"].inc(num_tokens)
         if info is None:
             return
-        self._reencoded.inc(info.num_reencoded)
-        if info.drafts_s:
-            self._metrics["draft_seconds"].observe(info.drafts_s)
+        metrics["reencoded_tokens_total"].inc(info.num_reprefilled)
+        if info.draft_s:
+            metrics["draft_seconds"].observe(info.draft_s)
         if info.draft_error is not None:
-            self._metrics["draft_failures_total"].inc()
+            metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:
-            self._metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)
+            metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)
             columns = info.bucket * (info.rows if info.kind == "prefill" else 1)
-            self._metrics["padding_tokens_total"].inc(max(0, columns - info.tokens))
+            metrics["padding_tokens_total"].inc(max(0, columns - info.tokens))
         else:
-            self._decode_seconds.observe(info.device_s)
+            metrics["decode_seconds"].observe(info.device_s)
         if info.drafted:
-            self._metrics["draft_tokens_total"].inc(info.drafted)
-            self._metrics["accepted_draft_tokens_total"].inc(info.accepted)
+            metrics["draft_tokens_total"].inc(info.drafted)
+            metrics["accepted_draft_tokens_total"].inc(info.accepted)
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""

@@ -17,8 +17,8 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
-from djl_python_neuronx.planning.capabilities import LIBRARIES, TNX, TNX_UNREADABLE, Capability
-from djl_python_neuronx.planning.defects import TRAITS, options_of
+from djl_python_neuronx.planning.capabilities import TNX, TNX_UNREADABLE, Capability
+from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 _OPTIONS_HEAD = """\
@@ -111,18 +111,14 @@ _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
     "`context_length_estimate`": lambda entry: entry.context_buckets,
     "several `n_positions`": lambda entry: entry.token_buckets,
     "degrees that do not divide the heads": lambda entry: entry.pads_heads,
-    "`attention_layout=BSH`": lambda entry: entry.attention_bsh,
-    "`collectives_layout=BSH`": lambda entry: (
-        not {"collectives_layout"} & {*entry.unread, *entry.refused}
-    ),
-    "greedy on the device": lambda entry: entry.on_device_greedy,
-    "`on_device_generation=true`": lambda entry: entry.on_device_sampling,
-    "`quantize`": lambda entry: entry.int8,
-    "`kv_cache_quantize`": lambda entry: (
-        not {"kv_cache_quantize"} & {*entry.unread, *entry.refused}
-    ),
-    "`shard_over_sequence`": lambda entry: "shard_over_sequence" not in entry.unread,
-    "`enable_chunked_prefill`": lambda entry: "enable_chunked_prefill" not in entry.unread,
+    "`attention_layout=BSH`": lambda entry: entry.supports("attention_layout"),
+    "`collectives_layout=BSH`": lambda entry: entry.supports("collectives_layout"),
+    "greedy on the device": lambda entry: entry.supports("on_device_generation"),
+    "`on_device_generation=true`": lambda entry: entry.supports("on_device_generation"),
+    "`quantize`": lambda entry: entry.supports("quantize"),
+    "`kv_cache_quantize`": lambda entry: entry.supports("kv_cache_quantize"),
+    "`shard_over_sequence`": lambda entry: entry.supports("shard_over_sequence"),
+    "`enable_chunked_prefill`": lambda entry: entry.supports("enable_chunked_prefill"),
     "`speculative_draft_model`": lambda entry: entry.speculation,
 }
 
@@ -161,14 +157,15 @@ def _notes(name: str) -> Iterator[str]:
     entry = TNX[name]
     if not entry.continuous_batching:
         yield "static batches: when a sequence joins, all are encoded anew"
-    for defect, reason in entry.defects.items():
-        names = ", ".join(f"`{option}`" for option in options_of(defect))
-        yield f"{reason} ({names}; {_ACCEPTED})"
-    for trait in TRAITS["tnx"].get(name, ()):
-        yield f"{trait.problem} ({_ACCEPTED if trait.silent else 'refused'})"
-    if entry.collectives_follow:
-        yield f"{entry.collectives_follow}: `collectives_layout=BSH` needs `attention_layout=BSH`"
-    yield from (f"`{option}` is refused: {reason}" for option, reason in entry.refused.items())
+    for defect in entry.defects:
+        names = ", ".join(f"`{option}`" for option in defect.names)
+        consequence = "refused" if defect.stops else _ACCEPTED
+        yield f"{defect.problem} ({consequence if defect.backends else f'{names}; {consequence}'})"
+    if entry.bsh_collectives:
+        yield f"{entry.bsh_collectives}: `collectives_layout=BSH` needs `attention_layout=BSH`"
+    yield from (
+        f"`{option}` is refused: {reason}" for option, reason in entry.unsupported_options.items()
+    )
 
 
 def descriptions() -> Mapping[str, str]:
@@ -227,8 +224,9 @@ def equivalents(name: str) -> str:
     marker = option(name)
     missing = f"not supported ({'ignored' if marker.tunes else 'error'})"
     return "; ".join(
-        f"{library}: {f'`{marker.to[backend]}`' if backend in marker.to else missing}"
-        for backend, library in LIBRARIES.items()
+        f"{NEURON_BACKENDS[backend].library}: "
+        f"{f'`{marker.to[backend]}`' if backend in marker.to else missing}"
+        for backend in ("tnx", "nxdi")
         if marker.to
     )
 

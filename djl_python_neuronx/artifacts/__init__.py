@@ -1,1 +1,1 @@
-"""What is in a model folder: its format, its facts and its tokenizer."""
+"""Model folders: fetching, formats, tokenizers, conversion, compiled files."""

@@ -122,17 +122,13 @@ class Artifact:
             )
             raise ArtifactNotFoundError(msg)
         held = " and ".join(_KINDS[weights.kind] for weights in self.weights)
-        use = (
-            f"Set option.model_loader={self.backend}, or "
-            if self.backend not in {None, backend}
-            else ""
-        )
         advice = (
-            "run `djl-neuronx convert` to make one of the other"
+            "Run `djl-neuronx convert` to make one of the other"
             if self.kind == "split"
-            else "serve the checkpoint that it was made from"
+            else "Serve the checkpoint that it was made from"
         )
-        advice = use + advice if use else advice[0].upper() + advice[1:]
+        if self.backend not in {None, backend}:
+            advice += f", or set option.model_loader={self.backend}"
         msg = (
             f"the {backend} backend cannot load the model in {self.path} ({self.format}): it holds {held}; expected "
             f"{wanted}. {advice}."

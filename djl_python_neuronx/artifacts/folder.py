@@ -1,14 +1,13 @@
-"""One folder of a model: the names in it, and its files read only where that is safe.
+"""A model folder: its names, safe reads of its files, and the files that serving needs.
 
-Links: a file of a model lies in the model's folder, or in the blobs of a Hugging Face cache, where each file of a
+Links: a file of a model is in the model's folder, or in the blobs of a Hugging Face cache, where each file of a
 snapshot is a link. A link to any other place is refused: folders come from archives and buckets that others fill, and
-what is read here is copied and uploaded with the model. The folder itself may be a link.
+the files read here are copied and uploaded with the model. The folder itself may be a link.
 """
 
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -19,23 +18,23 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, Artifa
 
 _LFS_POINTER = b"version https://git-lfs"
 _FOR_PEOPLE = (".md", ".rst")
-"""Names that nothing here or in the libraries opens: in a working copy these often are links."""
+"""Suffixes of files that neither this package nor the libraries open: in a working copy these often are links."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What lies in a folder, every link in it checked."""
+    """The names in a folder, with every link in it checked."""
 
     path: Path
     root: Path
-    """The model's own folder without links, which no link of it may leave."""
+    """The resolved model folder, which no link in it may leave."""
     names: frozenset[str]
     folders: frozenset[str]
     """Those of `names` that are folders."""
 
     @classmethod
     def open(cls, path: Path, root: Path | None = None) -> Folder:
-        """The listing of a folder.
+        """List a folder.
 
         Raises:
             OSError: it cannot be listed.
@@ -51,7 +50,7 @@ class Folder:
         return cls(path, root, names, frozenset(one.name for one in entries if one.is_dir()))
 
     def sub(self, name: str) -> Folder:
-        """A folder in this one.
+        """A sub-folder.
 
         Raises:
             ArtifactNotFoundError: there is none of that name.
@@ -73,7 +72,7 @@ class Folder:
         return read_json(self.path / name) if name in self.names else {}
 
     def file(self, name: str) -> Path:
-        """The path of a file that must be there and hold something; nothing but its first bytes is read.
+        """The path of a file that must exist and not be empty; reads only its first bytes.
 
         Raises:
             ArtifactNotFoundError: it is missing.
@@ -97,10 +96,10 @@ AGAIN = "Copy or download the model again."
 
 
 def check_start(path: Path, start: bytes) -> None:
-    """Refuse a file that is empty, or that stands for one that was never fetched.
+    """Refuse a file that is empty, or a Git LFS pointer, by its first bytes.
 
     Raises:
-        ArtifactError: which of both.
+        ArtifactError: it is either.
     """
     if start.startswith(_LFS_POINTER):
         msg = f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository."
@@ -126,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in the content of a file that was read from `where`.
+    """The JSON object in the content of a file; `where` names it in messages.
 
     Raises:
         ArtifactError: it is malformed.
@@ -143,7 +142,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def is_plain_name(name: object) -> bool:
-    """True for the name of a file in the same folder: a name with a folder in it could point anywhere."""
+    """True for the name of a file in the same folder: a path could lead anywhere."""
     return (
         isinstance(name, str)
         and name not in {"", ".", ".."}
@@ -152,16 +151,16 @@ def is_plain_name(name: object) -> bool:
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
-    """The first names and the count of the others, for a message."""
+    """The first names and the number of the others, for a message."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return (", ".join(listed[:limit]) or "nothing") + more
 
 
 def unreadable(path: Path, error: OSError) -> ArtifactError:
-    """The error for a file or folder that the system does not let us read."""
+    """The error for a file or folder that cannot be read."""
     if isinstance(error, FileNotFoundError):
-        return ArtifactNotFoundError(f"{path} went away while it was read. {AGAIN}")
+        return ArtifactNotFoundError(f"{path} disappeared while it was read. {AGAIN}")
     return ArtifactAccessError(
         f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
     )
@@ -187,15 +186,15 @@ def _check_link(link: Path, root: Path) -> None:
 
 
 class Selection(NamedTuple):
-    """A choice among the names of a remote folder. Its name is part of the place in the cache."""
+    """A choice among the names of a remote folder. Its name is part of the path in the cache."""
 
     name: str
     choose: Callable[[Collection[str]], Collection[str]]
-    """Names relative to the folder, with `/`, to those that are wanted."""
+    """Maps names relative to the folder, with `/`, to the selected ones."""
 
 
-# Other libraries' copies of the weights, and what training leaves behind. A list of what is not wanted, because
-# compiled formats name their files as they like (`p0.transformer.wte`, `<hash>.neff`, `VERSION`).
+# Other libraries' copies of the weights, and leftovers of training. A list of exclusions, because compiled formats
+# name their files as they like (`p0.transformer.wte`, `<hash>.neff`, `VERSION`).
 _FOREIGN_FOLDERS = frozenset({"onnx", "openvino", "coreml", "original", "metal", "runs"})
 _FOREIGN_FILES = re.compile(
     r".*\.(h5|msgpack|onnx|onnx_data|ot|tflite|gguf|ggml|mlmodel|pth|nemo|md|png|jpe?g|gif|svg|webp|mp4|pdf|ipynb)"
@@ -203,22 +202,19 @@ _FOREIGN_FILES = re.compile(
     re.IGNORECASE,
 )
 _SAFETENSORS = re.compile(
-    r"(?P<kind>model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    r"((?:.*/)?(?:adapter_)?model)(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?"
 )
-_PICKLE = re.compile(r"(?P<kind>pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin(\.index\.json)?")
-_SAME = {"pytorch_model": "model", "adapter_model": "adapter_model"}
+_PICKLE = re.compile(
+    r"((?:.*/)?)(?:pytorch_|(adapter_))(model)(?:-\d+-of-\d+)?\.bin(?:\.index\.json)?"
+)
 
 
 def _for_serving(names: Collection[str]) -> list[str]:
     kept = [name for name in names if not _is_foreign(name)]
-    safe = set(_kinds(kept, _SAFETENSORS))
-    pickled = {
-        name
-        for name in kept
-        if (match := _PICKLE.fullmatch(posixpath.basename(name)))
-        and (posixpath.dirname(name), _SAME[match["kind"]]) in safe
-    }
-    return sorted(name for name in kept if name not in pickled)
+    safe = {match[1] for name in kept if (match := _SAFETENSORS.fullmatch(name))}
+    pickles = {name: match for name in kept if (match := _PICKLE.fullmatch(name))}
+    replaced = {name for name, match in pickles.items() if "".join(match.groups("")) in safe}
+    return sorted(name for name in kept if name not in replaced)
 
 
 def _is_foreign(name: str) -> bool:
@@ -230,17 +226,11 @@ def _is_foreign(name: str) -> bool:
     )
 
 
-def _kinds(names: Iterable[str], pattern: re.Pattern[str]) -> Iterable[tuple[str, str]]:
-    for name in names:
-        if match := pattern.fullmatch(posixpath.basename(name)):
-            yield posixpath.dirname(name), match["kind"]
-
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
-"""Of weights beside config.json; a folder `pytorch_model.bin` holds them too."""
+"""Suffixes of weights beside config.json; a folder `pytorch_model.bin` holds weights too."""
 
 SERVING = Selection("serving", _for_serving)
-"""What any of our formats reads. Pickled weights only where no safetensors ones lie beside them."""
+"""The files that any format reads. Pickled weights only where there are no safetensors beside them."""
 
 EVERYTHING = Selection("everything", sorted)
-"""All of it: compile caches, folders of our own making."""
+"""All files: for compile caches and folders that this package wrote."""

@@ -1,11 +1,11 @@
-"""Runs a command that ends, with all processes that it started, when its starter ends: even by SIGKILL.
+"""Run a command that ends, with all processes that it started, when its starter ends, even by SIGKILL.
 
-A compile is a tree of processes (worker pools, the compiler, the compiler's own children) made by libraries that know
-nothing of each other's end. A death signal set on the first does not reach the others, and a process group can be
-left. So a small process of its own stands between: orphans of the tree become its children (it is a "subreaper"),
-and it looks whether its own parent is still there. Linux only.
+A compile is a tree of processes (worker pools, the compiler, the compiler's own children) started by libraries that do
+not end each other. A death signal set on the first does not reach the others, and a process can leave its group. So a
+small process stands between: orphans of the tree become its children (it is a "subreaper"), and it polls whether its
+own parent still exists. Linux only.
 
-It is run as a file, without this package or its dependencies.
+It runs as a file, without this package or its dependencies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def guarded(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` under a guard. Start it from this process directly, without a shell.
 
-    Streams, working directory and environment go through; the exit status comes back (128 + n for signal n).
+    Streams, working directory and environment are inherited; the exit status is returned (128 + n for signal n).
     SIGTERM or SIGINT to the guard ends the tree.
     """
     return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *command]
@@ -68,7 +68,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _kill_tree() -> None:
-    """Kill all descendants, and those that they start meanwhile; returns when none is left."""
+    """Kill all descendants, and those that they start meanwhile; return when none is left."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     while found := _descendants():
@@ -76,7 +76,7 @@ def _kill_tree() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
-            # One at least ends by now; its orphans come here and are found in the next turn.
+            # At least one ends now; its orphans become our children and are found in the next turn.
             os.waitpid(-1, 0)
 
 

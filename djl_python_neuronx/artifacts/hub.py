@@ -37,6 +37,10 @@ _NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
 _INDEX = ".index.json"
 _SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
 _UNFINISHED = ".incomplete"
+_MISSING = frozenset(
+    {"RevisionNotFoundError", "RepositoryNotFoundError", "HFValidationError", "EntryNotFoundError"}
+)
+"""The library's errors for something that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +221,10 @@ def _translated(
     except ArtifactError:
         raise
     except Exception as error:  # noqa: BLE001  (requests, httpx and hostile variables: no common base)
-        rows = _messages(error, what, model_id, revision, settings, origin, failure)
-        kind, msg = next(row[1:] for row in rows if isinstance(error, row[0]))
-        raise kind(msg) from None
+        messages = _messages(error, what, model_id, revision, settings, origin, failure)
+        kind, msg = next(item for item in messages.items() if isinstance(error, item[0]))
+        is_missing = kind.__name__ in _MISSING
+        raise (ArtifactNotFoundError if is_missing else ArtifactAccessError)(msg) from None
 
 
 def _messages(
@@ -230,11 +235,11 @@ def _messages(
     settings: HubSettings,
     origin: str,
     failure: str,
-) -> list[tuple[type[Exception], type[ArtifactError], str]]:
-    """The library's errors, and the class and the message of ours for each."""
+) -> dict[type[Exception], str]:
+    """The library's errors and our messages for them."""
     from huggingface_hub import errors
 
-    site = settings.site
+    site, model = settings.site, f"the model {model_id!r}"
     if settings.offline:
         away = f"offline mode is on ({settings.offline}). Load it once without {settings.offline}"
     else:
@@ -243,46 +248,21 @@ def _messages(
             "Check the network, HF_ENDPOINT and HF_TOKEN"
         )
     # From the most specific to the most general: the classes inherit from each other.
-    return [
-        (
-            errors.GatedRepoError,
-            ArtifactAccessError,
-            f"the model {model_id!r} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token of "
-            "that account.",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            ArtifactNotFoundError,
-            f"the model {model_id!r} has no revision {revision!r} on {site}. Correct option.revision, or leave it out.",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            ArtifactNotFoundError,
-            f"{site} has no model {model_id!r}, or a private one, and there is no local folder of that name. "
-            f"Correct {origin}; for a private model set HF_TOKEN.",
-        ),
-        (
-            errors.HFValidationError,
-            ArtifactNotFoundError,
-            f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
-        ),
-        (
-            errors.LocalEntryNotFoundError,
-            ArtifactAccessError,
-            f"{what} is not in the cache, whole, and {away}, or name a local folder of the model.",
-        ),
-        (
-            errors.EntryNotFoundError,
-            ArtifactNotFoundError,
-            f"the model {model_id!r} has no {CONFIG}; expected a model as transformers saves it. Correct {origin}.",
-        ),
-        (
-            Exception,
-            ArtifactAccessError,
-            f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME and "
-            "HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
-        ),
-    ]
+    return {
+        errors.GatedRepoError: f"{model} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token "
+        "of that account.",
+        errors.RevisionNotFoundError: f"{model} has no revision {revision!r} on {site}. Correct option.revision, or "
+        "leave it out.",
+        errors.RepositoryNotFoundError: f"{site} has no model {model_id!r}, or a private one, and there is no local "
+        f"folder of that name. Correct {origin}; for a private model set HF_TOKEN.",
+        errors.HFValidationError: f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
+        errors.LocalEntryNotFoundError: f"{what} is not in the cache, whole, and {away}, or name a local folder of "
+        "the model.",
+        errors.EntryNotFoundError: f"{model} has no {CONFIG}; expected a model as transformers saves it. Correct "
+        f"{origin}.",
+        Exception: f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME "
+        "and HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
+    }
 
 
 def _reason(error: Exception) -> str:

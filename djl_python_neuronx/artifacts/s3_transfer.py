@@ -1,7 +1,7 @@
-"""Objects of S3 in ranges, many at a time, each written to its place at once.
+"""Resumable download of S3 objects: many ranges at a time, each written directly to its place in the file.
 
-s3transfer's managers know neither `If-Match` from a listing nor a range to start at, so they can neither go on with
-a killed download nor tell that an object was replaced after it was listed (s3transfer 0.19).
+s3transfer's managers support neither `If-Match` from a listing nor a range to start at, so they can neither resume a
+killed download nor notice that an object was replaced after it was listed (s3transfer 0.19).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 10
 _ATTEMPTS = 5
-"""In a row without a single byte. botocore's own retries come before: those end where the body begins."""
+"""Attempts in a row without a single byte, after botocore's own, which end where the body begins."""
 _READ_BYTES = 2**20
 _BACKOFF_S = 0.2
 
-# The stream broke or ended early: the rest can be asked for.
+# The stream broke or ended early: the rest can be requested.
 _BROKEN = (
     boto.ResponseStreamingError,
     boto.IncompleteReadError,
@@ -47,7 +47,7 @@ class _StoppedError(Exception):
 
 @dataclass
 class Download:
-    """Pieces of the objects of one folder on their way to a `PartialFolder`."""
+    """Downloads pieces of the objects of one folder into a `PartialFolder`."""
 
     client: Any
     bucket: str
@@ -57,11 +57,11 @@ class Download:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Fetch and record them all.
+        """Download and record all `pieces`.
 
         Raises:
             RemoteChangedError: an object has another ETag than the piece.
-            botocore's errors: what its retries could not mend.
+            botocore's errors: its retries did not help.
         """
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="s3") as pool:
             futures = [pool.submit(self._fetch, piece) for piece in pieces]
@@ -95,7 +95,7 @@ class Download:
                     self.on_bytes(len(chunk))
                 reason = "ended early"
             except boto.FlexibleChecksumError as error:
-                # Some byte since the start of the object is wrong, nobody knows which.
+                # Some byte since the start of the object is wrong, and nothing tells which.
                 self.on_bytes(piece.start - at)
                 at = begun = piece.start
                 reason = str(error)
@@ -111,10 +111,10 @@ class Download:
         if attempts >= _ATTEMPTS:
             msg = (
                 f"{where} breaks off at byte {at} of {piece.file.size}, {attempts} times in a row ({reason}). "
-                "Check the network and the endpoint, then start again; what is loaded is kept."
+                "Check the network and the endpoint, then start again; finished parts are kept."
             )
             raise ArtifactAccessError(msg)
-        # Some randomness, so that the threads do not come back together.
+        # Random, so that the threads do not all return at once.
         self._stop.wait(_BACKOFF_S * 2**attempts * random.uniform(0.5, 1))  # noqa: S311
 
     def _stream(self, piece: Piece, at: int) -> Any:  # noqa: ANN401  (an iterator of bytes; mypy knows no boto types)
@@ -128,7 +128,7 @@ class Download:
             if not whole and not str(response.get("ContentRange")).startswith(f"bytes {at}-"):
                 where = f"s3://{self.bucket}/{self.prefix}{piece.file.name}"
                 msg = (
-                    f"the server of {where} does not answer ranges as S3 does: asked from byte {at}, "
+                    f"the server of {where} does not answer ranges as S3 does: requested from byte {at}, "
                     f"got {response.get('ContentRange')!r}. Correct AWS_ENDPOINT_URL."
                 )
                 raise ArtifactAccessError(msg)
@@ -163,7 +163,7 @@ class Download:
 
 
 def _is_changed(error: boto.ClientError) -> bool:
-    """True if an object is not, or no longer, the one that was asked for by ETag."""
+    """True if an object is not, or no longer, the one with the requested ETag."""
     return error.response.get("Error", {}).get("Code") in {
         "PreconditionFailed",
         "412",

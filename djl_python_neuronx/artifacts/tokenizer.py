@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model folder."""
+"""Tokenizers of model folders, from transformers, behind the `Tokenizer` protocol."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SUFFIXES = (".model", ".tiktoken")
 
 
 def has_vocabulary(names: Iterable[str]) -> bool:
-    """True if one of the files that lie beside config.json is a tokenizer's."""
+    """True if one of the files beside config.json is a tokenizer's."""
     return any(name in _VOCABULARIES or name.endswith(_SUFFIXES) for name in names)
 
 
 def no_tokenizer(folder: Path) -> str:
-    """What is wrong with a folder that has none, and what to do; without a full stop."""
+    """The message for a folder without a tokenizer, without a full stop."""
     return (
         f"no tokenizer in {folder}: expected one of {', '.join(_VOCABULARIES)}, *.model or *.tiktoken. "
         "Copy the tokenizer's files beside config.json"
@@ -49,11 +49,11 @@ def make_pieces(
     special_ids: Collection[int],
     decode: Callable[[Sequence[int]], str],
 ) -> list[bytes] | None:
-    """UTF-8 bytes of every id (special and unused ones: empty), or None if text is not their concatenation.
+    """UTF-8 bytes of every id (empty for special and unused ones), or None if text is not their concatenation.
 
-    `added` tokens hide those of `vocab` with the same id. `decoder` is that part of tokenizer.json. The outcome is
-    compared with `decode` on all added tokens and on a sample of the others; the start of a text is left out, because
-    many decoders drop a space there.
+    Text can then grow by concatenation instead of decoding again. `added` tokens replace those of `vocab` with the same
+    id. `decoder` is that part of tokenizer.json. The result is compared with `decode` on all added tokens and on a
+    sample of the others, without the start of the text, because many decoders drop a space there.
     """
     rule = _rule(decoder)
     if rule is None or not vocab:
@@ -78,7 +78,7 @@ def _is_text(piece: bytes) -> bool:
 
 
 def _rule(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
-    """How a decoder turns a token into bytes; None if that depends on the tokens around it."""
+    """The function by which a decoder turns a token into bytes; None if that depends on the tokens around it."""
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -107,10 +107,10 @@ def _swap(step: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Code point that a byte-level vocabulary writes for a byte → the byte.
+    """Code point that a byte-level vocabulary writes for a byte -> the byte.
 
-    Source: GPT-2's encoder: printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards, in
-    order. Characters that stand for no byte map to one that Latin-1 lacks.
+    Source: GPT-2's encoder: printable Latin-1 characters stand for themselves, code points from U+0100 on for the other
+    bytes, in order. Other characters map to one that Latin-1 lacks.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -128,12 +128,12 @@ def _byte_level(token: str) -> bytes:
     try:
         return token.translate(_BYTE_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
-        # An added token in plain writing: the library's decoder takes it as it is, too.
+        # An added token in plain text: the library's decoder keeps it as it is, too.
         return token.encode()
 
 
 class PythonTokenizer:
-    """Any tokenizer of transformers, through its Python interface, one thread at a time."""
+    """Any tokenizer of transformers, through its Python interface, one thread at a time. Translates its errors."""
 
     pieces: Sequence[bytes] | None = None
 
@@ -161,13 +161,13 @@ class PythonTokenizer:
             RequestError: the text is not valid Unicode, or has symbols that the vocabulary lacks.
         """
         ids = self._checked_encode(text, special=True)
-        # A prompt that went through a template begins with the BOS that the tokenizer adds again.
+        # A prompt from a chat template begins with the BOS token that the tokenizer adds again.
         if self._added_bos_id is not None and ids[:2] == [self._added_bos_id, self._added_bos_id]:
             del ids[0]
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """See `Tokenizer`. The template writes every special token, BOS too, so none is added.
+        """See `Tokenizer`. The template writes every special token, BOS included, so none is added.
 
         Raises:
             UnsupportedParameterError: the model has no chat template.
@@ -189,7 +189,7 @@ class PythonTokenizer:
             msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
             raise ArtifactError(msg) from error
         except Exception as error:
-            # Only a sentence of the template itself is repeated: other messages may quote the prompt.
+            # Only a sentence of the template itself is quoted: other messages may quote the prompt.
             reason = str(error) if str(error) and str(error) in template else type(error).__name__
             msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
             raise RequestError(msg) from error
@@ -228,7 +228,7 @@ class PythonTokenizer:
 class FastTokenizer(PythonTokenizer):
     """A tokenizer of the `tokenizers` library, called without transformers' Python around it.
 
-    Threads share it: encoding and decoding only read, once padding and truncation are switched off.
+    Threads share it: encoding and decoding only read, after padding and truncation are switched off.
     """
 
     def __init__(self, library: Any) -> None:  # noqa: ANN401
@@ -263,7 +263,7 @@ class FastTokenizer(PythonTokenizer):
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """The tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         ArtifactNotFoundError: the folder has no tokenizer.
@@ -283,7 +283,7 @@ def load_tokenizer(
         msg = f"the tokenizer in {folder} cannot be read: {error.strerror}. Give this user access."
         raise ArtifactAccessError(msg) from error
     except Exception as error:
-        # The library's errors are of every type, and its pure Python classes run the model author's code.
+        # The library raises errors of every type, and its pure Python classes run the model author's code.
         msg = (
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}). Check that its files are "
             "complete; a tokenizer with code of its own needs option.trust_remote_code=true."
@@ -293,7 +293,7 @@ def load_tokenizer(
 
 def _load(folder: Path, *, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ANN401
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    # Looked for here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
+    # Checked here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
     if not trust_remote_code and not has_vocabulary(names):
         msg = f"{no_tokenizer(folder)}."
         raise ArtifactNotFoundError(msg)
@@ -301,7 +301,7 @@ def _load(folder: Path, *, trust_remote_code: bool, revision: str | None) -> Any
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in names else {}
-    # transformers 5 saves the class name TokenizersBackend, which 4.x does not know; both mean tokenizer.json as it is.
+    # transformers 5 saves the class name TokenizersBackend, unknown to 4.x; both mean tokenizer.json as it is.
     plain = config.get("tokenizer_class") in {"TokenizersBackend", "PreTrainedTokenizerFast"}
     source = PreTrainedTokenizerFast if plain and "tokenizer.json" in names else AutoTokenizer
     library = source.from_pretrained(

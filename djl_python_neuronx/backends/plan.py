@@ -41,7 +41,7 @@ class LoadPlan:
     num_threads: int | None = None
     """CPU threads of one step; None: one less than the physical cores that the process may use."""
     eos_ids: frozenset[int] = frozenset()
-    num_drafts: int = 0
+    num_speculative_tokens: int = 0
     """Drafts that a decode verifies; 0: none."""
     mixed_steps: bool = False
     """Prompts run in chunks beside decodes; the prefill buckets are then numbers of tokens of a whole step."""

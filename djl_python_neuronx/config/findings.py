@@ -109,8 +109,6 @@ class Rule:
     """Truthy: the finding is to be told."""
     problem: str
     level: Level = "error"
-    filled_in: bool = False
-    """Asks for values that defaults fill in (dtype, degree, lengths, slots), so it is judged only then."""
 
     def judge(self, options: ServingOptions) -> Finding | None:
         """The finding, if the rule is broken."""

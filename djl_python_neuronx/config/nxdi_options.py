@@ -16,6 +16,7 @@ from djl_python_neuronx.config.values import (
     COUNT,
     DTYPES,
     OBJECT,
+    SAME,
     TREE,
     WORDS,
     Axes,
@@ -35,44 +36,50 @@ from djl_python_neuronx.config.values import (
 )
 
 
-def _nxdi(keyword: str, allowed: str = "", *, tunes: bool = True, **facts: Any) -> Option:  # noqa: ANN401
-    """The marker of an option whose keyword in NxD Inference is `keyword`; `facts` are further fields of `Option`."""
+def _nxdi(allowed: str = "", *, keyword: str = SAME, tunes: bool = True, **facts: Any) -> Option:  # noqa: ANN401
+    """The marker of an option that only NxD Inference has; `facts` are further fields of `Option`."""
     return Option(allowed=allowed, to={"nxdi": keyword}, tunes=tunes, **facts)
+
+
+_Tuning = Annotated[bool | None, _nxdi()]
+_TuningCount = Annotated[Count | None, _nxdi(COUNT)]
+_TuningObject = Annotated[Object | None, _nxdi(OBJECT, file=True)]
+_Feature = Annotated[bool | None, _nxdi(tunes=False)]
+_FeatureCount = Annotated[Count | None, _nxdi(COUNT, tunes=False)]
+_FeatureObject = Annotated[Object | None, _nxdi(OBJECT, tunes=False, file=True)]
+_FeatureWords = Annotated[Words | None, _nxdi(WORDS, tunes=False)]
 
 
 class NxdiOptions(OptionGroup):
     """NxD Inference only."""
 
-    cp_degree: Annotated[Count | None, _nxdi("cp_degree", COUNT)] = None
+    cp_degree: _TuningCount = None
     """Ranks that share one prompt's tokens in attention (context parallelism). Must divide `tensor_parallel_degree`."""
-    mlp_cp_degree: Annotated[Count | None, _nxdi("mlp_cp_degree", COUNT)] = None
+    mlp_cp_degree: _TuningCount = None
     """Ranks that share one prompt's tokens in the MLP. More than 1 needs `sequence_parallel`."""
-    attention_dp_degree: Annotated[Count | None, _nxdi("attention_dp_degree", COUNT)] = None
+    attention_dp_degree: _TuningCount = None
     """Groups that the sequences of a decode step are divided into in attention. Must divide `tensor_parallel_degree`
     and `max_rolling_batch_size`; needs continuous batching."""
     ep_degree: Annotated[
-        Count, _nxdi("ep_degree", COUNT, tunes=False, computed=True, derived=("ep_degree",))
+        Count, _nxdi(COUNT, tunes=False, computed=True, derived=("ep_degree",))
     ] = 1
     """Groups that experts are divided into, each with its own cores: the model takes tensor x pipeline x expert degree
     cores."""
-    moe_tp_degree: Annotated[Count | None, _nxdi("moe_tp_degree", COUNT)] = None
+    moe_tp_degree: _TuningCount = None
     """Cores that share one expert."""
-    moe_ep_degree: Annotated[Count | None, _nxdi("moe_ep_degree", COUNT)] = None
+    moe_ep_degree: _TuningCount = None
     """Groups that the experts of a layer are divided into, within the tensor parallel cores."""
-    hybrid_sharding_config: Annotated[
-        Object | None, _nxdi("hybrid_sharding_config", OBJECT, file=True)
-    ] = None
+    hybrid_sharding_config: _TuningObject = None
     """Expert degrees that differ between prompts and decoding: `moe_cte_tp_degree`, `moe_cte_ep_degree`,
     `moe_tkg_tp_degree` and `moe_tkg_ep_degree`."""
-    ep_dispatch_cc_option: Annotated[
-        Literal["AR_AG", "RS_AG", "AG_AR"] | None, Upper, _nxdi("ep_dispatch_cc_option")
-    ] = None
+    ep_dispatch_cc_option: Annotated[Literal["AR_AG", "RS_AG", "AG_AR"] | None, Upper, _nxdi()] = (
+        None
+    )
     """Collectives that send tokens to their experts. Library default: `AR_AG`; `RS_AG` needs at least as many slots as
     cores."""
     logical_nc_config: Annotated[
         Annotated[int, Field(ge=1, le=2)] | None,
         _nxdi(
-            "logical_nc_config",
             "1 or 2",
             tunes=False,
             env=("NEURON_LOGICAL_NC_CONFIG",),
@@ -82,23 +89,21 @@ class NxdiOptions(OptionGroup):
     """Physical cores that act as one. Default: the platform's, 2 on Trn2, else 1. 1 on Trn2 gives twice as many cores
     with half of the memory each. `NEURON_LOGICAL_NC_CONFIG`, which in the library overrides this option, must have the
     same value for the runtime."""
-    vocab_parallel: Annotated[bool | None, _nxdi("vocab_parallel")] = None
+    vocab_parallel: _Tuning = None
     """Divide the embedding table among the cores by rows of the vocabulary instead of columns."""
-    weight_gather_seq_len_threshold: Annotated[
-        Count | None, _nxdi("weight_gather_seq_len_threshold", COUNT)
-    ] = None
+    weight_gather_seq_len_threshold: _TuningCount = None
     """Prompt length in tokens from which weights are gathered instead of activations. Library default: 32768."""
 
     cast_type: Annotated[
-        Literal["config", "as-declared"] | None, Hyphenated, _nxdi("cast_type", tunes=False)
+        Literal["config", "as-declared"] | None, Hyphenated, _nxdi(tunes=False)
     ] = None
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
-    attention_dtype: Annotated[Dtype | None, _nxdi("attention_dtype", DTYPES, tunes=False)] = None
+    attention_dtype: Annotated[Dtype | None, _nxdi(DTYPES, tunes=False)] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
         str | None,
         Field(min_length=1),
-        _nxdi("quantized_checkpoints_path", "a file or folder", graph=(), output="local"),
+        _nxdi("a file or folder", graph=(), output="local"),
     ] = None
     """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
     model."""
@@ -111,243 +116,175 @@ class NxdiOptions(OptionGroup):
         ]
         | None,
         Lower,
-        _nxdi("quantization_type", tunes=False),
+        _nxdi(tunes=False),
     ] = None
     """Scope of one scale of `quantize`. Default: `per_channel_symmetric`, as in TNX; the library's own default is
     `per_tensor_symmetric`."""
     quantization_block_size: Annotated[
-        Sizes | None, _nxdi("quantization_block_size", 'sizes such as "128,128"', tunes=False)
+        Sizes | None, _nxdi('sizes such as "128,128"', tunes=False)
     ] = None
     """Sizes of the blocks of blockwise quantisation, one for each axis of `quantization_block_axis`."""
-    quantization_block_axis: Annotated[
-        Axes | None, _nxdi("quantization_block_axis", 'axes such as "0,1"', tunes=False)
-    ] = None
+    quantization_block_axis: Annotated[Axes | None, _nxdi('axes such as "0,1"', tunes=False)] = None
     """Axes of a weight that blockwise quantisation divides into blocks."""
     quantization_scale_dtype: Annotated[
         Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
         | None,
-        _nxdi("quantization_scale_dtype", "a type such as f32", tunes=False),
+        _nxdi("a type such as f32", tunes=False),
     ] = None
     """Type of the scales of blockwise quantisation. Library default: `f32`."""
-    modules_to_not_convert: Annotated[
-        Words | None, _nxdi("modules_to_not_convert", WORDS, tunes=False)
-    ] = None
+    modules_to_not_convert: _FeatureWords = None
     """Modules that `quantize` does not quantise. Needed with the QKV kernels."""
-    draft_model_modules_to_not_convert: Annotated[
-        Words | None, _nxdi("draft_model_modules_to_not_convert", WORDS, tunes=False)
-    ] = None
+    draft_model_modules_to_not_convert: _FeatureWords = None
     """The same for the draft model."""
     activation_quantization_type: Annotated[
         Literal["dynamic", "static"] | None,
         Lower,
-        _nxdi("activation_quantization_type", tunes=False),
+        _nxdi(tunes=False),
     ] = None
     """Quantise activations too, with scales computed at run time (`dynamic`) or stored (`static`). Excludes the MLP
     kernels. `fuse_qkv` is ignored with `dynamic` and excluded with `static`."""
-    quantize_clamp_bound: Annotated[
-        Number | None, _nxdi("quantize_clamp_bound", "a number", tunes=False)
-    ] = None
+    quantize_clamp_bound: Annotated[Number | None, _nxdi("a number", tunes=False)] = None
     """Bound that values are clamped to before they are quantised. Library default: none."""
-    is_mxfp4_compute: Annotated[bool | None, _nxdi("is_mxfp4_compute", tunes=False)] = None
+    is_mxfp4_compute: _Feature = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
-    async_execution: Annotated[bool | None, _nxdi("async_mode", derived=("async_mode",))] = None
+    async_execution: Annotated[
+        bool | None, _nxdi(keyword="async_mode", derived=("async_mode",))
+    ] = None
     """Start each decode step before the host has read the previous one: the library's `async_mode`, unrelated to DJL
     Serving's. Needs on-device sampling; excludes Medusa."""
-    output_logits: Annotated[bool | None, _nxdi("output_logits", tunes=False)] = None
+    output_logits: _Feature = None
     """Return the logits to the host although the device samples, so that requests that only the host can sample are
     served too."""
     token_generation_batches: Annotated[
-        Buckets | None, _nxdi("token_generation_batches", BUCKETS.replace("lengths", "counts"))
+        Buckets | None, _nxdi(BUCKETS.replace("lengths", "counts"))
     ] = None
     """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
-    prefix_buckets: Annotated[Buckets | None, _nxdi("prefix_buckets", BUCKETS)] = None
+    prefix_buckets: Annotated[Buckets | None, _nxdi(BUCKETS)] = None
     """Lengths of cached prefixes to compile prompt graphs for; with `enable_prefix_caching`."""
-    windowed_context_encoding_size: Annotated[
-        Count | None, _nxdi("windowed_context_encoding_size", COUNT)
-    ] = None
+    windowed_context_encoding_size: _TuningCount = None
     """Prompt tokens that are encoded at a time. For a sliding window model it must equal the window."""
-    enable_cte_modular_flow: Annotated[bool | None, _nxdi("enable_cte_modular_flow")] = None
+    enable_cte_modular_flow: _Tuning = None
     """Compile prompt graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
-    layer_boundary_markers: Annotated[bool | None, _nxdi("layer_boundary_markers")] = None
+    layer_boundary_markers: _Tuning = None
     """Mark the borders of layers for the compiler."""
-    disable_kv_cache_tiling: Annotated[bool | None, _nxdi("disable_kv_cache_tiling")] = None
+    disable_kv_cache_tiling: _Tuning = None
     """Do not split the KV cache into tiles of 128 tokens, as the library does for fused speculation."""
-    k_cache_transposed: Annotated[bool | None, _nxdi("k_cache_transposed")] = None
+    k_cache_transposed: _Tuning = None
     """Store the keys transposed. Excludes `shard_over_sequence` and block KV."""
 
-    is_eagle3: Annotated[bool | None, _nxdi("is_eagle3", tunes=False)] = None
+    is_eagle3: _Feature = None
     """The draft model is an EAGLE 3 one; with `enable_eagle_speculation`."""
-    enable_eagle_draft_input_norm: Annotated[
-        bool | None, _nxdi("enable_eagle_draft_input_norm", tunes=False)
-    ] = None
+    enable_eagle_draft_input_norm: _Feature = None
     """The EAGLE draft model normalises its input."""
-    eagle_rolling_buffer_kernel_enabled: Annotated[
-        bool | None, _nxdi("eagle_rolling_buffer_kernel_enabled")
-    ] = None
+    eagle_rolling_buffer_kernel_enabled: _Tuning = None
     """Kernel for EAGLE's buffer of hidden states."""
-    token_tree_config: Annotated[
-        Object | None, _nxdi("token_tree_config", OBJECT, tunes=False, file=True)
-    ] = None
+    token_tree_config: _FeatureObject = None
     """Tree of the drafts that EAGLE verifies in one step."""
-    is_medusa: Annotated[bool | None, _nxdi("is_medusa", tunes=False)] = None
+    is_medusa: _Feature = None
     """Speculate with Medusa heads, which the checkpoint must hold (`medusa_heads.pt`)."""
-    medusa_speculation_length: Annotated[
-        Count | None, _nxdi("medusa_speculation_length", COUNT, tunes=False)
-    ] = None
+    medusa_speculation_length: _FeatureCount = None
     """Tokens that one step with Medusa verifies."""
-    num_medusa_heads: Annotated[Count | None, _nxdi("num_medusa_heads", COUNT, tunes=False)] = None
+    num_medusa_heads: _FeatureCount = None
     """Medusa heads of the checkpoint."""
-    medusa_tree: Annotated[
-        MedusaTree | None, _nxdi("medusa_tree", TREE, tunes=False, file=True)
-    ] = None
+    medusa_tree: Annotated[MedusaTree | None, _nxdi(TREE, tunes=False, file=True)] = None
     """Paths of the tree of Medusa's drafts."""
 
-    attn_kernel_enabled: Annotated[bool | None, _nxdi("attn_kernel_enabled")] = None
+    attn_kernel_enabled: _Tuning = None
     """Kernel for attention over prompts. Default: the library decides by length."""
-    strided_context_parallel_kernel_enabled: Annotated[
-        bool | None, _nxdi("strided_context_parallel_kernel_enabled")
-    ] = None
+    strided_context_parallel_kernel_enabled: _Tuning = None
     """Kernel for context parallel attention with interleaved tokens; with `cp_degree` above 1."""
-    qkv_nki_kernel_enabled: Annotated[bool | None, _nxdi("qkv_nki_kernel_enabled")] = None
+    qkv_nki_kernel_enabled: _Tuning = None
     """NKI version of the kernel that `fused_rmsnorm_qkv` turns on."""
-    qkv_cte_nki_kernel_fuse_rope: Annotated[bool | None, _nxdi("qkv_cte_nki_kernel_fuse_rope")] = (
-        None
-    )
+    qkv_cte_nki_kernel_fuse_rope: _Tuning = None
     """Rotary embedding inside the QKV kernel, for prompts. Needs `fused_rmsnorm_qkv` and `qkv_nki_kernel_enabled`."""
-    qkv_kernel_nbsd_layout: Annotated[bool | None, _nxdi("qkv_kernel_nbsd_layout")] = None
+    qkv_kernel_nbsd_layout: _Tuning = None
     """Layout of the QKV kernel's output with the heads first."""
-    qkv_kernel_fuse_residual_add: Annotated[bool | None, _nxdi("qkv_kernel_fuse_residual_add")] = (
-        None
-    )
+    qkv_kernel_fuse_residual_add: _Tuning = None
     """Residual addition inside the QKV kernel."""
-    mlp_kernel_fuse_residual_add: Annotated[bool | None, _nxdi("mlp_kernel_fuse_residual_add")] = (
-        None
-    )
+    mlp_kernel_fuse_residual_add: _Tuning = None
     """Residual addition inside the MLP kernel."""
-    quantized_mlp_kernel_enabled: Annotated[
-        bool | None, _nxdi("quantized_mlp_kernel_enabled", tunes=False)
-    ] = None
+    quantized_mlp_kernel_enabled: _Feature = None
     """MLP kernel that computes in fp8. The library then accepts fp8 weights with one scale per channel."""
-    rmsnorm_quantize_kernel_enabled: Annotated[
-        bool | None, _nxdi("rmsnorm_quantize_kernel_enabled", tunes=False)
-    ] = None
+    rmsnorm_quantize_kernel_enabled: _Feature = None
     """Kernel that normalises and quantises in one pass. Needs `quantized_mlp_kernel_enabled`."""
-    fused_rmsnorm_skip_gamma: Annotated[bool | None, _nxdi("fused_rmsnorm_skip_gamma")] = None
+    fused_rmsnorm_skip_gamma: _Tuning = None
     """Multiply the norm's weights into the matrices once, at load, instead of in each step."""
-    out_proj_kernel_enabled: Annotated[bool | None, _nxdi("out_proj_kernel_enabled")] = None
+    out_proj_kernel_enabled: _Tuning = None
     """Kernel for the projection after attention."""
-    attn_block_tkg_nki_kernel_enabled: Annotated[
-        bool | None, _nxdi("attn_block_tkg_nki_kernel_enabled")
-    ] = None
+    attn_block_tkg_nki_kernel_enabled: _Tuning = None
     """Kernel for the whole attention block of a decode step. Needs a QKV kernel; excludes `shard_over_sequence`."""
-    attn_block_tkg_nki_kernel_cache_update: Annotated[
-        bool | None, _nxdi("attn_block_tkg_nki_kernel_cache_update")
-    ] = None
+    attn_block_tkg_nki_kernel_cache_update: _Tuning = None
     """The kernel of `attn_block_tkg_nki_kernel_enabled` also writes the KV cache."""
-    attn_block_tkg_nki_kernel_cascaded_attention: Annotated[
-        bool | None, _nxdi("attn_block_tkg_nki_kernel_cascaded_attention")
-    ] = None
+    attn_block_tkg_nki_kernel_cascaded_attention: _Tuning = None
     """The kernel of `attn_block_tkg_nki_kernel_enabled` attends in two stages."""
-    attn_block_tkg_nki_kernel_use_online_softmax: Annotated[
-        bool | None, _nxdi("attn_block_tkg_nki_kernel_use_online_softmax")
-    ] = None
+    attn_block_tkg_nki_kernel_use_online_softmax: _Tuning = None
     """The kernel of `attn_block_tkg_nki_kernel_enabled` computes the softmax in one pass. Library default: true."""
-    attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb: Annotated[
-        bool | None, _nxdi("attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb")
-    ] = None
+    attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb: _Tuning = None
     """The kernel of `attn_block_tkg_nki_kernel_enabled` does not transfer data between cores with their GpSimd
     engine."""
-    disable_argmax_kernel: Annotated[bool | None, _nxdi("disable_argmax_kernel")] = None
+    disable_argmax_kernel: _Tuning = None
     """Sample greedily on the device without the argmax kernel."""
-    moe_fused_nki_kernel_enabled: Annotated[bool | None, _nxdi("moe_fused_nki_kernel_enabled")] = (
-        None
-    )
+    moe_fused_nki_kernel_enabled: _Tuning = None
     """Kernel for a whole mixture-of-experts layer of a decode step."""
-    router_topk_nki_kernel_enabled: Annotated[
-        bool | None, _nxdi("router_topk_nki_kernel_enabled")
-    ] = None
+    router_topk_nki_kernel_enabled: _Tuning = None
     """Kernel for the router."""
-    expert_mlp_nki_kernel_enabled: Annotated[
-        bool | None, _nxdi("expert_mlp_nki_kernel_enabled")
-    ] = None
+    expert_mlp_nki_kernel_enabled: _Tuning = None
     """Kernel for the experts."""
-    shared_mlp_nki_kernel_enabled: Annotated[
-        bool | None, _nxdi("shared_mlp_nki_kernel_enabled")
-    ] = None
+    shared_mlp_nki_kernel_enabled: _Tuning = None
     """Kernel for the shared experts."""
 
     capacity_factor: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
-        _nxdi("capacity_factor", "a number above 0", tunes=False),
+        _nxdi("a number above 0", tunes=False),
     ] = None
     """Tokens that an expert takes, as a multiple of an even share; further tokens are dropped. Default: none are
     dropped."""
-    early_expert_affinity_modulation: Annotated[
-        bool | None, _nxdi("early_expert_affinity_modulation", tunes=False)
-    ] = None
+    early_expert_affinity_modulation: _Feature = None
     """Scale the inputs of the experts instead of their outputs."""
-    disable_normalize_top_k_affinities: Annotated[
-        bool | None, _nxdi("disable_normalize_top_k_affinities", tunes=False)
-    ] = None
+    disable_normalize_top_k_affinities: _Feature = None
     """Do not scale the weights of the chosen experts to a sum of 1."""
-    fused_shared_experts: Annotated[bool | None, _nxdi("fused_shared_experts")] = None
+    fused_shared_experts: _Tuning = None
     """Fuse the gate and up projections of the shared experts."""
-    shared_experts_sequence_parallel_enabled: Annotated[
-        bool | None, _nxdi("shared_experts_sequence_parallel_enabled")
-    ] = None
+    shared_experts_sequence_parallel_enabled: _Tuning = None
     """Divide a prompt's tokens instead of the weights among the cores in the shared experts."""
-    transpose_shared_experts_weights: Annotated[
-        bool | None, _nxdi("transpose_shared_experts_weights")
-    ] = None
+    transpose_shared_experts_weights: _Tuning = None
     """Store the weights of the shared experts transposed."""
-    use_index_calc_kernel: Annotated[bool | None, _nxdi("use_index_calc_kernel")] = None
+    use_index_calc_kernel: _Tuning = None
     """Kernel that finds each expert's tokens."""
-    moe_mask_padded_tokens: Annotated[bool | None, _nxdi("moe_mask_padded_tokens", tunes=False)] = (
-        None
-    )
+    moe_mask_padded_tokens: _Feature = None
     """Mask padding for the experts."""
-    blockwise_matmul_config: Annotated[
-        Object | None, _nxdi("blockwise_matmul_config", OBJECT, file=True)
-    ] = None
+    blockwise_matmul_config: _TuningObject = None
     """Arguments of the experts' blockwise matrix product, such as `block_size`."""
-    router_config: Annotated[
-        Object | None, _nxdi("router_config", OBJECT, tunes=False, file=True)
-    ] = None
+    router_config: _FeatureObject = None
     """Arguments of the router: `act_fn` and `dtype`."""
 
-    save_sharded_checkpoint: Annotated[
-        bool | None, _nxdi("save_sharded_checkpoint", derived=("skip_sharding",), graph=())
-    ] = None
+    save_sharded_checkpoint: Annotated[bool | None, _nxdi(derived=("skip_sharding",), graph=())] = (
+        None
+    )
     """Store the weights divided among the cores beside the compiled graphs: loads are faster, and the artifact is as
     large as the model."""
-    seq_len_threshold_for_cc_tiling: Annotated[
-        Count | None, _nxdi("seq_len_threshold_for_cc_tiling", COUNT)
-    ] = None
+    seq_len_threshold_for_cc_tiling: _TuningCount = None
     """Prompt length in tokens from which collectives are split into tiles. Library default: 16384."""
-    enable_spill_reload_dge: Annotated[bool | None, _nxdi("enable_spill_reload_dge")] = None
+    enable_spill_reload_dge: _Tuning = None
     """Use less memory for DMA rings, for long contexts."""
-    scratchpad_page_size: Annotated[Count | None, _nxdi("scratchpad_page_size", COUNT)] = None
+    scratchpad_page_size: _TuningCount = None
     """Page size of the scratch memory in MiB. Library default for prompts of 32768 tokens and more: 1024."""
-    weights_to_skip_layout_optimization: Annotated[
-        Words | None, _nxdi("weights_to_skip_layout_optimization", WORDS)
-    ] = None
+    weights_to_skip_layout_optimization: Annotated[Words | None, _nxdi(WORDS)] = None
     """Regular expressions for weights whose layout the compiler does not change."""
-    dma_order_config: Annotated[Object | None, _nxdi("dma_order_config", OBJECT, file=True)] = None
+    dma_order_config: _TuningObject = None
     """Order of transfers for the compiler, by submodel. Experimental in the library."""
     compiler_target: Annotated[
         Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
         | None,
-        _nxdi("target", "a platform such as trn2"),
+        _nxdi("a platform such as trn2", keyword="target"),
     ] = None
     """Platform to compile for. Default: this machine's."""
-    switch_cc: Annotated[bool | None, _nxdi("switch_cc")] = None
+    switch_cc: _Tuning = None
     """Order the ranks for machines whose devices are connected by switches."""
-    disable_numeric_cc_token: Annotated[bool | None, _nxdi("disable_numeric_cc_token")] = None
+    disable_numeric_cc_token: _Tuning = None
     """Compile collectives without numeric tokens."""
-    lm_head_pad: Annotated[bool | None, _nxdi("lm_head_pad")] = None
+    lm_head_pad: _Tuning = None
     """Pad the vocabulary to a multiple of the cores. The library does so where two cores act as one."""
-    lm_head_pad_alignment_size: Annotated[
-        Count | None, _nxdi("lm_head_pad_alignment_size", COUNT)
-    ] = None
+    lm_head_pad_alignment_size: _TuningCount = None
     """The padded vocabulary is a multiple of this value times the degree."""

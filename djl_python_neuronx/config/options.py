@@ -11,6 +11,8 @@ NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args, get_origin
 
@@ -24,6 +26,7 @@ from djl_python_neuronx.config.values import (
     DTYPES,
     OBJECT,
     POSITIONS,
+    SAME,
     SECONDS,
     Amount,
     AutoDtype,
@@ -52,6 +55,9 @@ MAX_ROWS = 999
 """Most rows of one call of DJL Serving's rolling batch."""
 
 _STORED: Final[Mapping[str, Literal["int8", "fp8"]]] = {"static_int8": "int8", "static_fp8": "fp8"}
+
+
+_Tuning = Annotated[bool | None, Option(to={"tnx": SAME}, tunes=True)]
 
 
 class OnDeviceGeneration(BaseModel):
@@ -297,7 +303,7 @@ class GraphOptions(OptionGroup):
         Option(aliases=("fused_qkv",), to={"tnx": "fuse_qkv", "nxdi": "fused_qkv"}, tunes=True),
     ] = None
     """One matrix product instead of three for queries, keys and values."""
-    fuse_mlp: Annotated[bool | None, Option(to={"tnx": "fuse_mlp"}, tunes=True)] = None
+    fuse_mlp: _Tuning = None
     """One matrix product instead of two at the input of the MLP. Needs `mlp_out_weight_transpose`."""
     fused_rmsnorm_qkv: Annotated[
         bool | None,
@@ -319,10 +325,10 @@ class GraphOptions(OptionGroup):
     ] = None
     """Kernel for the norm before the MLP and the MLP. TNX needs `attention_layout=BSH` and
     `group_query_attention=replicated-heads` for it."""
-    qkv_tiling: Annotated[bool | None, Option(to={"tnx": "qkv_tiling"}, tunes=True)] = None
+    qkv_tiling: _Tuning = None
     """Split the QKV projections into tiles of 128; both of their dimensions must be multiples of it. Needs
     `fuse_qkv`."""
-    weight_tiling: Annotated[bool | None, Option(to={"tnx": "weight_tiling"}, tunes=True)] = None
+    weight_tiling: _Tuning = None
     """Split the weights of the MLP into tiles of 128."""
     mlp_in_weight_tiling_permute_order: Annotated[
         Order | None,
@@ -343,13 +349,9 @@ class GraphOptions(OptionGroup):
         ),
     ] = None
     """The same at the output of the MLP."""
-    mlp_out_weight_transpose: Annotated[
-        bool | None, Option(to={"tnx": "mlp_out_weight_transpose"}, tunes=True)
-    ] = None
+    mlp_out_weight_transpose: _Tuning = None
     """Store the weights at the output of the MLP transposed."""
-    attn_output_transposed: Annotated[
-        bool | None, Option(to={"tnx": "attn_output_transposed"}, tunes=True)
-    ] = None
+    attn_output_transposed: _Tuning = None
     """Store the weights of the projection after attention transposed."""
     attention_layout: Annotated[
         Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "attention_layout"}, tunes=True)
@@ -388,9 +390,7 @@ class GraphOptions(OptionGroup):
         ),
     ] = None
     """Divide the tokens of the KV cache among the cores (flash decoding), for a batch times length above 16384."""
-    duplicate_q_weight_sos: Annotated[
-        bool | None, Option(to={"tnx": "duplicate_q_weight_sos"}, tunes=True)
-    ] = None
+    duplicate_q_weight_sos: _Tuning = None
     """Copy the query weights to all cores instead of gathering queries; with `shard_over_sequence`."""
     on_device_embedding: Annotated[
         bool | None,
@@ -764,11 +764,36 @@ class ServingOptions(
         """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
 
+    @property
+    def drafting(self) -> bool:
+        """Whether a draft model is used."""
+        return self.speculative_draft_model is not None and self.speculative_length > 0
 
+    @property
+    def speculating(self) -> bool:
+        """Whether steps verify drafted tokens, of a draft model or of a prompt lookup."""
+        return self.drafting or (
+            self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
+        )
+
+    @property
+    def continuous_batching(self) -> bool:
+        """Whether a sequence joins a running batch without a second prefill of the others, if the library can do it.
+
+        One slot needs no batching, unless it verifies drafts or its prompts come in chunks.
+        """
+        if self.rolling_batch_strategy is not None:
+            return self.rolling_batch_strategy == "continuous_batching"
+        several = (self.max_rolling_batch_size or 0) > 1
+        return several or self.speculating or self.enable_chunked_prefill
+
+
+@cache
 def option(name: str) -> Option:
-    """The marker of a field."""
+    """The marker of a field, with the libraries' names of the option."""
     metadata = ServingOptions.model_fields[name].metadata
-    return next(entry for entry in metadata if isinstance(entry, Option))
+    marker = next(entry for entry in metadata if isinstance(entry, Option))
+    return replace(marker, to={backend: known or name for backend, known in marker.to.items()})
 
 
 def names_where(test: Callable[[Option], object]) -> frozenset[str]:

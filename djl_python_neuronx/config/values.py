@@ -27,6 +27,9 @@ OBJECT = 'a JSON object such as {"name": 1}, or a file that holds one'
 TREE = "a JSON list of lists of numbers, or a file that holds one"
 WORDS = 'names such as "lm_head,embed_tokens"'
 
+SAME = ""
+"""In `Option.to`: the library uses the option's own name."""
+
 MAX_TEXT = 65_536
 """Characters of a list or a JSON value; real ones have some hundreds."""
 MAX_LITERAL = 8_192

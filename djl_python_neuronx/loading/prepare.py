@@ -41,7 +41,6 @@ from djl_python_neuronx.planning.assess import assess, examine
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
 from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
-from djl_python_neuronx.planning.intent import drafting
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
@@ -417,7 +416,7 @@ class _Preparation:
             fits=fits,
             role=role,
         )
-        if draft is None or not case.drafting or self.problems.errors:
+        if draft is None or not case.options.drafting or self.problems.errors:
             return prepared
         return self._with_draft(prepared, draft)
 
@@ -534,7 +533,7 @@ def _without_weights(path: Path, name: str, source: str, config: Mapping[str, An
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
     degrees = [options.tensor_parallel_degree]
-    if drafting(options):
+    if options.drafting:
         degrees.append(options.draft_model_tp_size)
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     numbers = [degree for degree in degrees if isinstance(degree, int)]

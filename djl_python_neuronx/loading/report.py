@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from djl_python_neuronx.config.values import jsonable, shown
-from djl_python_neuronx.planning.intent import drafting, speculating
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
         return
     yield f"backend   {plan.loader}, from the format {plan.format}"
     yield f"machine   {_machine(plan, report)}"
-    if (options := _options(report)) is not None and speculating(options):
+    if (options := _options(report)) is not None and options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_drafts_from(options)}"
     if plan.graphs:
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
@@ -165,7 +164,7 @@ def _options(report: Report) -> ServingOptions | None:
 def _degrees(report: Report) -> tuple[int, ...]:
     """Cores of the model and of its draft model; empty where they are the same ones."""
     options = _options(report)
-    if options is None or not drafting(options) or report.plan is None:
+    if options is None or not options.drafting or report.plan is None:
         return ()
     degree, of_draft = options.tensor_parallel_degree, options.draft_model_tp_size
     if report.plan.loader == "cpu" or not isinstance(degree, int) or of_draft in {None, degree}:
@@ -174,7 +173,7 @@ def _degrees(report: Report) -> tuple[int, ...]:
 
 
 def _drafts_from(options: ServingOptions) -> str:
-    if drafting(options):
+    if options.drafting:
         return f"from the draft model {options.speculative_draft_model}"
     longest = options.ngram_prompt_lookup_max
     return f"looked up in prompt and text by the newest {longest} or fewer"

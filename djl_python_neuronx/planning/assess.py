@@ -11,7 +11,7 @@ from typing import Any
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved, read_settings
-from djl_python_neuronx.planning import defaults, plan, suitability
+from djl_python_neuronx.planning import defaults, model_rules, plan
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.rules import conflicts
 
@@ -58,6 +58,6 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = plan.compile_minutes(plan.graphs(case), case.model, case.draft)
-    found = suitability.findings(case, estimated_load_s=60 * minutes or None)
+    found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
     resolved.report(found, problems)
     return resolved, case

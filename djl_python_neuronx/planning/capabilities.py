@@ -1,83 +1,186 @@
-"""What each Neuron library can do with each architecture: pure data, read in its source and seen on a CPU.
+"""What transformers-neuronx supports of each architecture, and what it computes wrong.
 
-Sources: transformers-neuronx 0.13 (`<architecture>/model.py`, `decoder.py`, `layers/`) and
-neuronx-distributed-inference 0.9.0 (`utils/constants.py`: MODEL_TYPES, and `models/*/modeling_*.py`). "Seen" means
-compared with Hugging Face's logits, tiny models with random weights on an emulated device.
+Source: transformers-neuronx 0.13 (`<architecture>/model.py`, `config.py`, `hlo.py`, `decoder.py`, `layers/`), read and
+run on a CPU. "Verified" means compared with Hugging Face's logits: tiny models with random weights on an emulated
+device. The same of NxD Inference is in nxdi/capabilities.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Final
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.model import ModelFacts
 
-LIBRARIES: Mapping[str, str] = MappingProxyType(
-    {"tnx": "transformers-neuronx", "nxdi": "NxD Inference"}
-)
-"""Loader to the library that it drives."""
+_NOTHING: Final[Mapping[str, str]] = {}
+_LOADER = ("model_loader",)
 
-GPTJ_DECODE = "gptj-decode"
-INT8_CACHE = "int8-kv-cache"
-SHARD_OVER_BATCH = "shard-over-batch"
-WINDOW_IGNORED = "sliding-window-ignored"
-WINDOW_PREFILL = "sliding-window-prefill"
+
+@dataclass(frozen=True)
+class Defect:
+    """Something that a library computes wrong, or stops at, with some options or models."""
+
+    problem: str
+    applies: Callable[[ServingOptions, ModelFacts], object]
+    """Whether it matters with these options, which are filled in, and this model."""
+    names: tuple[str, ...] = _LOADER
+    """Options that decide whether it matters; `model_loader`: the model alone decides."""
+    fix: str = ""
+    backends: tuple[str, ...] = ()
+    """Backends without the defect."""
+    stops: bool = False
+    """The library fails. Otherwise its answers are wrong."""
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What a library does with one architecture."""
+    """What a library supports of one architecture."""
 
     continuous_batching: bool = True
-    """Sequences join and leave at any step. False: static batches, everyone encoded anew when one joins."""
-    static_batching: bool = True
-    """Several sequences that start together."""
+    """Sequences join and leave at any step. False: static batches, with a second prefill of all when one joins."""
     pads_heads: bool = True
-    """Heads that the tensor parallel degree does not divide are padded. False: it has to divide them."""
+    """Heads that the tensor parallel degree does not divide are padded. False: it must divide them."""
     context_buckets: bool = True
-    """Takes prompt lengths to compile for. False: a prompt runs token by token."""
+    """Several prompt lengths are compiled. False: a prompt runs token by token."""
     token_buckets: bool = True
-    """Takes several sequence lengths to compile decode graphs for."""
+    """Several sequence lengths are compiled for decode graphs."""
     prompt_batch_size: bool = False
     """The constructor takes the rows of a prefill apart from those of a decode."""
-    attention_bsh: bool = True
-    """attention_layout=BSH works."""
-    on_device_greedy: bool = True
-    on_device_sampling: bool = True
-    """Each row's own top_k, top_p and temperature on the device."""
-    int8: bool = True
-    """int8 weights."""
     speculation: bool = True
-    """A draft model proposes tokens that this one verifies."""
-    divides: tuple[str, ...] = ()
-    """Sizes, as fields of `ModelFacts`, that the tensor parallel degree has to divide."""
-    experts_apart: bool = False
-    """Whole experts go to groups of cores, or groups of whole experts to a core: the numbers have to divide."""
+    """The model can verify the tokens that a draft model proposes."""
+    degree_divides: tuple[str, ...] = ()
+    """Sizes, as fields of `ModelFacts`, that the tensor parallel degree must divide."""
+    whole_experts: bool = False
+    """A core gets whole experts, or a group of cores shares one: the numbers must divide."""
     window_cache: bool = False
-    """The KV cache has as many rows as the sliding window."""
-    text_only: bool = True
-    """False: the library's class takes images beside text; its text side alone is served."""
+    """The KV cache is only as long as the sliding window."""
     verified: bool = True
-    """Seen to give the right tokens. False: only read in the library's source."""
-    unread: frozenset[str] = frozenset()
-    """Options that other architectures of the library honour and this one's code cannot use: it never looks at them,
-    or fails. They are not handed over."""
-    refused: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    """Option to why the library stops at it."""
-    collectives_follow: str = ""
+    """Compared with Hugging Face's logits. False: only its source was read."""
+    ignored_options: frozenset[str] = frozenset()
+    """Options that the library has, and the code of this architecture ignores or fails on. They are not passed."""
+    unsupported_options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Option to the reason why the library stops at it."""
+    bsh_collectives: str = ""
     """Why `collectives_layout=BSH` needs `attention_layout=BSH`; empty: it does not."""
-    defects: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    """Name of what is wrong upstream to what goes wrong; `suitability` knows when it does."""
+    defects: tuple[Defect, ...] = ()
+
+    def supports(self, name: str) -> bool:
+        """Return whether an option of the library takes effect."""
+        return name not in self.ignored_options and name not in self.unsupported_options
 
 
-_INT8_CACHE = {
-    INT8_CACHE: "transformers-neuronx cuts the KV cache's values off to whole numbers, without a scale"
-}
-_ROWS_MIXED = {
-    SHARD_OVER_BATCH: "transformers-neuronx mixes the rows up that a prompt graph has written to the divided cache"
-}
-_OF_GROUPS = {**_INT8_CACHE, **_ROWS_MIXED}
+def _shard_over_batch(options: ServingOptions, model: ModelFacts) -> bool:
+    degree = options.tensor_parallel_degree
+    return (
+        options.group_query_attention == "shard-over-batch"
+        and model.num_heads != model.num_kv_heads
+        and isinstance(degree, int)
+        and degree > 1
+        and (options.max_rolling_batch_size or 1) % degree == 0
+    )
+
+
+def _prompts_beyond_window(options: ServingOptions, model: ModelFacts) -> bool:
+    limit = options.max_model_len or 0
+    longest = (options.context_length_estimate or (limit,))[-1]
+    if not options.continuous_batching and (options.max_rolling_batch_size or 1) > 1:
+        longest = limit  # static batches are prefilled again at any length
+    return model.sliding_window is not None and longest > model.sliding_window
+
+
+def sequences_beyond_window(options: ServingOptions, model: ModelFacts) -> bool:
+    """Return whether sequences can be longer than the model's sliding window."""
+    return model.sliding_window is not None and (options.max_model_len or 0) > model.sliding_window
+
+
+def _other_head_size(model: ModelFacts) -> bool:
+    hidden, heads, size = model.hidden_size, model.num_heads, model.head_dim
+    return bool(hidden and heads and size) and size != (hidden or 0) // (heads or 1)
+
+
+def _config_defect(
+    applies: Callable[[ModelFacts], object], problem: str, *backends: str, stops: bool = False
+) -> Defect:
+    """A value of `config.json` that the library cannot compute; `backends` can."""
+    return Defect(problem, lambda _options, model: applies(model), backends=backends, stops=stops)
+
+
+_NXDI, _CPU = ("nxdi", "cpu"), ("cpu",)
+_ODD_HEADS = _config_defect(
+    _other_head_size,
+    "transformers-neuronx takes heads of hidden_size / num_attention_heads, which config.json's head_dim is not",
+    *_NXDI,
+    stops=True,
+)
+_OTHER_ACTIVATION = _config_defect(
+    lambda model: model.activation not in {None, "silu", "swish"},
+    "transformers-neuronx computes silu, whatever hidden_act in config.json is",
+    *_NXDI,
+)
+_SCALED_POSITIONS = _config_defect(
+    lambda model: model.rope_type is not None,
+    "transformers-neuronx ignores rope_scaling in config.json",
+    *_CPU,
+)
+_LLAMA_DEFECTS = (
+    _config_defect(
+        lambda model: model.attention_bias,
+        "transformers-neuronx drops the biases that attention_bias=true in config.json stands for",
+        *_NXDI,
+    ),
+    _config_defect(
+        lambda model: model.mlp_bias,
+        "transformers-neuronx drops the biases that mlp_bias=true in config.json stands for",
+        *_NXDI,
+    ),
+    _OTHER_ACTIVATION,
+    _ODD_HEADS,
+    _config_defect(
+        lambda model: model.rope_type not in {None, "llama3"},
+        "transformers-neuronx scales positions like llama3 or not at all, and config.json has another rope_scaling",
+        *_CPU,
+        stops=True,
+    ),
+)
+_MISTRAL_DEFECTS = (_ODD_HEADS, _OTHER_ACTIVATION, _SCALED_POSITIONS)
+_GROUP_DEFECTS = (
+    Defect(
+        "transformers-neuronx cuts the KV cache's values off to whole numbers, without a scale",
+        lambda options, _model: options.kv_cache_quantize == "int8",
+        ("kv_cache_quantize",),
+        "set kv_cache_quantize=fp8, or leave it out",
+    ),
+    Defect(
+        "transformers-neuronx mixes up the rows that a prompt graph has written to the divided cache",
+        _shard_over_batch,
+        ("group_query_attention",),
+        "set replicated-heads, or leave it out",
+    ),
+)
+_GPTJ_DECODE = Defect(
+    "transformers-neuronx lets each token of a GPT-J see no other than the first",
+    lambda _options, _model: True,
+    fix="set model_loader=cpu",
+)
+_WINDOW_PREFILL = Defect(
+    "transformers-neuronx lets a prompt look back one token more than the model's window",
+    _prompts_beyond_window,
+    ("n_positions", "context_length_estimate"),
+    "set context_length_estimate, for static batches n_positions, to the window at most",
+)
+
+
+def window_ignored(library: str) -> Defect:
+    """The defect that a library ignores the model's sliding window."""
+    return Defect(
+        f"{library} attends to all tokens, beyond the model's window",
+        sequences_beyond_window,
+        ("n_positions",),
+        "set n_positions to the window at most",
+    )
+
 
 # These two sets are facts of the architectures' code, not of the options, so they stand here and not on the markers.
 # What only llama's code reads, of the options that transformers-neuronx has. Blocks of the cache and prompts in chunks:
@@ -132,149 +235,84 @@ _GPT2 = Capability(
     prompt_batch_size=True,
     # The library has it for one sequence at a time, in static batches only.
     speculation=False,
-    unread=_WITHOUT_GROUPS,
-    refused=_NO_CACHE,
-    collectives_follow=_COLLECTIVES,
+    ignored_options=_WITHOUT_GROUPS,
+    unsupported_options=_NO_CACHE,
+    bsh_collectives=_COLLECTIVES,
 )
 _GPT_NEOX = Capability(
     continuous_batching=False,
     pads_heads=False,
     context_buckets=False,
     token_buckets=False,
-    attention_bsh=False,
-    on_device_greedy=False,
-    on_device_sampling=False,
-    int8=False,
     speculation=False,
-    unread=_LLAMA_ONLY | _DECODER | {"unroll"},
-    refused=_NO_WEIGHTS,
+    ignored_options=_LLAMA_ONLY | _DECODER | {"unroll"},
+    unsupported_options=_NO_WEIGHTS,
+    defects=(
+        _config_defect(
+            lambda model: not model.parallel_residual,
+            "transformers-neuronx has no use_parallel_residual=false, which config.json has",
+            *_CPU,
+            stops=True,
+        ),
+    ),
 )
 
-TNX: Mapping[str, Capability] = MappingProxyType(
-    {
-        "bloom": Capability(
-            continuous_batching=False,
-            speculation=False,
-            unread=_WITHOUT_GROUPS,
-            refused=_NO_CACHE,
-            collectives_follow=_COLLECTIVES,
+TNX: Final[Mapping[str, Capability]] = {
+    "bloom": Capability(
+        continuous_batching=False,
+        speculation=False,
+        ignored_options=_WITHOUT_GROUPS,
+        unsupported_options=_NO_CACHE,
+        bsh_collectives=_COLLECTIVES,
+    ),
+    "gpt2": _GPT2,
+    "gpt_neox": _GPT_NEOX,
+    "gptj": Capability(
+        continuous_batching=False,
+        pads_heads=False,
+        context_buckets=False,
+        token_buckets=False,
+        speculation=False,
+        ignored_options=_LLAMA_ONLY | _DECODER,
+        unsupported_options=_NO_WEIGHTS,
+        defects=(_GPTJ_DECODE,),
+    ),
+    "llama": Capability(defects=(*_GROUP_DEFECTS, *_LLAMA_DEFECTS)),
+    "mistral": Capability(
+        speculation=False,
+        ignored_options=_LLAMA_ONLY,
+        defects=(*_GROUP_DEFECTS, _WINDOW_PREFILL, *_MISTRAL_DEFECTS),
+    ),
+    "mixtral": Capability(
+        speculation=False,
+        whole_experts=True,
+        ignored_options=_LLAMA_ONLY | {"weight_tiling"},
+        unsupported_options=_NO_MOE_WEIGHTS,
+        defects=(*_GROUP_DEFECTS, window_ignored("transformers-neuronx"), *_MISTRAL_DEFECTS),
+    ),
+    "opt": Capability(
+        continuous_batching=False,
+        speculation=False,
+        ignored_options=_WITHOUT_GROUPS,
+        unsupported_options={
+            **_NO_CACHE,
+            "attention_layout": "transformers-neuronx has no BSH layout for it",
+            "collectives_layout": _COLLECTIVES,
+        },
+        defects=(
+            _config_defect(
+                lambda model: not model.norm_first,
+                "transformers-neuronx has no do_layer_norm_before=false, which config.json has",
+                *_CPU,
+                stops=True,
+            ),
         ),
-        "gpt2": _GPT2,
-        "gpt_neox": _GPT_NEOX,
-        "gptj": Capability(
-            continuous_batching=False,
-            pads_heads=False,
-            context_buckets=False,
-            token_buckets=False,
-            attention_bsh=False,
-            on_device_greedy=False,
-            on_device_sampling=False,
-            int8=False,
-            speculation=False,
-            unread=_LLAMA_ONLY | _DECODER,
-            refused=_NO_WEIGHTS,
-            defects={
-                GPTJ_DECODE: "transformers-neuronx lets each token of a GPT-J see no other than the first"
-            },
-        ),
-        "llama": Capability(defects=_OF_GROUPS),
-        "mistral": Capability(
-            speculation=False,
-            unread=_LLAMA_ONLY,
-            defects={
-                **_OF_GROUPS,
-                WINDOW_PREFILL: "transformers-neuronx lets a prompt look back one token more than the model's window",
-            },
-        ),
-        "mixtral": Capability(
-            attention_bsh=False,
-            int8=False,
-            speculation=False,
-            experts_apart=True,
-            unread=_LLAMA_ONLY | {"weight_tiling"},
-            refused=_NO_MOE_WEIGHTS,
-            defects={
-                **_OF_GROUPS,
-                WINDOW_IGNORED: "transformers-neuronx attends to all tokens, beyond the model's window",
-            },
-        ),
-        "opt": Capability(
-            continuous_batching=False,
-            attention_bsh=False,
-            speculation=False,
-            unread=_WITHOUT_GROUPS,
-            refused={
-                **_NO_CACHE,
-                "attention_layout": "transformers-neuronx has no BSH layout for it",
-                "collectives_layout": _COLLECTIVES,
-            },
-        ),
-    }
-)
+    ),
+}
 """Architectures of transformers-neuronx, by `model_type`."""
 
-TNX_UNREADABLE: Mapping[str, str] = MappingProxyType(
-    {
-        "gpt_bigcode": "gpt2's class, which would be its own, expects the projections transposed, as gpt2's "
-        "checkpoints have them, and stops while it builds its graphs"
-    }
-)
+TNX_UNREADABLE: Final[Mapping[str, str]] = {
+    "gpt_bigcode": "gpt2's class, which would be its own, expects the projections transposed, as gpt2's "
+    "checkpoints have them, and stops while it builds its graphs"
+}
 """Architectures that transformers-neuronx computes and whose checkpoints it cannot read, to the reason. Seen."""
-
-_NO_WINDOW = {WINDOW_IGNORED: "NxD Inference attends to all tokens, beyond the model's window"}
-_IMAGES = "NxD Inference does not have it for models with images"
-_NOT_WITH_IMAGES = dict.fromkeys(
-    ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
-)
-# Only the others divide cores among KV heads for flash decoding (num_cores_per_group).
-_NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
-# Its layers of experts are built of parallel linear layers and an embedding that pad nothing.
-_OF_EXPERTS = ("hidden_size", "intermediate_size", "vocab_size")
-
-
-def _with_images(
-    refused: Mapping[str, str] = _NOTHING,
-    unread: frozenset[str] = frozenset(),
-    *,
-    pads_heads: bool = True,
-) -> Capability:
-    return Capability(
-        pads_heads=pads_heads,
-        speculation=False,
-        text_only=False,
-        verified=False,
-        unread=unread,
-        refused=MappingProxyType({**_NOT_WITH_IMAGES, **refused}),
-    )
-
-
-NXDI: Mapping[str, Capability] = MappingProxyType(
-    {
-        "dbrx": Capability(verified=False, divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING),
-        "gemma3": Capability(verified=False, divides=("hidden_size",), unread=_NO_FLASH_DECODING),
-        "gpt_oss": Capability(verified=False),
-        "llama": Capability(),
-        "llama4": _with_images(),
-        "mistral": Capability(window_cache=True, unread=_NO_FLASH_DECODING),
-        "mixtral": Capability(divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
-        # Its cross attention asserts that the degree divides query and KV heads.
-        "mllama": _with_images(pads_heads=False),
-        "pixtral": _with_images(),
-        "qwen2": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
-        "qwen2_vl": _with_images(unread=_NO_FLASH_DECODING),
-        "qwen3": Capability(unread=_NO_FLASH_DECODING, defects=_NO_WINDOW),
-        "qwen3_moe": Capability(
-            verified=False, divides=_OF_EXPERTS, unread=_NO_FLASH_DECODING, defects=_NO_WINDOW
-        ),
-        "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
-    }
-)
-"""Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
-
-CAPABILITIES: Mapping[str, Mapping[str, Capability]] = MappingProxyType({"tnx": TNX, "nxdi": NXDI})
-"""Loader to `model_type` to what the library can do; the cpu loader takes every causal model of transformers."""
-
-
-def capability_of(loader: str, model_type: str | None) -> Capability | None:
-    """What the library of a loader can do with an architecture; None: it is not known, or the loader has no library."""
-    return CAPABILITIES.get(loader, {}).get(model_type or "")

@@ -1,16 +1,58 @@
-"""One case to plan: a model, its options, the machine and the backend, with the facts that follow from them."""
+"""The case that planning judges: a model, its options, the machine and the backend, with the facts that follow."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning import intent
-from djl_python_neuronx.planning.capabilities import LIBRARIES, Capability, capability_of
+from djl_python_neuronx.planning.capabilities import TNX, Capability
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+
+
+@dataclass(frozen=True)
+class NeuronBackend:
+    """Facts of a backend that drives a Neuron library."""
+
+    library: str
+    """Name of the library, for messages."""
+    package: str
+    """Package that must be installed."""
+    architectures: Mapping[str, Capability]
+    """`model_type` to what the library supports of it."""
+    served: bool = True
+    """False: it is planned for, and this version cannot load with it."""
+
+
+NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
+    "nxdi": NeuronBackend("NxD Inference", "neuronx-distributed-inference", NXDI, served=False),
+    "tnx": NeuronBackend("transformers-neuronx", "transformers-neuronx", TNX),
+}
+"""Backends that drive a Neuron library, the preferred one first. The cpu backend serves what transformers does."""
+
+
+def capability_of(backend: str, model_type: str | None) -> Capability | None:
+    """Return what the library of a backend supports of an architecture; None if unknown, and for the cpu backend."""
+    facts = NEURON_BACKENDS.get(backend)
+    return None if facts is None else facts.architectures.get(model_type or "")
+
+
+def usable_options(options: ServingOptions, capability: Capability | None) -> ServingOptions:
+    """Return the options without those that the code of an architecture cannot use."""
+    if capability is None:
+        return options
+    fields = ServingOptions.model_fields
+    without = (*capability.ignored_options, *capability.unsupported_options)
+    changes: dict[str, object] = {name: fields[name].default for name in without}
+    if not capability.context_buckets:
+        changes["context_length_estimate"] = None
+    if not capability.token_buckets:
+        changes["n_positions"] = options.max_model_len
+    return options.model_copy(update=changes)
 
 
 @dataclass(frozen=True)
@@ -36,18 +78,18 @@ class Case:
     """The graphs exist, and another program has compiled them."""
 
     def with_options(self, **values: object) -> Case:
-        """The same case with other values of options, which are not validated."""
+        """Return the same case with other values of options, which are not validated."""
         return replace(self, options=self.options.model_copy(update=values))
 
     @cached_property
     def on_cpu(self) -> bool:
         """True for the cpu backend, which has no library, no graphs and no NeuronCores."""
-        return self.backend not in LIBRARIES
+        return self.backend not in NEURON_BACKENDS
 
     @cached_property
     def library(self) -> str:
-        """Name of the backend's library, for messages; the cpu backend's own name."""
-        return LIBRARIES.get(self.backend, self.backend)
+        """Name of the backend's library, for messages; of the cpu backend its own name."""
+        return self.backend if self.on_cpu else NEURON_BACKENDS[self.backend].library
 
     @cached_property
     def capability(self) -> Capability | None:
@@ -56,8 +98,11 @@ class Case:
 
     @cached_property
     def effective(self) -> ServingOptions:
-        """The options as the library gets them: without those that it cannot use for this architecture."""
-        return intent.honoured(self.options, self.capability)
+        """The options as the library gets them: without those that it cannot use for this architecture.
+
+        A library that gets one nevertheless fails while it builds its graphs, hours later, or computes nonsense.
+        """
+        return usable_options(self.options, self.capability)
 
     @cached_property
     def device(self) -> DeviceInfo:
@@ -78,14 +123,5 @@ class Case:
     @cached_property
     def continuous_batching(self) -> bool:
         """Whether a sequence joins a running batch without a second prefill of the others."""
-        return intent.continuous_batching(self.options, self.capability)
-
-    @cached_property
-    def speculating(self) -> bool:
-        """Whether steps verify drafted tokens, of a draft model or of a lookup."""
-        return intent.speculating(self.options)
-
-    @cached_property
-    def drafting(self) -> bool:
-        """Whether a draft model is used."""
-        return intent.drafting(self.options)
+        possible = self.capability is None or self.capability.continuous_batching
+        return possible and self.options.continuous_batching

@@ -1,171 +1,164 @@
-"""Values for options that nobody set: pure functions of the model's and the machine's facts."""
+"""Default option values, derived from the model and the machine, and the options of a draft model."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
-from djl_python_neuronx.planning import division, memory
-from djl_python_neuronx.planning.capabilities import capability_of
+from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
+from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.intent import honoured
-from djl_python_neuronx.planning.machines import DeviceInfo, legal_degrees
-from djl_python_neuronx.planning.memory import CoreMemory, Load
+from djl_python_neuronx.planning.machines import legal_degrees
 from djl_python_neuronx.planning.model import ModelFacts
 
 MAX_ROLLING_BATCH_SIZE = 32
-"""DJL Serving sends at most this many rows unless it is told another number, so fewer slots would lock rows out."""
+"""DJL Serving sends at most this many rows by default, so fewer slots would leave rows waiting."""
 MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
 SMALLEST_BUCKET = 128
 MOST_BLOCKS = 256
 """transformers-neuronx unrolls a loop over all blocks: 48 instructions for each, where a layer has 154 (seen, tp 1).
 Large blocks cost little, for none is shared: the last of a sequence lies half empty, and is read all the same."""
+DRAFT_ORIGIN = "as the model that it drafts for"
+"""Origin of a draft model's options."""
 
 Filled = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
 
 
 def fill(case: Case) -> Filled:
-    """A value for every option that is still None, `auto` or `max` and follows from facts.
+    """Return a value for every option that is None, `auto` or `max` and follows from the model and the machine.
 
-    In this order, each within what the ones before leave: dtype, tensor_parallel_degree, n_positions,
-    max_rolling_batch_size, context_length_estimate. Where nothing fits they are the smallest; `suitability` says so.
-    What the device chooses among is no more than the vocabulary, which the libraries' graphs take for granted.
+    In this order, each within the limits of those before: dtype, tensor_parallel_degree, n_positions,
+    max_rolling_batch_size, context_length_estimate. If nothing fits in memory the values are the smallest, and
+    `placement` reports an error. on_device_generation is limited to the vocabulary, which the libraries' graphs assume.
     """
     filled: Filled = {}
-    options, facts, device, loader, draft = (
-        case.options,
-        case.model,
-        case.device,
-        case.backend,
-        case.draft,
-    )
-    whose = "the model's limit"
-    if draft and draft.max_positions and draft.max_positions < (facts.max_positions or sys.maxsize):
+    options, draft = case.options, case.draft
+    limited_by = "the model's limit"
+    if (
+        draft
+        and draft.max_positions
+        and draft.max_positions < (case.model.max_positions or sys.maxsize)
+    ):
         # Both models read the same sequence.
-        whose = f"the limit of the draft model ({options.speculative_draft_model})"
-        facts = replace(facts, max_positions=draft.max_positions)
-    dtype, why = _dtype(options, facts, loader)
+        limited_by = f"the limit of the draft model ({options.speculative_draft_model})"
+        case = replace(case, model=replace(case.model, max_positions=draft.max_positions))
+    dtype, why = _dtype(case)
     if dtype != options.dtype:
         filled["dtype"] = dtype, why
-    room = _Room.of(options, facts, device, loader, dtype, draft)
-    wanted = _wanted_positions(options, facts, loader, whose)
+    room = _Room(case.with_options(dtype=dtype))
+    wanted = _wanted_positions(case, limited_by)
     degree = options.tensor_parallel_degree
     if not isinstance(degree, int):
-        degree, why = _degree(degree == "max", room, wanted[0])
+        degree, why = _degree(room, wanted[0], largest=degree == "max")
         filled["tensor_parallel_degree"] = degree, why
     positions = options.max_model_len
     if positions is None:
-        positions, why = _positions(options, room, degree, *wanted)
+        positions, why = _positions(room, degree, *wanted)
         filled["n_positions"] = positions, why
     slots = options.max_rolling_batch_size
     if slots is None:
-        slots, why = _slots(options, room, degree, positions)
+        slots, why = _slots(room, degree, positions)
         filled["max_rolling_batch_size"] = slots, why
-    if options.context_length_estimate is None and (
-        buckets := _buckets(options, facts, loader, positions, slots)
-    ):
+    if options.context_length_estimate is None and (buckets := _buckets(case, positions, slots)):
         filled["context_length_estimate"] = buckets
-    filled.update(_blocks(options, facts, loader, positions, slots))
-    if generation := _generation(options, facts):
+    filled.update(_blocks(case, positions, slots))
+    if generation := _generation(case):
         filled["on_device_generation"] = generation
     return filled
 
 
-@dataclass(frozen=True)
 class _Room:
-    """What is there to be filled, and with what."""
+    """The memory that lengths and slots are chosen for."""
 
-    facts: ModelFacts
-    device: DeviceInfo
-    loader: str
-    load: Load
-    """Everything but lengths and slots, which are tried."""
-
-    @classmethod
-    def of(
-        cls,
-        options: ServingOptions,
-        facts: ModelFacts,
-        device: DeviceInfo,
-        loader: str,
-        dtype: str,
-        draft: ModelFacts | None,
-    ) -> _Room:
-        known = {"dtype": dtype, "n_positions": 1, "max_rolling_batch_size": 1}
-        capability = capability_of(loader, facts.model_type)
-        options = honoured(options.model_copy(update=known), capability)
-        return cls(facts, device, loader, Load.of(options, loader, draft))
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.load = memory.Load.of(case.with_options(n_positions=1, max_rolling_batch_size=1))
 
     @property
-    def judged(self) -> bool:
-        """Whether model and machine tell enough to say what fits."""
-        facts, device = self.facts, self.device
-        if self.loader == "cpu":
-            return not device.has_neuron and bool(
-                device.memory_bytes and facts.cache_values_per_token
-            )
-        return facts.num_parameters is not None and device.core_memory_bytes > 0
+    def known(self) -> bool:
+        """Whether sizes of the model and the machine are known."""
+        model, device = self.case.model, self.case.device
+        if self.case.on_cpu:
+            known = bool(device.memory_bytes and model.cache_values_per_token)
+            return known and not device.has_neuron
+        return model.num_parameters is not None and device.core_memory_bytes > 0
 
-    def on_core(self, degree: int, positions: int, slots: int) -> CoreMemory:
-        """Memory of one Neuron core; only where it is judged."""
+    def on_core(self, degree: int, positions: int, slots: int) -> memory.CoreMemory:
+        """Return the memory of one NeuronCore; only if sizes are known."""
         return memory.needed(
-            self.facts,
+            self.case.model,
             replace(self.load, max_model_len=positions, num_slots=slots),
             degree=degree,
-            core_memory_bytes=self.device.core_memory_bytes,
-            loader=self.loader,
+            core_memory_bytes=self.case.device.core_memory_bytes,
+            backend=self.case.backend,
         )
 
     def fits(self, degree: int, positions: int, slots: int) -> bool:
-        """Whether there is memory to spare for it, or nothing that tells."""
-        if not self.judged:
+        """Return whether it fits with memory to spare, or sizes are not known."""
+        if not self.known:
             return True
-        if self.loader == "cpu":
+        if self.case.on_cpu:
             return self._fits_on_host(positions, slots)
         return self.on_core(degree, positions, slots).roomy
 
     def _fits_on_host(self, positions: int, slots: int) -> bool:
-        """The cache within half of the memory and within what the weights leave of it."""
+        """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
-        host = self.device.memory_bytes
-        left = host - memory.weight_bytes(self.facts, load) - memory.HEADROOM_BYTES
-        return memory.cache_bytes(self.facts, load) <= min(host // 2, left)
+        host = self.case.device.memory_bytes
+        left = host - memory.weight_bytes(self.case.model, load) - memory.HEADROOM_BYTES
+        return memory.cache_bytes(self.case.model, load) <= min(host // 2, left)
 
 
-def _dtype(options: ServingOptions, facts: ModelFacts, loader: str) -> tuple[str, str]:
-    if loader == "cpu" and options.dtype == "float16":
-        return "float32", "what the cpu loader computes float16 in"
-    if options.dtype != "auto":
-        return options.dtype, ""
-    dtype = dtype_of(facts, loader)
-    if dtype == facts.dtype:
+def _dtype(case: Case) -> tuple[str, str]:
+    asked, stored = case.options.dtype, case.model.dtype
+    if case.on_cpu and asked == "float16":
+        return "float32", "what the cpu backend computes float16 in"
+    if asked != "auto":
+        return asked, ""
+    dtype = dtype_of(case.model, case.backend)
+    if dtype == stored:
         return dtype, "the checkpoint's"
-    stored = f"the checkpoint's is {facts.dtype}" if facts.dtype else "the checkpoint does not say"
-    if loader != "cpu":
-        return dtype, f"{stored}; float32 would take twice the memory"
-    return dtype, f"{stored}; CPUs are slow at float16" if facts.dtype else stored
+    reason = f"the checkpoint's is {stored}" if stored else "the checkpoint does not say"
+    if not case.on_cpu:
+        return dtype, f"{reason}; float32 would take twice the memory"
+    return dtype, f"{reason}; CPUs are slow at float16" if stored else reason
 
 
-def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
-    """The largest documented degree that the library takes; unasked, only if no smaller one needs less memory."""
-    if room.loader == "cpu":
+def dtype_of(model: ModelFacts, backend: str) -> str:
+    """Return the dtype of `auto`: the checkpoint's, but no float16 on a CPU, no float32 on a Neuron device."""
+    dtype = model.dtype or "float32"
+    if backend == "cpu":
+        return "float32" if dtype == "float16" else dtype
+    return "bfloat16" if dtype == "float32" else dtype
+
+
+def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
+    """Return the largest documented degree that the library takes.
+
+    Unless the `largest` is asked for, a smaller one if each core then needs less memory.
+    """
+    case = room.case
+    if case.on_cpu:
         return 1, "a CPU"
-    cores = room.device.visible_cores // (room.load.stages * room.load.expert_groups)
-    legal = legal_degrees(room.device.family, cores)
-    degrees = [degree for degree in legal if division.takes(room.facts, degree, room.loader)]
+    family, cores = case.device.family, case.device.visible_cores // room.load.worlds
+    legal = legal_degrees(family, cores)
+    degrees = [degree for degree in legal if memory.can_split(case.model, degree, case.backend)]
     if not degrees:
-        return 1, "no more cores are known of"
-    why = f"the largest that {room.device.family or 'any family'} documents within {cores} cores"
-    if what := division.undivided(room.facts, legal[-1], room.loader):
-        why += f" and that the library takes: {legal[-1]} does not divide {what}"
+        return 1, "no other cores are known"
+    why = f"the largest that {family or 'any family'} documents within {cores} cores"
+    if size := memory.indivisible(case.model, legal[-1], case.backend):
+        why += f" and that the library takes: {legal[-1]} does not divide {size}"
     chosen = degrees[-1]
-    if not most and room.judged:
-        slots = MAX_ROLLING_BATCH_SIZE
+    if not largest and room.known:
         chosen = min(
-            degrees, key=lambda degree: (room.on_core(degree, positions, slots).needed, -degree)
+            degrees,
+            key=lambda degree: (
+                room.on_core(degree, positions, MAX_ROLLING_BATCH_SIZE).needed,
+                -degree,
+            ),
         )
         if chosen != degrees[-1]:
             why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
@@ -173,96 +166,86 @@ def _degree(most: bool, room: _Room, positions: int) -> tuple[int, str]:
         why += f"; {cores - chosen} of {cores} cores are left over"
         unofficial = [
             degree
-            for degree in legal_degrees(room.device.family, cores, used=True)
+            for degree in legal_degrees(family, cores, used=True)
             if degree > chosen
             and degree not in legal
-            and division.takes(room.facts, degree, room.loader)
+            and memory.can_split(case.model, degree, case.backend)
         ]
         if unofficial:
-            why += f", of which guides use more: {unofficial[-1]} is taken with a note"
+            why += f"; guides use a larger degree: {unofficial[-1]} is accepted with a note"
     return chosen, why
 
 
-def _wanted_positions(
-    options: ServingOptions, facts: ModelFacts, loader: str, whose: str
-) -> tuple[int, str]:
-    """Tokens per slot before memory is looked at; `whose` says whose limit `facts` have."""
+def _wanted_positions(case: Case, limited_by: str) -> tuple[int, str]:
+    """Return the tokens per slot before memory is considered, and the reason."""
+    options, model = case.options, case.model
     if options.max_model_len is not None:
         return options.max_model_len, ""
-    cap = MAX_POSITIONS_CPU if loader == "cpu" else MAX_POSITIONS
-    limit = facts.max_positions or cap
-    prompt = (options.context_length_estimate or (0,))[-1]
+    cap = MAX_POSITIONS_CPU if case.on_cpu else MAX_POSITIONS
+    limit = model.max_positions or cap
+    prompt = _longest_prompt(options)
     if prompt > min(limit, cap):
-        why = f"what context_length_estimate asks for, within {whose}"
-        return min(prompt, facts.max_positions or prompt), why
+        why = f"the longest of context_length_estimate, within {limited_by}"
+        return min(prompt, model.max_positions or prompt), why
     if limit < cap:
-        return limit, whose
-    return cap, f"{whose}, but unasked at most {cap}"
+        return limit, limited_by
+    return cap, f"{limited_by}, but by default at most {cap}"
 
 
-def _positions(
-    options: ServingOptions, room: _Room, degree: int, wanted: int, why: str
-) -> tuple[int, str]:
-    """Tokens per slot: halved until the slots that were asked for, or one, fit."""
-    slots = options.max_rolling_batch_size or 1
-    prompt = (options.context_length_estimate or (0,))[-1]
-    least = min(max(SMALLEST_BUCKET, prompt), wanted)
+def _longest_prompt(options: ServingOptions) -> int:
+    return (options.context_length_estimate or (0,))[-1]
+
+
+def _positions(room: _Room, degree: int, wanted: int, why: str) -> tuple[int, str]:
+    """Return the tokens per slot: halved until the requested slots, or one, fit."""
+    slots = room.case.slots
+    least = min(max(SMALLEST_BUCKET, _longest_prompt(room.case.options)), wanted)
     positions = wanted
     while positions > least and not room.fits(degree, positions, slots):
         positions = max(positions // 2, least)
     if not room.fits(degree, positions, slots):
-        return (
-            positions,
-            f"the least, for which there is not enough memory either (wanted: {wanted})",
-        )
+        return positions, f"the least, and even this does not fit in memory (wanted: {wanted})"
     if positions < wanted:
-        why = f"halved from {wanted} until {_count(slots, 'slot')} had room in memory"
+        plural = "slot" if slots == 1 else "slots"
+        why = f"halved from {wanted} until {slots} {plural} fitted in memory"
     return positions, why
 
 
-def _slots(options: ServingOptions, room: _Room, degree: int, positions: int) -> tuple[int, str]:
+def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
+    options = room.case.options
     if options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1:
         return options.batch_size, "batch_size, which DJL Serving collects without a rolling batch"
     slots = MAX_ROLLING_BATCH_SIZE
     while slots > 1 and not room.fits(degree, positions, slots):
         slots //= 2
     if not room.fits(degree, positions, slots):
-        return (
-            slots,
-            f"the least, and there is no memory for the {positions} tokens of even one slot",
-        )
+        return slots, f"the least, and even one slot of {positions} tokens does not fit in memory"
     if slots < MAX_ROLLING_BATCH_SIZE:
-        return slots, f"the most, doubling from 1, whose caches of {positions} tokens have room"
-    if not room.judged:
-        return slots, "what DJL Serving sends at most; nothing tells whether memory suffices"
+        return slots, f"the largest power of two whose KV caches fit ({positions} tokens per slot)"
+    if not room.known:
+        return slots, "what DJL Serving sends at most; whether it fits in memory is not known"
     return slots, "what DJL Serving sends at most"
 
 
-def _buckets(
-    options: ServingOptions, facts: ModelFacts, loader: str, positions: int, slots: int
-) -> tuple[tuple[int, ...], str] | None:
-    capability = capability_of(loader, facts.model_type)
-    if capability is not None and not capability.context_buckets:
+def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], str] | None:
+    if case.capability is not None and not case.capability.context_buckets:
         return None
-    if options.enable_chunked_prefill:
-        why = "tokens of a step: room for one of each slot, and for chunks of prompts beside them"
+    if case.options.enable_chunked_prefill:
+        why = "tokens of a step: one for each slot, and with chunks of prompts beside them"
         return make_steps(slots, positions), why
-    if loader == "tnx" and options.cache_layout == "BSH":
+    if case.backend == "tnx" and case.options.cache_layout == "BSH":
         return (positions,), "cache_layout=BSH takes a single length"
     return make_buckets(positions), "powers of two up to n_positions"
 
 
-def _blocks(
-    options: ServingOptions, facts: ModelFacts, loader: str, positions: int, slots: int
-) -> Filled:
-    """Layout and size of the blocks of a cache, where transformers-neuronx encodes prompts in chunks."""
+def _blocks(case: Case, positions: int, slots: int) -> Filled:
+    """Return layout and size of the cache's blocks if transformers-neuronx prefills prompts in chunks."""
     filled: Filled = {}
-    capability = capability_of(loader, facts.model_type)
-    if loader != "tnx" or not honoured(options, capability).enable_chunked_prefill:
+    if case.backend != "tnx" or not case.effective.enable_chunked_prefill:
         return filled
-    if options.cache_layout is None:
-        filled["cache_layout"] = "BSH", "how blocks of the KV cache are laid out"
-    if options.pa_block_size is None:
+    if case.options.cache_layout is None:
+        filled["cache_layout"] = "BSH", "the layout of a KV cache in blocks"
+    if case.options.pa_block_size is None:
         size, below = SMALLEST_BUCKET, 1 << (max(positions - 1, 1).bit_length() - 1)
         while size * MOST_BLOCKS < positions * slots:
             size *= 2
@@ -272,7 +255,7 @@ def _blocks(
 
 
 def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
-    """Doubling lengths from `smallest`, ending with `max_len` itself.
+    """Return lengths that double from `smallest` and end with `max_len`.
 
     At most half of a padded row is padding, for six graphs up to 4096 and one more for each doubling. Steps of four
     would save two graphs, some minutes of compiling once, and let a row be three quarters padding at every request;
@@ -282,14 +265,14 @@ def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ..
         ValueError: a length is not positive.
     """
     if max_len < 1 or smallest < 1:
-        message = f"buckets from {smallest} to {max_len} do not exist; expected positive lengths"
+        message = f"no buckets from {smallest} to {max_len}; expected positive lengths"
         raise ValueError(message)
     doubling = (smallest << power for power in range(max_len.bit_length()))
     return (*(length for length in doubling if length < max_len), max_len)
 
 
 def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
-    """Tokens of a step without chunks of prompts, and of one with them; at most `max_len`.
+    """Return the tokens of a step without chunks of prompts, and of one with them; at most `max_len`.
 
     128 tokens are what one pass of a NeuronCore's 128 x 128 array takes, and cost hardly more than reading the weights.
     The first is the power of two that holds a token of each slot, and 2 at least: a graph of one token is no prompt's.
@@ -298,25 +281,57 @@ def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
     return tuple(sorted({min(alone, max_len), min(max(SMALLEST_BUCKET, 2 * alone), max_len)}))
 
 
-def dtype_of(facts: ModelFacts, loader: str) -> str:
-    """What `auto` computes in: the checkpoint's type, but no float16 on a CPU and no float32 on a Neuron device."""
-    dtype = facts.dtype or "float32"
-    if loader == "cpu":
-        return "float32" if dtype == "float16" else dtype
-    return "bfloat16" if dtype == "float32" else dtype
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _generation(
-    options: ServingOptions, facts: ModelFacts
-) -> tuple[OnDeviceGeneration, str] | None:
-    """Sampling on the device with no more candidates than there are tokens; None: it has none."""
-    sampled, tokens = options.on_device_generation, facts.vocab_size
+def _generation(case: Case) -> tuple[OnDeviceGeneration, str] | None:
+    """Return on-device sampling limited to the vocabulary; None if there is none or it is within the vocabulary."""
+    sampled, tokens = case.options.on_device_generation, case.model.vocab_size
     if sampled is None or tokens is None or max(sampled.top_k, sampled.global_top_k or 0) <= tokens:
         return None
     candidates = sampled.global_top_k and min(sampled.global_top_k, tokens)
     changes = {"top_k": min(sampled.top_k, tokens), "global_top_k": candidates}
-    return sampled.model_copy(update=changes), f"the vocabulary has {tokens} tokens and no more"
+    return sampled.model_copy(update=changes), f"the vocabulary has only {tokens} tokens"
+
+
+def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[str, str]:
+    """Return the options of a draft model, as text, from the filled-in options of the model it drafts for.
+
+    Options that do not concern it (sampling on the device, layouts, quantisation) are left out. Known defects are
+    accepted: a wrong draft costs time and changes no text.
+
+    Raises:
+        ConfigError: the options are not filled in.
+    """
+    if options.max_model_len is None:
+        message = "n_positions must be filled in before the draft model's options are known"
+        raise ConfigError(message)
+    slots = options.max_rolling_batch_size
+    prompts, lengths = draft_lengths(options)
+    fields = ServingOptions.model_fields
+    same = {name: getattr(options, name) for name in fields if option(name).draft == "same"}
+    wanted = {
+        **same,
+        "model_id": model,
+        "model_loader": backend,
+        "tensor_parallel_degree": options.draft_model_tp_size or options.tensor_parallel_degree,
+        "n_positions": ",".join(map(str, lengths)),
+        "context_length_estimate": ",".join(map(str, prompts)),
+        "allow_known_defects": True,
+        "compiled_graph_path": options.draft_model_compiled_path or options.compiled_graph_path,
+        # Even with a single slot it is driven as the large model is, whose slots have positions of their own.
+        "rolling_batch_strategy": (
+            "continuous_batching" if backend != "cpu" and slots == 1 else None
+        ),
+    }
+    return {name: str(value) for name, value in wanted.items() if value is not None}
+
+
+def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
+    limit = options.max_model_len or 0
+    return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
+
+
+def as_draft_model(options: ServingOptions) -> ServingOptions:
+    """Return a folder's options with those reset that a draft model is served without."""
+    fields = ServingOptions.model_fields
+    off = {name: entry.default for name, entry in fields.items() if option(name).draft == "off"}
+    return options.model_copy(update=off)

@@ -8,7 +8,6 @@ from typing import Any
 
 from djl_python_neuronx.config.options import ServingOptions, SpeculationOptions, option
 from djl_python_neuronx.errors import InvalidOptionError
-from djl_python_neuronx.planning.intent import speculating
 from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
 
 _FLAGS = "NEURON_CC_FLAGS"
@@ -26,7 +25,7 @@ def graph_options(options: ServingOptions, loader: str) -> dict[str, Any]:
         if option(name).shapes_graphs(loader)
         and not (getattr(options, name) is False and entry.default is False)
     }
-    if not speculating(options):
+    if not options.speculating:
         names -= set(SpeculationOptions.model_fields)
     return {
         name: value

@@ -13,10 +13,10 @@ from typing import Literal
 from djl_python_neuronx.config.findings import asked
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import BackendUnavailableError
-from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.intent import speculating, unmapped
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.rules import LIBRARY_RULES, OPEN
+from djl_python_neuronx.planning.model_rules import unsupported_options
+from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN
 
 logger = logging.getLogger(__name__)
 
@@ -110,19 +110,16 @@ def preferred(
 
 def _refuses(loader: str, options: ServingOptions, model_type: str | None) -> bool:
     """Whether a library stops at these options, as far as it is known before they are filled in."""
-    if any(not option(name).tunes for name in unmapped(options, loader)):
+    if any(not option(name).tunes for name in unsupported_options(options, loader)):
         return True
-    capability = CAPABILITIES[loader].get(model_type or "")
+    capability = capability_of(loader, model_type)
     if capability is not None:
-        unread = (name for name in capability.unread if not option(name).tunes)
-        if any(asked(options, name) for name in (*unread, *capability.refused)):
+        ignored = (name for name in capability.ignored_options if not option(name).tunes)
+        if any(asked(options, name) for name in (*ignored, *capability.unsupported_options)):
             return True
-        if speculating(options) and not capability.speculation:
+        if options.speculating and not capability.speculation:
             return True
-    return any(
-        rule.level == "error" and not rule.filled_in and rule.broken(options)
-        for rule in LIBRARY_RULES[loader]
-    )
+    return any(rule.level == "error" and rule.broken(options) for rule in BACKEND_RULES[loader])
 
 
 def _neuron_loader(
@@ -167,11 +164,10 @@ def _obstacle(
 
 def _foreign(loader: str, model_type: str | None) -> str | None:
     """Why a Neuron library cannot serve the model; None if it can, or the type is unknown."""
-    if model_type is None or model_type in CAPABILITIES[loader]:
+    known = NEURON_BACKENDS[loader].architectures
+    if model_type is None or model_type in known:
         return None
-    return (
-        f"it knows no model of the type {model_type!r}; it knows {', '.join(CAPABILITIES[loader])}"
-    )
+    return f"it knows no model of the type {model_type!r}; it knows {', '.join(known)}"
 
 
 def _library(name: str, module: str) -> Library:

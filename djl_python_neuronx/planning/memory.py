@@ -1,32 +1,34 @@
-"""Device memory that a model needs on each core: weights, KV cache, and what padding to the degree adds.
+"""Device memory of a model on each core, how its heads divide among cores, and where it fits instead.
 
-Sizes are in bytes and, in words, in GiB (2**30). What is left out is small and lies within `HEADROOM_BYTES`: norms and
+Sizes are in bytes and, in messages, in GiB (2**30). Not counted, because small and within `HEADROOM_BYTES`: norms and
 biases, which every core holds whole, scales of quantised weights, and feed-forward widths rounded up to the degree.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.division import keeps, padded_heads, round_up, takes
-from djl_python_neuronx.planning.intent import drafting
-from djl_python_neuronx.planning.machines import GIB
+from djl_python_neuronx.planning.case import Case, capability_of
+from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, legal_degrees, named
 from djl_python_neuronx.planning.model import ModelFacts
 
 HEADROOM_BYTES = GIB
 """Left on every core for activations, scratch space, compiled programs and the runtime: an assumption."""
 SPARE = 20
-"""One part in so many of a core that a value chosen or advised here leaves free beside the headroom: what nobody asked
-for must not be what just fits. Values that the user set may take all of it."""
+"""Defaults and advice leave 1/20 of a core's memory free on top of the headroom. Values that the user sets may use
+it."""
 
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+_LENGTH_STEP = 128
+"""Tokens: advised lengths are multiples of this."""
 
 
 @dataclass(frozen=True)
 class CoreMemory:
-    """Bytes on one core; where a draft model lies on other cores than the model, on those that hold both."""
+    """Bytes on one core; with a draft model on other cores than the model, on a core that holds both."""
 
     weights: int
     """An even share of the weights that are on the device."""
@@ -36,9 +38,9 @@ class CoreMemory:
     """What the degree adds to both: heads and vocabulary rounded up to it, KV heads copied until every core has one."""
     headroom: int
     capacity: int
-    """What a core has; 0: not known."""
+    """Memory of a core; 0: not known."""
     possible: bool = True
-    """False: there are fewer cores than the degree asks for, so nothing fits."""
+    """False: the degree needs more cores than there are."""
 
     @property
     def needed(self) -> int:
@@ -47,20 +49,20 @@ class CoreMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the cores are there and hold what is needed; a `capacity` that is not known holds everything."""
+        """Whether the cores exist and hold what is needed; an unknown `capacity` holds everything."""
         return self.possible and (self.capacity == 0 or self.needed <= self.capacity)
 
     @property
     def roomy(self) -> bool:
-        """Whether it fits with `SPARE` to spare."""
-        return self.fits and (
+        """Whether it fits with `SPARE` left."""
+        return self.possible and (
             self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
         )
 
 
 @dataclass(frozen=True)
 class Load:
-    """What of the options decides how much memory a model needs."""
+    """The options that decide how much memory a model needs."""
 
     max_model_len: int
     num_slots: int
@@ -71,7 +73,7 @@ class Load:
     kv_dtype: str | None = None
     """int8 or fp8: of the KV cache; None: `dtype`."""
     on_device_embedding: bool = False
-    """transformers-neuronx keeps the embedding in the host's memory otherwise; NxDI never does."""
+    """False: transformers-neuronx keeps the embedding in the host's memory. NxD Inference never does."""
     group_query_attention: str | None = None
     shard_over_sequence: bool = False
     stages: int = 1
@@ -81,29 +83,32 @@ class Load:
     attention_groups: int = 1
     """Groups of cores, each with sequences of its own in a decode step."""
     in_blocks: bool = False
-    """The KV cache is kept in blocks, and one more than are asked for."""
+    """The KV cache is kept in blocks, with one block for padding."""
     num_blocks: int | None = None
-    """None: what all slots at their full length take."""
+    """None: as many as all slots need at their full length."""
     block_size: int | None = None
     """Tokens; None: `max_model_len`."""
     draft: ModelFacts | None = None
-    """The draft model, in `dtype`; one whose size is not known counts nothing."""
+    """The draft model, in `dtype`; not counted if its size is not known."""
     draft_degree: int | None = None
     """Cores that share the draft model, from the model's first one on; None: as many as share the model."""
 
     @classmethod
-    def of(cls, options: ServingOptions, loader: str, draft: ModelFacts | None = None) -> Load:
-        """What filled-in options ask for.
+    def of(cls, case: Case) -> Load:
+        """Return the load of a case whose options are filled in.
 
         Raises:
             ValueError: the options are not filled in.
         """
+        options = case.effective
         length, slots = options.max_model_len, options.max_rolling_batch_size
         if length is None or slots is None or options.dtype == "auto":
-            message = "memory is counted of filled-in options; use resolve.assess before"
+            message = (
+                "the memory of options that are not filled in is not known; call `assess` first"
+            )
             raise ValueError(message)
-        if loader == "cpu":
-            return cls(length, slots, options.dtype, draft=draft)
+        if case.on_cpu:
+            return cls(length, slots, options.dtype, draft=case.draft)
         return cls(
             length,
             slots,
@@ -121,167 +126,348 @@ class Load:
                 or options.enable_prefix_caching
                 or options.enable_chunked_prefill
             ),
-            # transformers-neuronx counts the one more among them.
-            num_blocks=options.pa_num_blocks and options.pa_num_blocks - (loader == "tnx"),
+            # transformers-neuronx counts the block for padding among them.
+            num_blocks=options.pa_num_blocks and options.pa_num_blocks - (case.backend == "tnx"),
             block_size=options.pa_block_size,
-            draft=draft,
-            draft_degree=options.draft_model_tp_size if drafting(options) else None,
+            draft=case.draft,
+            draft_degree=options.draft_model_tp_size if case.effective.drafting else None,
         )
+
+    @property
+    def worlds(self) -> int:
+        """Tensor parallel groups: one for each pipeline stage of each group of experts."""
+        return self.stages * self.expert_groups
+
+
+def core_memory(case: Case) -> CoreMemory | None:
+    """Return the memory on each core of the case's machine, or on its host with the cpu backend.
+
+    None if sizes of the model are not known or lengths and slots are not filled in.
+    """
+    options, device = case.options, case.device
+    unknown = None in {options.max_model_len, options.max_rolling_batch_size}
+    if case.model.num_parameters is None or unknown:
+        return None
+    load = Load.of(case)
+    if case.on_cpu:
+        # The memory of a Neuron machine is that of its devices, not of its host.
+        host = 0 if device.has_neuron else device.memory_bytes
+        return needed(case.model, load, degree=1, core_memory_bytes=host, backend=case.backend)
+    return needed(
+        case.model,
+        load,
+        degree=case.degree,
+        core_memory_bytes=device.core_memory_bytes,
+        backend=case.backend,
+        cores=device.cores_for(case.degree),
+    )
 
 
 def needed(
-    facts: ModelFacts,
+    model: ModelFacts,
     load: Load,
     *,
     degree: int,
     core_memory_bytes: int,
-    loader: str,
+    backend: str,
     cores: int = 0,
 ) -> CoreMemory:
-    """Memory on each of `degree` cores; `cores` are those that there are, 0 if that is not known.
+    """Return the memory on each of `degree` cores. `cores`: how many exist, 0 if that is not known.
 
     Raises:
-        ValueError: the architecture's parameters are not known (`facts.num_parameters` is None).
+        ValueError: the number of parameters is not known (`model.num_parameters` is None).
     """
-    if facts.num_parameters is None:
-        message = f"the parameters of {facts.model_type!r} are not known, so its memory is not"
+    if model.num_parameters is None:
+        message = f"the number of parameters of a {model.model_type!r} model is not known"
         raise ValueError(message)
-    weights, kv_cache, padding = _parts(facts, load, degree, loader)
+    weights, kv_cache, padding = _parts(model, load, degree, backend)
     if load.draft is not None and load.draft.num_parameters is not None:
-        draft_degree = load.draft_degree or degree
         unquantised = Load(load.max_model_len, load.num_slots, load.dtype)
-        extra = _parts(load.draft, unquantised, draft_degree, loader)
+        extra = _parts(load.draft, unquantised, load.draft_degree or degree, backend)
         weights, kv_cache, padding = weights + extra[0], kv_cache + extra[1], padding + extra[2]
-    world = degree * load.stages * load.expert_groups
-    possible = cores == 0 or max(world, load.draft_degree or 0) <= cores
+    possible = cores == 0 or max(degree * load.worlds, load.draft_degree or 0) <= cores
     return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, core_memory_bytes, possible)
 
 
-def per_core(
-    facts: ModelFacts,
-    *,
-    degree: int,
-    max_model_len: int,
-    num_slots: int,
-    dtype: str,
-    weight_dtype: str | None,
-    kv_dtype: str | None,
-    draft: ModelFacts | None = None,
-    core_memory_bytes: int,
-    loader: str,
-) -> CoreMemory:
-    """`needed` of values instead of options.
-
-    Raises:
-        ValueError: the architecture's parameters are not known (`facts.num_parameters` is None).
-    """
-    load = Load(max_model_len, num_slots, dtype, weight_dtype, kv_dtype, draft=draft)
-    return needed(facts, load, degree=degree, core_memory_bytes=core_memory_bytes, loader=loader)
-
-
-def total(facts: ModelFacts, load: Load) -> int:
-    """Bytes of all weights and of the cache, on however many cores: what guides give as a model's size.
-
-    Nothing is padded, copied or left on the host. Raises ValueError as `needed` does.
-    """
-    whole = needed(facts, load, degree=1, core_memory_bytes=0, loader="cpu")
-    return whole.weights + whole.kv_cache
-
-
-def weight_bytes(facts: ModelFacts, load: Load) -> int:
-    """All weights as they lie in a checkpoint of this dtype, tied ones once; 0: not known."""
-    layers, head, embedding = _tensors(facts)
-    table = 0 if facts.tied_embeddings else head
+def weight_bytes(model: ModelFacts, load: Load) -> int:
+    """Return the bytes of all weights in a checkpoint of this dtype, tied ones once; 0 if unknown."""
+    layers, head, embedding = _tensors(model)
+    table = 0 if model.tied_embeddings else head
     width = _WIDTHS[load.dtype]
     return layers * _WIDTHS[load.weight_dtype or load.dtype] + (table + embedding) * width
 
 
-def cache_bytes(facts: ModelFacts, load: Load) -> int:
-    """The KV cache of all slots, nothing padded or copied; 0: not known."""
+def cache_bytes(model: ModelFacts, load: Load) -> int:
+    """Return the bytes of the KV cache of all slots, without padding or copies; 0 if unknown."""
     tokens = load.max_model_len * load.num_slots
     if load.in_blocks:
         size = load.block_size or load.max_model_len
         blocks = load.num_blocks or blocks_of(load.max_model_len, load.num_slots, size)
         tokens = (blocks + 1) * size
-    return (facts.cache_values_per_token or 0) * tokens * _WIDTHS[load.kv_dtype or load.dtype]
+    return (model.cache_values_per_token or 0) * tokens * _WIDTHS[load.kv_dtype or load.dtype]
 
 
 def blocks_of(max_model_len: int, num_slots: int, block_size: int) -> int:
-    """Blocks that all slots at their full length take."""
+    """Return the number of KV-cache blocks that all slots need at their full length."""
     return num_slots * -(-max_model_len // block_size)
 
 
-def _tensors(facts: ModelFacts) -> tuple[int, int, int]:
-    """Numbers in the layers, in the output projection, whether or not it is the embedding, and in the embedding."""
-    table = (facts.hidden_size or 0) * (facts.vocab_size or 0)
-    around = facts.embedding_parameters + (0 if facts.tied_embeddings else table)
-    return max((facts.num_parameters or 0) - around, 0), table, facts.embedding_parameters
+def _tensors(model: ModelFacts) -> tuple[int, int, int]:
+    """Return the parameters of the layers, of the output projection (tied or not) and of the embedding."""
+    table = (model.hidden_size or 0) * (model.vocab_size or 0)
+    around = model.embedding_parameters + (0 if model.tied_embeddings else table)
+    return max((model.num_parameters or 0) - around, 0), table, model.embedding_parameters
 
 
-def _parts(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int, int]:
-    """Bytes on each core: weights, cache, padding."""
-    if loader == "cpu":
-        return weight_bytes(facts, load), cache_bytes(facts, load), 0
-    cache = cache_bytes(facts, _windowed(facts, load, loader))
-    layers, head, embedding = _tensors(facts)
-    if loader == "tnx" and not load.on_device_embedding:
+def _parts(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[int, int, int]:
+    """Return the bytes of weights, cache and padding on each core."""
+    if backend == "cpu":
+        return weight_bytes(model, load), cache_bytes(model, load), 0
+    cache = cache_bytes(model, _windowed(model, load, backend))
+    layers, head, embedding = _tensors(model)
+    if backend == "tnx" and not load.on_device_embedding:
         embedding = 0
     width = _WIDTHS[load.dtype]
     weight_width = _WIDTHS[load.weight_dtype or load.dtype]
     # Both libraries hold a second copy of a tied table for the output projection.
-    apart = min(_expert_weights(facts), layers) if load.expert_groups > 1 else 0
+    apart = min(_expert_weights(model), layers) if load.expert_groups > 1 else 0
     layers = layers - apart + _share(apart, load.expert_groups)
     weights = _share(layers * weight_width, load.stages) + (head + embedding) * width
-    added, cached_heads = _laid_out(facts, load, degree, loader)
-    kv_heads = facts.num_kv_heads or 1
+    added, cached_heads = _laid_out(model, load, degree, backend)
+    kv_heads = model.num_kv_heads or 1
     added_cache = cache * (cached_heads - kv_heads) // kv_heads
-    vocab = facts.vocab_size or 0
+    vocab = model.vocab_size or 0
     padding = _share(added * weight_width + added_cache, load.stages)
-    padding += (round_up(vocab, degree) - vocab) * (facts.hidden_size or 0) * width
+    padding += (round_up(vocab, degree) - vocab) * (model.hidden_size or 0) * width
     cores = degree * load.stages
     return _share(weights, degree), _share(cache, cores), _share(padding, degree)
 
 
-def _laid_out(facts: ModelFacts, load: Load, degree: int, loader: str) -> tuple[int, int]:
-    """Numbers that padded and copied heads add to the weights, and KV heads that the cache then has."""
-    heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
+def _laid_out(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[int, int]:
+    """Return the parameters that padded and copied heads add, and the KV heads of the cache."""
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
     if not heads or not kv_heads or not size or kv_heads > heads:
         return 0, kv_heads or 1
-    if not takes(facts, degree, loader):
+    if not can_split(model, degree, backend):
         return 0, kv_heads or 1
-    way = load.group_query_attention
-    if way and loader == "tnx" and not keeps(way, facts, load.num_slots, degree):
-        way = None
-    padded = padded_heads(heads, kv_heads, degree, loader, way)
-    per_layer = 2 * (facts.hidden_size or 0) * size
-    weights = (facts.num_layers or 0) * per_layer * (padded.query - heads + padded.kv - kv_heads)
-    if load.shard_over_sequence or way == "shard-over-batch":
+    strategy = load.group_query_attention
+    if (
+        strategy
+        and backend == "tnx"
+        and not keeps_strategy(strategy, model, load.num_slots, degree)
+    ):
+        strategy = None
+    padded = padded_heads(heads, kv_heads, degree, backend, strategy)
+    per_layer = 2 * (model.hidden_size or 0) * size
+    weights = (model.num_layers or 0) * per_layer * (padded.query - heads + padded.kv - kv_heads)
+    if load.shard_over_sequence or strategy == "shard-over-batch":
         return weights, kv_heads
-    if loader == "nxdi" and load.attention_groups > 1:
+    if backend == "nxdi" and load.attention_groups > 1:
         group = max(degree // load.attention_groups, 1)
-        return weights, round_up(padded_heads(heads, kv_heads, group, loader).kv, group)
+        return weights, round_up(padded_heads(heads, kv_heads, group, backend).kv, group)
     return weights, round_up(padded.kv, degree)
 
 
-def _windowed(facts: ModelFacts, load: Load, loader: str) -> Load:
-    """The same with a cache of as many rows as the model's window has, where the library makes that.
+def _windowed(model: ModelFacts, load: Load, backend: str) -> Load:
+    """Return the load with a cache as long as the model's sliding window, if the library allocates only that.
 
-    Source: neuronx-distributed-inference 0.9, modules/kvcache/kv_cache_manager.py: in neither blocks nor groups.
+    Source: neuronx-distributed-inference 0.9, modules/kvcache/kv_cache_manager.py: not with blocks or groups.
     """
-    capability = CAPABILITIES[loader].get(facts.model_type or "")
+    capability = capability_of(backend, model.model_type)
     plain = not load.in_blocks and load.attention_groups == 1
-    if capability is None or not capability.window_cache or not facts.sliding_window or not plain:
+    if capability is None or not capability.window_cache or not model.sliding_window or not plain:
         return load
-    return replace(load, max_model_len=facts.sliding_window)
+    return replace(load, max_model_len=model.sliding_window)
 
 
-def _expert_weights(facts: ModelFacts) -> int:
-    """Numbers in the matrices of all experts, of which there are three each."""
-    if facts.num_experts == 1:
+def _expert_weights(model: ModelFacts) -> int:
+    """Return the parameters of all experts; each has three matrices."""
+    if model.num_experts == 1:
         return 0
-    expert = 3 * (facts.hidden_size or 0) * (facts.intermediate_size or 0)
-    return (facts.num_layers or 0) * facts.num_experts * expert
+    expert = 3 * (model.hidden_size or 0) * (model.intermediate_size or 0)
+    return (model.num_layers or 0) * model.num_experts * expert
 
 
 def _share(value: int, degree: int) -> int:
     return -(-value // degree)
+
+
+class Heads(NamedTuple):
+    """Numbers of attention heads, summed over all cores."""
+
+    query: int
+    kv: int
+
+
+def can_split(model: ModelFacts, degree: int, backend: str) -> bool:
+    """Return whether the library can split the model over `degree` cores, with padding if it pads."""
+    return indivisible(model, degree, backend) is None
+
+
+def indivisible(model: ModelFacts, degree: int, backend: str) -> str | None:
+    """Name a size of the model that the degree must divide and does not; None if there is none.
+
+    Source: transformers-neuronx 0.13, mixtral/model.py; neuronx-distributed-inference 0.9, models/*/modeling_*.py.
+    """
+    capability = capability_of(backend, model.model_type)
+    if capability is None:
+        return None
+    if not capability.pads_heads and model.num_heads and model.num_heads % degree:
+        return f"the {model.num_heads} heads"
+    for name in capability.degree_divides:
+        size = getattr(model, name)
+        if size and size % degree:
+            return f"the {name.replace('_', ' ')} of {size}"
+    experts, width = model.num_experts, model.intermediate_size or 0
+    if capability.whole_experts and experts % degree:
+        if degree % experts:
+            return f"the {experts} experts, or they the degree"
+        if width % (degree // experts):
+            return f"the width of all {experts} experts, {experts} x {width}"
+    return None
+
+
+def padded_heads(
+    heads: int, kv_heads: int, degree: int, backend: str, group_query_attention: str | None = None
+) -> Heads:
+    """Return the heads that the library allocates on `degree` cores: rounded up to it, few KV heads copied.
+
+    Source: transformers-neuronx 0.13, utils.py get_qkv_padding and decoder.py check_gqa_fallback;
+    neuronx-distributed-inference 0.9, modules/attention/gqa.py.
+    """
+    query = round_up(heads, degree)
+    if heads == kv_heads:
+        return Heads(query, query)
+    if backend == "nxdi":
+        if kv_heads % degree == 0:
+            return Heads(query, kv_heads)
+        return Heads(query, degree if degree % kv_heads == 0 else query)
+    if group_query_attention in {"shard-over-batch", "all-gather-heads"}:
+        return Heads(query, kv_heads)
+    if group_query_attention != "replicated-heads" and kv_heads % degree == 0:
+        return Heads(query, kv_heads)
+    return Heads(query, _replicated(heads, kv_heads, query, degree))
+
+
+def _replicated(heads: int, kv_heads: int, query: int, degree: int) -> int:
+    """Return the KV heads of transformers-neuronx' replicated-heads: one per core, or one per query head."""
+    added = query - heads
+    copies = heads // kv_heads
+    if (
+        kv_heads < degree
+        and degree % kv_heads == 0
+        and (added == 0 or (added > 0 and added % kv_heads == 0))
+    ):
+        copies = degree // kv_heads
+    elif query * kv_heads == heads * degree:
+        copies = 1
+    copied = max(kv_heads * copies, degree)
+    return query if copied == heads else copied
+
+
+def keeps_strategy(strategy: str, model: ModelFacts, num_slots: int, degree: int) -> bool:
+    """Return whether transformers-neuronx keeps a `group_query_attention` strategy or falls back to its default.
+
+    Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
+    """
+    heads, kv_heads, size = model.num_heads or 1, model.num_kv_heads or 1, model.head_dim or 1
+    if strategy == "shard-over-heads":
+        return kv_heads % degree == 0
+    if strategy == "shard-over-batch":
+        return num_slots % degree == 0
+    if strategy == "all-gather-heads":
+        return (kv_heads * size) % degree == 0 and -heads % degree % kv_heads == 0
+    return True
+
+
+def round_up(value: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not below `value`."""
+    return -(-value // step) * step
+
+
+class Fit(NamedTuple):
+    """A degree and a machine that hold a model; as text, the settings."""
+
+    degree: int
+    instance_type: str | None
+    """None: this machine."""
+    draft_degree: int | None = None
+    """None: as set."""
+
+    def __str__(self) -> str:
+        setting = f"tensor_parallel_degree={self.degree}"
+        if self.draft_degree is not None:
+            setting += f" with draft_model_tp_size={self.draft_degree}"
+        return f"{setting} on {self.instance_type}" if self.instance_type else setting
+
+
+def smallest_fit(
+    model: ModelFacts, load: Load, device: DeviceInfo, backend: str, *, below: int = 0
+) -> Fit | None:
+    """Return the smallest choice that holds it with `SPARE`: more cores of this machine, else an instance type.
+
+    Types of the same family come first. `below`: degrees up to this do not fit here. A draft model with fewer cores
+    than the model may get as many as the model. None if nothing holds it.
+    """
+    if model.num_parameters is None or backend == "cpu":
+        return None
+    machines = [named(name) for name in INSTANCES]
+    machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))
+    places = [(None, device, below)] if device.core_memory_bytes else []
+    for name, machine, least in (*places, *((one.instance_type, one, 0) for one in machines)):
+        # The degrees that `placement` accepts.
+        legal = legal_degrees(machine.family, machine.visible_cores // load.worlds, used=True)
+        for degree in legal:
+            if degree <= least or not can_split(model, degree, backend):
+                continue
+            if _roomy(model, load, degree, machine, backend):
+                return Fit(degree, name)
+            spread = replace(load, draft_degree=degree)
+            if load.draft_degree is not None and _roomy(model, spread, degree, machine, backend):
+                return Fit(degree, name, degree)
+    return None
+
+
+def _roomy(model: ModelFacts, load: Load, degree: int, device: DeviceInfo, backend: str) -> bool:
+    return needed(
+        model,
+        load,
+        degree=degree,
+        core_memory_bytes=device.core_memory_bytes,
+        backend=backend,
+        # The draft model may need more cores than the model.
+        cores=device.visible_cores,
+    ).roomy
+
+
+def savings(case: Case) -> Iterator[str]:
+    """Yield settings that each make the model fit on these cores with `SPARE`, with the greatest value that does."""
+    load, degree = Load.of(case), case.degree
+
+    def fits(**changes: object) -> bool:
+        return needed(
+            case.model,
+            replace(load, **changes),  # type: ignore[arg-type]
+            degree=degree,
+            core_memory_bytes=case.device.core_memory_bytes,
+            backend=case.backend,
+        ).roomy
+
+    if slots := _largest(load.num_slots - 1, lambda number: fits(num_slots=number)):
+        yield f"max_rolling_batch_size={slots}"
+    steps = _largest(
+        (load.max_model_len - 1) // _LENGTH_STEP,
+        lambda number: fits(max_model_len=number * _LENGTH_STEP),
+    )
+    if steps:
+        yield f"n_positions={steps * _LENGTH_STEP}"
+    quantised = case.capability is None or case.capability.supports("quantize")
+    if load.weight_dtype is None and quantised and fits(weight_dtype="int8"):
+        yield "quantize=static_int8"
+    if (load.draft_degree or degree) < degree and fits(draft_degree=degree):
+        yield f"draft_model_tp_size={degree}"
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the greatest number up to `limit` that fits, if all smaller ones fit too; 0 if none does."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))

@@ -1,58 +1,53 @@
-"""How a model lies on the cores that it is given: degree, heads, KV heads, memory; and what is wrong with that."""
+"""Findings about cores and memory: degrees, heads, KV heads and whether the model fits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from djl_python_neuronx.config.findings import Finding, listed
-from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning import alternatives, division, memory, shares
-from djl_python_neuronx.planning.capabilities import LIBRARIES
-from djl_python_neuronx.planning.intent import drafting
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
-from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.memory import (
+    Load,
+    blocks_of,
+    can_split,
+    core_memory,
+    indivisible,
+    keeps_strategy,
+    padded_heads,
+    savings,
+    smallest_fit,
+)
+
+_DEGREE = "tensor_parallel_degree"
+_DRAFT_DEGREE = "draft_model_tp_size"
+_FLASH = "shard_over_sequence"
 
 
-def findings(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None = None,
-) -> Iterator[Finding]:
-    """What is to be said of a Neuron loader's use of cores; `options` are filled in."""
-    degree = options.tensor_parallel_degree
-    if not isinstance(degree, int):
+def findings(case: Case) -> Iterator[Finding]:
+    """Yield the findings about the NeuronCores of a case whose options are filled in."""
+    if case.on_cpu or not isinstance(case.options.tensor_parallel_degree, int):
         return
-    lost = fits(options, facts, device, loader, draft) is False
-    yield from _degree("tensor_parallel_degree", degree, device)
-    if drafting(options) and options.draft_model_tp_size is not None:
-        yield from _degree("draft_model_tp_size", options.draft_model_tp_size, device)
-    yield from _world(options, facts, degree, device, loader, draft)
-    if not division.takes(facts, degree, loader):
-        yield _undivided(facts, degree, device, loader)
-    elif facts.num_heads and facts.num_kv_heads:
-        if not lost:
-            yield from _padding(options, facts, degree, device, loader)
-        yield from shares.of_heads(options, facts, degree, loader)
-    yield from shares.of_widths(options, facts, degree, loader)
-    yield from _blocks(options, loader)
-    yield from _memory(options, facts, degree, device, loader, draft)
+    yield from _degree(_DEGREE, case.degree, case.device)
+    if case.effective.drafting and case.options.draft_model_tp_size is not None:
+        yield from _degree(_DRAFT_DEGREE, case.options.draft_model_tp_size, case.device)
+    yield from _cores(case)
+    if not can_split(case.model, case.degree, case.backend):
+        yield _indivisible(case)
+    elif case.model.num_heads and case.model.num_kv_heads:
+        if fits(case) is not False:
+            yield from _padding(case)
+        yield from _flash_decoding(case)
+    yield from _blocks(case)
+    yield from _memory(case)
 
 
-def fits(
-    options: ServingOptions,
-    facts: ModelFacts,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None = None,
-) -> bool | None:
-    """Whether the cores are there and hold it; None: nothing tells. `options` are filled in."""
-    degree = options.tensor_parallel_degree
-    if not isinstance(degree, int):
-        return None
-    needed = _needed(options, facts, degree, device, loader, draft)
-    return None if needed is None else needed.fits
+def fits(case: Case) -> bool | None:
+    """Return whether the cores exist and hold the model; None if that is not known."""
+    memory = core_memory(case)
+    return None if memory is None else memory.fits
 
 
 def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
@@ -83,167 +78,146 @@ def _families(device: DeviceInfo) -> list[Family]:
     return [*FAMILIES.values()] if family is None else [family]
 
 
-def _world(
-    options: ServingOptions,
-    facts: ModelFacts,
-    degree: int,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None,
-) -> Iterator[Finding]:
-    cores, machines = device.cores_for(degree), device.machines(degree)
-    sizes = {
-        "tensor_parallel_degree": degree,
-        "pipeline_parallel_degree": options.pipeline_parallel_degree,
-        "ep_degree": options.ep_degree,
-    }
-    factors = {name: size for name, size in sizes.items() if size > 1}
-    world = 1
-    for size in factors.values():
-        world *= size
-    draft_degree = options.draft_model_tp_size if drafting(options) else None
-    machine = f" on {device.instance_type}" if device.instance_type else ""
-    machine = f" on {machines} machines" if machines > 1 else machine
+def _cores(case: Case) -> Iterator[Finding]:
+    device, cores = case.device, case.device.cores_for(case.degree)
+    if not cores:
+        return
+    machines = device.machines(case.degree)
+    where = f" on {device.instance_type}" if device.instance_type else ""
+    where = f" on {machines} machines" if machines > 1 else where
     whole = device.neuron_cores
     if 0 < device.visible_cores < whole or (device.limited_by and not whole):
         limit = device.limited_by or "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES"
-        machine += f", of {whole}" if whole else ""
-        machine += f": {limit} limits this process"
-    if cores and world > cores:
-        names = tuple(factors)
-        problem = f"{world} NeuronCores are asked for and {cores} can be used{machine}; lower it, or take more cores"
-        if _needed(options, facts, degree, device, loader, draft) is not None:
-            load = memory.Load.of(options, loader, draft)
-            fit = alternatives.smallest_fit(facts, load, device, loader)
-            problem += f" (smallest that fits: {fit})" if fit else "; nothing known holds it"
-        yield Finding(names or ("tensor_parallel_degree",), problem)
-    if cores and draft_degree is not None and draft_degree > cores:
-        problem = f"{cores} NeuronCores can be used{machine}; lower it, or take more cores"
-        yield Finding(("draft_model_tp_size",), problem)
+        where += f", of {whole}" if whole else ""
+        where += f": {limit} limits this process"
+    names = (_DEGREE, "pipeline_parallel_degree", "ep_degree")
+    factors = {name: size for name in names if (size := getattr(case.options, name)) > 1}
+    world = math.prod(factors.values())
+    if world > cores:
+        problem = f"{world} NeuronCores are needed and {cores} can be used{where}; lower it, or use a larger machine"
+        if core_memory(case) is not None:
+            fit = smallest_fit(case.model, Load.of(case), device, case.backend)
+            problem += f" (smallest that fits: {fit})" if fit else "; no known machine holds it"
+        yield Finding(tuple(factors), problem)
+    draft_degree = case.options.draft_model_tp_size if case.effective.drafting else None
+    if draft_degree is not None and draft_degree > cores:
+        problem = f"{cores} NeuronCores can be used{where}; lower it, or use a larger machine"
+        yield Finding((_DRAFT_DEGREE,), problem)
 
 
-def _undivided(facts: ModelFacts, degree: int, device: DeviceInfo, loader: str) -> Finding:
-    families = _families(device)
-    cores = device.visible_cores or max(degree, 1)
-    dividing = sorted(
-        {
-            legal
-            for family in families
-            for legal in family.degrees
-            if legal <= cores and division.takes(facts, legal, loader)
-        }
-    )
-    what = division.undivided(facts, degree, loader)
+def _indivisible(case: Case) -> Finding:
+    cores = case.device.visible_cores or max(case.degree, 1)
+    degrees = legal_degrees(case.device.family, cores)
+    dividing = [degree for degree in degrees if can_split(case.model, degree, case.backend)]
+    size = indivisible(case.model, case.degree, case.backend)
     problem = (
-        f"{LIBRARIES[loader]} does not pad a {facts.model_type} model, so the degree has to divide {what}; "
-        f"set {listed(dividing, 'or')}"
+        f"{case.library} does not pad a {case.model.model_type} model, so the degree has to divide {size}; set "
+        f"{listed(dividing, 'or')}"
     )
-    return Finding(("tensor_parallel_degree",), problem)
+    return Finding((_DEGREE,), problem)
 
 
-def _padding(
-    options: ServingOptions, facts: ModelFacts, degree: int, device: DeviceInfo, loader: str
-) -> Iterator[Finding]:
-    heads, kv_heads = facts.num_heads or 1, facts.num_kv_heads or 1
-    way = options.group_query_attention
-    if way and not division.keeps(way, facts, options.max_rolling_batch_size or 1, degree):
-        way = None
-    laid = division.padded_heads(heads, kv_heads, degree, loader, way)
+def _padding(case: Case) -> Iterator[Finding]:
+    case = replace(case, draft=None)
+    model, degree = case.model, case.degree
+    heads, kv_heads = model.num_heads or 1, model.num_kv_heads or 1
+    strategy = case.effective.group_query_attention
+    if strategy and not keeps_strategy(strategy, model, case.slots, degree):
+        strategy = None
+    padded = padded_heads(heads, kv_heads, degree, case.backend, strategy)
     changes = []
-    if laid.query != heads:
-        changes.append(f"{heads} heads are padded to {laid.query}")
-    if laid.kv != kv_heads and (heads != kv_heads):
-        changes.append(f"{kv_heads} KV heads are copied to {laid.kv}")
+    if padded.query != heads:
+        changes.append(f"{heads} heads are padded to {padded.query}")
+    if padded.kv != kv_heads and heads != kv_heads:
+        changes.append(f"{kv_heads} KV heads are copied to {padded.kv}")
     if not changes:
         return
     problem = f"{' and '.join(changes)} so that {degree} cores share them evenly"
-    needed = _needed(options, facts, degree, device, loader)
-    if needed is None or needed.padding == 0:
-        yield Finding(("tensor_parallel_degree",), problem, "note")
+    memory = core_memory(case)
+    if memory is None or memory.padding == 0:
+        yield Finding((_DEGREE,), problem, "note")
         return
-    problem += f": {needed.padding / GIB:.2f} GiB more on each core"
+    problem += f": {memory.padding / GIB:.2f} GiB more on each core"
     better = [
         smaller
-        for smaller in legal_degrees(device.family, degree - 1)
-        if division.takes(facts, smaller, loader)
-        and (less := _needed(options, facts, smaller, device, loader)) is not None
-        and less.needed <= needed.needed
+        for smaller in legal_degrees(case.device.family, degree - 1)
+        if can_split(model, smaller, case.backend)
+        and (less := core_memory(case.with_options(tensor_parallel_degree=smaller))) is not None
+        and less.needed <= memory.needed
     ]
     if better:
         problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
-    yield Finding(("tensor_parallel_degree",), problem, "warning" if better else "note")
+    yield Finding((_DEGREE,), problem, "warning" if better else "note")
 
 
-def _blocks(options: ServingOptions, loader: str) -> Iterator[Finding]:
-    blocks, size = options.pa_num_blocks, options.pa_block_size
-    length, slots = options.max_model_len or 0, options.max_rolling_batch_size or 1
-    if loader != "tnx" or not options.enable_chunked_prefill or not blocks or not size:
+def _flash_decoding(case: Case) -> Iterator[Finding]:
+    """Cores that share a KV head divide its tokens: each KV head needs several cores, and equally many.
+
+    Where each KV head has one core, transformers-neuronx makes masks for a cache that is divided by the degree, and the
+    cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores.
+
+    Source: transformers-neuronx 0.13, decoder.py and llama/hlo.py (`cores_per_kv_head`); neuronx-distributed-inference
+    0.9, modules/flashdecode/utils.py.
+    """
+    if not case.effective.shard_over_sequence:
         return
-    used = memory.blocks_of(length, slots, size) + 1
-    told = f"all slots at their full length take {used} blocks of {size} tokens, the one for padding among them"
+    heads, kv_heads = case.model.num_heads or 1, case.model.num_kv_heads or 1
+    tnx = case.backend == "tnx"
+    sharing = case.degree if tnx else min(case.degree, heads)
+    if tnx and heads == kv_heads:
+        problem = f"each of the {heads} heads has keys and values of its own: transformers-neuronx"
+        if case.effective.group_query_attention is None:
+            yield Finding((_FLASH,), f"{problem} switches it off; leave it out", "warning")
+        else:
+            problem += " stops at it while group_query_attention is set"
+            yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
+    elif sharing % kv_heads != 0:
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set such, or leave it out"
+        yield Finding((_FLASH, _DEGREE), problem)
+    elif tnx and 1 < case.degree == kv_heads:
+        problem = (
+            f"each of the {kv_heads} KV heads has one core, so there is nothing to divide and transformers-neuronx "
+            f"stops; set a larger multiple of {kv_heads}, or leave it out"
+        )
+        yield Finding((_FLASH, _DEGREE), problem)
+
+
+def _blocks(case: Case) -> Iterator[Finding]:
+    options = case.effective
+    blocks, size = options.pa_num_blocks, options.pa_block_size
+    if case.backend != "tnx" or not options.enable_chunked_prefill or not blocks or not size:
+        return
+    used = blocks_of(options.max_model_len or 0, case.slots, size) + 1
+    need = f"all slots at their full length need {used} blocks of {size} tokens, the padding block included"
     if blocks < used:
         problem = (
-            f"{told}, and no sequence is put off for another; leave it out, or lower max_rolling_batch_size or "
+            f"{need}, and no sequence is put off for another; leave it out, or lower max_rolling_batch_size or "
             "n_positions"
         )
         yield Finding(("pa_num_blocks",), problem)
     elif blocks > used:
-        yield Finding(("pa_num_blocks",), f"{told}; more are never used, leave it out", "warning")
+        yield Finding(("pa_num_blocks",), f"{need}; more are never used, leave it out", "warning")
 
 
-def _needed(
-    options: ServingOptions,
-    facts: ModelFacts,
-    degree: int,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None = None,
-) -> memory.CoreMemory | None:
-    """None where options or model do not tell enough."""
-    if facts.num_parameters is None or None in {
-        options.max_model_len,
-        options.max_rolling_batch_size,
-    }:
-        return None
-    load = memory.Load.of(options, loader, draft)
-    return memory.needed(
-        facts,
-        load,
-        degree=degree,
-        core_memory_bytes=device.core_memory_bytes,
-        loader=loader,
-        cores=device.cores_for(degree),
-    )
-
-
-def _memory(
-    options: ServingOptions,
-    facts: ModelFacts,
-    degree: int,
-    device: DeviceInfo,
-    loader: str,
-    draft: ModelFacts | None,
-) -> Iterator[Finding]:
-    needed = _needed(options, facts, degree, device, loader, draft)
-    names = ("tensor_parallel_degree", "max_rolling_batch_size", "n_positions")
-    if needed is None:
-        problem = f"the sizes of a {facts.model_type} model are not known here, so nothing tells whether it fits"
-        yield Finding(("tensor_parallel_degree",), problem, "note")
-    elif needed.possible and not needed.fits:
-        load = memory.Load.of(options, loader, draft)
-        fit = alternatives.smallest_fit(facts, load, device, loader, below=degree)
-        ways = [
-            f"set {saving}" for saving in alternatives.savings(facts, load, degree, device, loader)
-        ]
-        if options.context_length_estimate:
+def _memory(case: Case) -> Iterator[Finding]:
+    memory = core_memory(case)
+    names = (_DEGREE, "max_rolling_batch_size", "n_positions")
+    if memory is None:
+        problem = f"the sizes of a {case.model.model_type} model are not known, so whether it fits is not checked"
+        yield Finding((_DEGREE,), problem, "note")
+    elif memory.possible and not memory.fits:
+        load = Load.of(case)
+        fit = smallest_fit(case.model, load, case.device, case.backend, below=case.degree)
+        ways = [f"set {saving}" for saving in savings(case)]
+        if case.options.context_length_estimate:
             shorter = "and prompts (context_length_estimate) no longer than that"
             ways = [f"{way} {shorter}" if "n_positions" in way else way for way in ways]
         if fit:
-            told = f"smallest that fits: {fit}. {listed(['Take that', *ways], 'or')}"
+            advice = f"smallest that fits: {fit}. {listed(['Take that', *ways], 'or')}"
         elif ways:
-            told = f"no machine holds it as it is; {listed(ways, 'or')}"
+            advice = f"no machine holds it as it is; {listed(ways, 'or')}"
         else:
-            told = "nothing known holds it; take a smaller model"
-        problem = f"does not fit: needs {needed.needed / GIB:.1f} GiB per core, has {needed.capacity / GIB:.1f} GiB; "
-        drafts = () if load.draft_degree is None else ("draft_model_tp_size",)
-        yield Finding((*names, *drafts), problem + told)
+            advice = "no known machine holds it; use a smaller model"
+        problem = f"does not fit: needs {memory.needed / GIB:.1f} GiB per core, has {memory.capacity / GIB:.1f} GiB; "
+        drafts = () if load.draft_degree is None else (_DRAFT_DEGREE,)
+        yield Finding((*names, *drafts), problem + advice)

@@ -9,9 +9,9 @@ from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.draft import draft_lengths
+from djl_python_neuronx.planning.defaults import draft_lengths
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.memory import CoreMemory, Load
+from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi import arguments as nxdi
 from djl_python_neuronx.planning.tnx import arguments as tnx
@@ -52,7 +52,7 @@ def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPla
         format=artifact_format,
         graphs=planned,
         estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
-        memory=_memory(case),
+        memory=memory.core_memory(case),
         device=case.device,
         arguments=None if case.on_cpu else library_arguments(case),
     )
@@ -97,28 +97,8 @@ def graphs(case: Case) -> Iterator[Graph]:
         yield from nxdi.graphs(case)
         return
     yield from tnx.graphs(library_arguments(case))
-    if case.drafting:
+    if case.options.drafting:
         # A draft model has options of its own, and only architectures with continuous batching can be one.
         prompts, lengths = draft_lengths(case.options)
         yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
         yield from (Graph("draft decode", length, case.slots) for length in lengths)
-
-
-def _memory(case: Case) -> CoreMemory | None:
-    if case.model.num_parameters is None:
-        return None
-    return memory.needed(
-        case.model,
-        Load.of(case.effective, case.backend, case.draft),
-        degree=case.degree,
-        core_memory_bytes=_host_memory(case.device)
-        if case.on_cpu
-        else case.device.core_memory_bytes,
-        loader=case.backend,
-        cores=0 if case.on_cpu else case.device.cores_for(case.degree),
-    )
-
-
-def _host_memory(device: DeviceInfo) -> int:
-    """Bytes of the host; 0 (unknown) on a Neuron machine, whose facts tell the devices' memory instead."""
-    return 0 if device.has_neuron else device.memory_bytes

@@ -1,60 +1,37 @@
-"""What does not go together, whatever the model and the machine."""
+"""Rules about combinations of options, whatever the model and the machine.
+
+A rule is judged as soon as all that it reads is known: a general one when the settings are read (`conflicts`), one of a
+backend's library when the backend is chosen and the options are filled in (`model_rules.findings`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
-from djl_python_neuronx.config.findings import Finding, Level, Rule, asked, excluding, lacking
-from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
+from djl_python_neuronx.config.findings import Finding, Rule, excluding, lacking
+from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions
 from djl_python_neuronx.planning.nxdi.rules import NXDI_RULES
 from djl_python_neuronx.planning.tnx.rules import TNX_RULES
 
-__all__ = ["OPEN", "Finding", "Level", "Rule", "conflicts", "library_conflicts"]
-
-LIBRARY_RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
-    {"tnx": TNX_RULES, "nxdi": NXDI_RULES}
-)
-"""Loader to the rules that hold for its library alone."""
+BACKEND_RULES: Final[Mapping[str, tuple[Rule, ...]]] = {"tnx": TNX_RULES, "nxdi": NXDI_RULES}
+"""Backend to the rules of its library."""
+OPEN: Final = frozenset({"auto", "optimum", "vllm"})
+"""Values of model_loader that leave the backend open."""
 
 _BY_ROWS = frozenset({"tnx", "vllm"})
-OPEN = frozenset({"auto", "optimum", "vllm"})
-"""Values of model_loader that leave the loader to be chosen."""
 
 
 def conflicts(options: ServingOptions) -> Iterator[Finding]:
-    """Every rule across options that is broken and that can be judged before model and machine are known.
-
-    Rules of one library count if `model_loader` names it or if an option is set that only that library knows and that
-    another one would not just leave out.
-    """
-    told = (
-        rule
-        for loader in LIBRARY_RULES
-        for rule in LIBRARY_RULES[loader]
-        if _early(rule, loader, options)
-    )
-    for rule in (*RULES, *told):
-        if found := rule.judge(options):
-            yield found
+    """Yield the findings of the rules that hold with every backend."""
+    return broken_rules(RULES, options)
 
 
-def library_conflicts(options: ServingOptions, loader: str) -> Iterator[Finding]:
-    """The rules of one library that are broken, without those that `conflicts` has told: `options` are filled in."""
-    for rule in LIBRARY_RULES.get(loader, ()):
-        if not _early(rule, loader, options) and (found := rule.judge(options)):
-            yield found
-
-
-def _early(rule: Rule, loader: str, options: ServingOptions) -> bool:
-    if rule.filled_in:
-        return False
-    if options.model_loader not in OPEN:
-        return options.model_loader == loader
-    return any(
-        set(option(name).to) == {loader} and not option(name).tunes and asked(options, name)
-        for name in rule.names
-    )
+def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Finding]:
+    """Yield a finding for each rule that the options break."""
+    for rule in rules:
+        if rule.broken(options):
+            yield Finding(rule.names, rule.problem, rule.level)
 
 
 def _paged(options: ServingOptions) -> bool:
@@ -331,4 +308,4 @@ _FILES = (
     ),
 )
 RULES: tuple[Rule, ...] = (*_REQUESTS, *_SPECULATION, *_CACHE, *_SAMPLING, *_FILES)
-"""The rules that hold with every loader."""
+"""The rules that hold with every backend."""

@@ -197,7 +197,7 @@ def test_cut_weights_alone_cannot_run_on_the_cpu(tmp_path, name):
 
 def test_split_weights_can_be_converted_for_the_cpu(tmp_path):
     artifact = detect(folders.split(tmp_path))
-    with pytest.raises(ArtifactError, match="run `djl-neuronx convert`"):
+    with pytest.raises(ArtifactError, match="Run `djl-neuronx convert`"):
         artifact.weights_for("cpu", WHOLE)
 
 

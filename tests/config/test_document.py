@@ -15,7 +15,7 @@ from djl_python_neuronx.config.options import (
     option,
 )
 from djl_python_neuronx.config.sources import SAGEMAKER
-from djl_python_neuronx.planning.capabilities import LIBRARIES
+from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from tools import document
 
 PAGE, EXAMPLE = document.options_page(), document.example_file()
@@ -58,8 +58,8 @@ def test_an_option_tells_its_values_names_variables_and_equivalents(name):
     assert "\n- Default: " in section
     for word in (*marker.aliases, *marker.env, *marker.to.values()):
         assert f"`{word}`" in section
-    for backend, library in LIBRARIES.items():
-        found = re.search(rf"^- (?:.*; )?{library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE)
+    for backend, facts in NEURON_BACKENDS.items():
+        found = re.search(rf"^- (?:.*; )?{facts.library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE)
         assert (found is not None) == bool(marker.to)
         if backend in marker.to:
             assert found[1] == f"`{marker.to[backend]}`"

@@ -697,7 +697,7 @@ def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
     target = folder(tmp_path, config=config)
     wanted = {"model_loader": "tnx", "tensor_parallel_degree": "64", "n_positions": "4096"}
     alone = run(target, machine="trn1.32xlarge", **wanted)
-    assert any("64 NeuronCores are asked for" in error for error in alone.errors)
+    assert any("64 NeuronCores are needed" in error for error in alone.errors)
     for machine in ("trn1.32xlarge", None):
         environ = {"NEURON_LOCAL_TP": "32", "NEURON_RANK_ID": "0"}
         report = run(target, environ, machine, **wanted)
@@ -873,7 +873,7 @@ class TestLimit:
     def test_more_cores_than_it_leaves_are_refused_by_its_name(self, both):
         report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
         (error,) = report.errors
-        assert "24 NeuronCores are asked for and 8 can be used" in error
+        assert "24 NeuronCores are needed and 8 can be used" in error
         assert "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process" in error
 
     def test_option_env_sets_it_and_is_named(self, both):

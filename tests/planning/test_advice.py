@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.config.findings import asked
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning import advice
-from djl_python_neuronx.planning.capabilities import CAPABILITIES, LIBRARIES
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning import model_rules
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.suitability import findings
+from djl_python_neuronx.planning.model_rules import findings, remove_or_switch, use_backend
 from tests.config.option_table import TABLE
 
-LATER = " (NxD Inference would do, but this version cannot load with it yet)"
-MORE_CORES = "remove it, and take more cores if the model does not fit then"
+LATER = " (NxD Inference supports it, but this version cannot load with it yet)"
+MORE_CORES = "remove it, and use more cores if the model then does not fit"
+CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
+NOT_SERVED = {name for name, facts in NEURON_BACKENDS.items() if not facts.served}
 
 
 def test_loaders_without_a_backend_are_known_as_such():
-    assert set(LIBRARIES) - set(backends.names()) == advice.NOT_SERVED
+    assert NEURON_BACKENDS.keys() - set(backends.names()) == NOT_SERVED
 
 
 @pytest.mark.parametrize(
@@ -35,8 +38,12 @@ def test_loaders_without_a_backend_are_known_as_such():
     ],
 )
 def test_ways(monkeypatch, served, loaders, other, expected):
-    monkeypatch.setattr(advice, "NOT_SERVED", frozenset({"nxdi"}.difference(served)))
-    assert advice.ways(*loaders, other=other) == expected
+    known = {
+        name: replace(facts, served=name in {"tnx", *served})
+        for name, facts in NEURON_BACKENDS.items()
+    }
+    monkeypatch.setattr(model_rules, "NEURON_BACKENDS", known)
+    assert use_backend(*loaders, other=other) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def test_ways(monkeypatch, served, loaders, other, expected):
     ],
 )
 def test_without_an_option(name, model_type, loader, expected):
-    assert advice.without(name, model_type, loader) == expected
+    assert remove_or_switch(name, model_type, loader) == expected
 
 
 @pytest.mark.parametrize("loader", CAPABILITIES)
@@ -66,5 +73,5 @@ def test_no_finding_names_a_loader_that_cannot_load(loader):
     for kind in sorted(every | {"t5"}):
         facts = ModelFacts(model_type=kind, attention_bias=True, activation="gelu")
         for found in findings(Case(everything, facts, named("inf2.48xlarge"), loader)):
-            for other in advice.NOT_SERVED:
+            for other in NOT_SERVED:
                 assert f"model_loader={other}" not in found.problem

@@ -63,10 +63,10 @@ def fits(options, name, machine, loader):
     device = named(machine)
     return needed(
         facts_of(name),
-        Load.of(options, loader),
+        Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), loader)),
         degree=options.tensor_parallel_degree,
         core_memory_bytes=device.core_memory_bytes,
-        loader=loader,
+        backend=loader,
     ).fits
 
 
@@ -143,7 +143,7 @@ class TestOnDevices:
             return
         smallest = Load(128, 1, options.dtype)
         sizes = (
-            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, loader=loader)
+            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, backend=loader)
             for d in legal
         )
         assert all(size.needed > device.core_memory_bytes for size in sizes)
@@ -160,7 +160,7 @@ class TestOnDevices:
         facts = ModelFacts(model_type="other", max_positions=65536)
         assert chosen(facts, "inf2.xlarge") == (2, 4096, 32)
         found = fill(Case(options_with(), facts, named("inf2.xlarge"), "tnx"))
-        assert "nothing tells whether memory suffices" in found["max_rolling_batch_size"][1]
+        assert "whether it fits in memory is not known" in found["max_rolling_batch_size"][1]
 
 
 class TestDegree:
@@ -274,14 +274,16 @@ class TestSlots:
         slots = options.max_rolling_batch_size
         if slots == defaults.MAX_ROLLING_BATCH_SIZE:
             return
-        more = replace(Load.of(options, "tnx"), num_slots=2 * slots)
+        more = replace(
+            Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), "tnx")), num_slots=2 * slots
+        )
         core = named(machine).core_memory_bytes
         found = needed(
             facts_of(name),
             more,
             degree=options.tensor_parallel_degree,
             core_memory_bytes=core,
-            loader="tnx",
+            backend="tnx",
         )
         assert found.needed > core * 0.95
 
@@ -481,11 +483,11 @@ class TestWhatTheReasonsSay:
         found = self.reasons(self.TOO_LARGE, "inf2.xlarge")
         assert found["n_positions"][0] == 128
         assert found["max_rolling_batch_size"][0] == 1
-        assert "not enough memory" in found["n_positions"][1]
-        assert "no memory" in found["max_rolling_batch_size"][1]
+        assert "does not fit in memory" in found["n_positions"][1]
+        assert "does not fit in memory" in found["max_rolling_batch_size"][1]
         for name in ("n_positions", "max_rolling_batch_size"):
-            assert "had room" not in found[name][1]
-            assert "have room" not in found[name][1]
+            assert "fitted" not in found[name][1]
+            assert "largest power" not in found[name][1]
 
     def test_cores_that_are_left_over(self):
         small = facts_of("llama-2-7b")
@@ -493,7 +495,7 @@ class TestWhatTheReasonsSay:
             "tensor_parallel_degree"
         ]
         assert degree == 8
-        assert "4 of 12 cores are left over, of which guides use more: 12" in why
+        assert "4 of 12 cores are left over; guides use a larger degree: 12" in why
         everything = self.reasons(small, "inf2.xlarge", tensor_parallel_degree="max")
         assert "left over" not in everything["tensor_parallel_degree"][1]
 
@@ -509,7 +511,7 @@ class TestWhatTheReasonsSay:
             degree, why = found["tensor_parallel_degree"]
             assert degree == 8
             assert what in why
-            assert "12 is taken" not in why or facts_of(name).num_heads % 12 == 0
+            assert "12 is accepted" not in why or facts_of(name).num_heads % 12 == 0
 
     def test_the_draft_models_limit_counts_too(self):
         facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
@@ -520,7 +522,7 @@ class TestWhatTheReasonsSay:
         long = self.reasons(facts, "inf2.48xlarge", draft=facts_of("llama-2-7b"), **values)
         assert long["n_positions"] == (
             4096,
-            "the limit of the draft model (d), but unasked at most 4096",
+            "the limit of the draft model (d), but by default at most 4096",
         )
         same = self.reasons(facts, "inf2.48xlarge", draft=facts, **values)
         assert "draft" not in same["n_positions"][1]

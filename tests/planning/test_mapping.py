@@ -10,9 +10,13 @@ import pytest
 
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.intent import unmapped
-from djl_python_neuronx.planning.overrides import DERIVED, RESERVED, findings
+from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.model_rules import (
+    DERIVED,
+    RESERVED,
+    overrides,
+    unsupported_options,
+)
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 from tests.planning.settings import library_arguments
@@ -79,7 +83,7 @@ def test_each_option_becomes_what_its_row_says(name, loader):
     expected = getattr(row, loader)
     options = given(**{name: row.good[0][0]})
     extra = gained(options, loader)
-    missing = name in unmapped(options, loader)
+    missing = name in unsupported_options(options, loader)
     if isinstance(expected, dict):
         assert extra == expected
         assert not missing
@@ -141,7 +145,7 @@ def test_nothing_set_gives_nothing():
     always = {"tnx": LibraryArguments(calls={"to_neuron": {}}), "nxdi": LibraryArguments()}
     for loader in LIBRARIES:
         assert library_arguments(ServingOptions(), loader) == always[loader]
-        assert unmapped(ServingOptions(), loader) == ()
+        assert unsupported_options(ServingOptions(), loader) == ()
 
 
 def test_the_cpu_loader_gets_nothing_of_a_library():
@@ -153,7 +157,7 @@ def test_false_is_handed_on_and_is_no_wish():
     options = given(fuse_qkv="false", fuse_mlp="false", enable_saturate_infinity="false")
     assert gained(options, "tnx") == {"neuron_config": {"fuse_qkv": False, "fuse_mlp": False}}
     assert gained(options, "nxdi") == {"neuron_config": {"fused_qkv": False}}
-    assert unmapped(options, "nxdi") == ()
+    assert unsupported_options(options, "nxdi") == ()
 
 
 class TestTnx:
@@ -328,7 +332,7 @@ class TestNxdi:
             "XLA_HANDLE_SPECIAL_SCALAR": "1",
             "UNSAFE_FP8FNCAST": "1",
         }
-        assert unmapped(options, "nxdi") == ()
+        assert unsupported_options(options, "nxdi") == ()
 
     @pytest.mark.parametrize(("length", "expected"), [("5", 6), ("1", 2), ("0", None)])
     def test_the_length_of_a_step_counts_the_models_own_token(self, length, expected):
@@ -339,14 +343,16 @@ class TestNxdi:
 
     def test_what_the_library_does_anyway_is_no_wish(self):
         options = given(cast_logits_dtype="fp32", on_device_embedding="true")
-        assert unmapped(options, "nxdi") == ()
+        assert unsupported_options(options, "nxdi") == ()
         assert gained(options, "nxdi") == {}
-        assert unmapped(given(cast_logits_dtype="bf16"), "nxdi") == ("cast_logits_dtype",)
+        assert unsupported_options(given(cast_logits_dtype="bf16"), "nxdi") == (
+            "cast_logits_dtype",
+        )
 
 
 class TestOverrides:
-    def problems(self, **overrides):
-        found = list(findings(given(override_neuron_config=overrides)))
+    def problems(self, **keywords):
+        found = list(overrides(given(override_neuron_config=keywords)))
         assert {finding.names for finding in found} <= {("override_neuron_config",)}
         return [finding.problem for finding in found if finding.level == "error"]
 
@@ -361,8 +367,11 @@ class TestOverrides:
 
     def test_other_names_are_the_librarys_to_judge(self):
         assert self.problems(qk_layernorm=True, something_new=1) == []
-        note, _ = findings(given(override_neuron_config={"new": 1, "tp_degree": 2}))
-        assert (note.level, "knows new is seen when it loads" in note.problem) == ("note", True)
+        note, _ = overrides(given(override_neuron_config={"new": 1, "tp_degree": 2}))
+        assert (note.level, "knows new is only checked when it loads" in note.problem) == (
+            "note",
+            True,
+        )
         assert self.problems() == []
 
     @pytest.mark.parametrize("name", sorted(DERIVED))
@@ -422,10 +431,10 @@ class TestWhatAnArchitectureCannotUse:
         assert found == library_arguments(given(**EVERYTHING), "tnx")
         assert found.constructor["n_positions"] == [2048]
 
-    @pytest.mark.parametrize("model_type", sorted(CAPABILITIES["tnx"]))
+    @pytest.mark.parametrize("model_type", sorted(NEURON_BACKENDS["tnx"].architectures))
     def test_nothing_that_is_unread_or_refused_is_left(self, model_type):
-        able = CAPABILITIES["tnx"][model_type]
-        stopped = {*able.unread, *able.refused} & EVERYTHING.keys()
+        able = NEURON_BACKENDS["tnx"].architectures[model_type]
+        stopped = {*able.ignored_options, *able.unsupported_options} & EVERYTHING.keys()
         found = self.arguments(model_type)
         keywords = {option(name).to["tnx"] for name in stopped}
         assert not keywords & {*found.constructor, *found.neuron_config}

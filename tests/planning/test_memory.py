@@ -9,16 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning.alternatives import Fit, savings, smallest_fit
-from djl_python_neuronx.planning.division import Heads, keeps, padded_heads, takes
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
     CoreMemory,
+    Fit,
+    Heads,
     Load,
+    can_split,
+    keeps_strategy,
     needed,
-    per_core,
-    total,
+    padded_heads,
+    savings,
+    smallest_fit,
 )
 from djl_python_neuronx.planning.model import ModelFacts
 
@@ -29,6 +33,16 @@ NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 def facts_of(name):
     return ModelFacts.from_config(json.loads((MODELS / f"{name}.json").read_text()))
+
+
+def case_of(options, backend="tnx"):
+    return Case(options, ModelFacts(model_type="llama"), named("inf2.48xlarge"), backend)
+
+
+def total(facts, load):
+    """Bytes of all weights and of the cache on however many cores: what guides give as a model's size."""
+    whole = needed(facts, load, degree=1, core_memory_bytes=0, backend="cpu")
+    return whole.weights + whole.kv_cache
 
 
 class TestGuides:
@@ -74,10 +88,10 @@ class TestGuides:
         facts, load = facts_of("llama-3-8b"), Load(4096, 32, "bfloat16")
         assert total(facts, load) / GB == pytest.approx(33.24, abs=0.01)
         assert total(facts, load) < 32 * GIB
-        found = needed(facts, load, degree=2, core_memory_bytes=16 * GIB, loader="nxdi")
+        found = needed(facts, load, degree=2, core_memory_bytes=16 * GIB, backend="nxdi")
         assert not found.fits
         half = replace(load, num_slots=16)
-        assert needed(facts, half, degree=2, core_memory_bytes=16 * GIB, loader="nxdi").fits
+        assert needed(facts, half, degree=2, core_memory_bytes=16 * GIB, backend="nxdi").fits
 
 
 class TestParts:
@@ -86,7 +100,7 @@ class TestParts:
 
     def parts(self, facts, degree, loader, *, slots=1, length=1024, dtype="bfloat16", **more):
         load = Load(length, slots, dtype, **more)
-        return needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+        return needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
 
     def test_by_hand(self):
         found = self.parts(self.LLAMA, 8, "nxdi", slots=4)
@@ -167,19 +181,6 @@ class TestParts:
         with pytest.raises(ValueError, match="'other'"):
             self.parts(ModelFacts(model_type="other"), 1, "nxdi")
 
-    def test_values_instead_of_options(self):
-        assert per_core(
-            self.LLAMA,
-            degree=8,
-            max_model_len=1024,
-            num_slots=4,
-            dtype="bfloat16",
-            weight_dtype="int8",
-            kv_dtype=None,
-            core_memory_bytes=GIB,
-            loader="nxdi",
-        ) == replace(self.parts(self.LLAMA, 8, "nxdi", slots=4, weight_dtype="int8"), capacity=GIB)
-
 
 def test_what_fits():
     full = CoreMemory(weights=1, kv_cache=2, padding=3, headroom=4, capacity=10)
@@ -250,10 +251,10 @@ class TestHeads:
 
     def test_what_the_library_does_not_pad(self):
         neox = facts_of("gpt-neox-20b")
-        assert takes(neox, 8, "tnx")
-        assert not takes(neox, 24, "tnx")
-        assert takes(neox, 24, "nxdi")
-        assert takes(facts_of("opt-13b"), 24, "tnx")
+        assert can_split(neox, 8, "tnx")
+        assert not can_split(neox, 24, "tnx")
+        assert can_split(neox, 24, "nxdi")
+        assert can_split(facts_of("opt-13b"), 24, "tnx")
 
 
 class TestSmallestFit:
@@ -311,10 +312,18 @@ class TestSmallestFit:
 
     def test_a_draft_model_on_few_cores_may_be_spread(self):
         facts, machine = facts_of("llama-3-8b"), named("inf2.48xlarge")
-        load = Load(2048, 1, "float32", draft=facts, draft_degree=2)
-        assert "draft_model_tp_size=8" in savings(facts, load, 8, machine, "tnx")
-        load = replace(load, draft_degree=16)
-        assert not any("draft" in saving for saving in savings(facts, load, 8, machine, "tnx"))
+        options = ServingOptions(
+            n_positions=2048,
+            max_rolling_batch_size=1,
+            dtype="float32",
+            tensor_parallel_degree=8,
+            speculative_draft_model="draft",
+            draft_model_tp_size=2,
+        )
+        case = Case(options, facts, machine, "tnx", facts)
+        assert "draft_model_tp_size=8" in savings(case)
+        spread = case.with_options(draft_model_tp_size=16)
+        assert not any("draft" in saving for saving in savings(spread))
 
 
 @given(
@@ -326,14 +335,14 @@ class TestSmallestFit:
 )
 def test_all_cores_together_hold_at_least_everything(name, loader, degree, length, slots):
     facts, load = facts_of(name), Load(length, slots, "bfloat16", on_device_embedding=True)
-    found = needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+    found = needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
     held = load
     if loader == "nxdi" and facts.model_type == "mistral" and facts.sliding_window:
         held = replace(load, max_model_len=facts.sliding_window)
     assert degree * (found.weights + found.kv_cache) >= total(facts, held)
     assert found.padding >= 0
     longer = replace(load, max_model_len=length + 1)
-    more = needed(facts, longer, degree=degree, core_memory_bytes=0, loader=loader)
+    more = needed(facts, longer, degree=degree, core_memory_bytes=0, backend=loader)
     assert more.needed >= found.needed
 
 
@@ -368,24 +377,26 @@ class TestOfOptions:
             stages=2,
             draft_degree=2,
         )
-        assert Load.of(options, "tnx") == expected
-        assert Load.of(options, "cpu") == Load(512, 4, "bfloat16")
+        assert Load.of(case_of(options)) == expected
+        assert Load.of(case_of(options, "cpu")) == Load(512, 4, "bfloat16")
         alone = options.model_copy(update={"speculative_draft_model": None})
-        assert Load.of(alone, "tnx").draft_degree is None
+        assert Load.of(case_of(alone)).draft_degree is None
 
     @pytest.mark.parametrize(
         "missing", [{"n_positions": None}, {"max_rolling_batch_size": None}, {"dtype": "auto"}]
     )
     def test_options_that_are_not_filled_in_are_refused(self, missing):
-        with pytest.raises(ValueError, match="filled-in"):
-            Load.of(self.FILLED.model_copy(update=missing), "tnx")
+        with pytest.raises(ValueError, match="not filled in"):
+            Load.of(case_of(self.FILLED.model_copy(update=missing)))
 
 
 def test_cores_that_are_not_there_fit_nothing():
     facts, load = facts_of("gpt2"), Load(1024, 1, "bfloat16")
 
     def found(load, cores):
-        return needed(facts, load, degree=4, core_memory_bytes=16 * GIB, loader="nxdi", cores=cores)
+        return needed(
+            facts, load, degree=4, core_memory_bytes=16 * GIB, backend="nxdi", cores=cores
+        )
 
     assert found(load, 4).fits
     assert found(load, 0).fits  # not known
@@ -404,7 +415,7 @@ class TestCache:
 
     def cache(self, load, *, facts=None, degree=8, loader="nxdi"):
         facts = facts or facts_of("llama-3-8b")
-        found = needed(facts, load, degree=degree, core_memory_bytes=0, loader=loader)
+        found = needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
         return found.kv_cache
 
     @pytest.mark.parametrize(
@@ -426,7 +437,7 @@ class TestCache:
     def test_blocks_that_an_option_counts_hold_the_one_for_padding(self, num_blocks, tokens):
         chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, "pa_num_blocks": num_blocks}
         shape = {"n_positions": 1024, "max_rolling_batch_size": 4, "dtype": "bfloat16"}
-        load = Load.of(ServingOptions(**shape, **chunks), "tnx")
+        load = Load.of(case_of(ServingOptions(**shape, **chunks)))
         assert self.cache(load, loader="tnx") == tokens * self.TOKEN // 8
 
     def test_a_window_is_all_that_some_keep(self):
@@ -444,7 +455,7 @@ class TestCache:
         facts, load = facts_of("llama-3-8b"), Load(4096, 8, "bfloat16")
 
         def whole(load):
-            found = needed(facts, load, degree=32, core_memory_bytes=0, loader="nxdi")
+            found = needed(facts, load, degree=32, core_memory_bytes=0, backend="nxdi")
             return found.kv_cache + found.padding
 
         # 32 cores need four copies of 8 heads; four groups of 8 cores have two sequences and 8 heads each.
@@ -453,9 +464,9 @@ class TestCache:
 
     def test_groups_of_experts_share_the_experts_alone(self):
         facts, load = facts_of("mixtral-8x7b"), Load(1, 1, "bfloat16")
-        one = needed(facts, load, degree=8, core_memory_bytes=0, loader="nxdi").weights
+        one = needed(facts, load, degree=8, core_memory_bytes=0, backend="nxdi").weights
         load = replace(load, expert_groups=2)
-        two = needed(facts, load, degree=8, core_memory_bytes=0, loader="nxdi").weights
+        two = needed(facts, load, degree=8, core_memory_bytes=0, backend="nxdi").weights
         experts = 32 * 8 * 3 * 4096 * 14336 * 2
         assert one - two == experts // 2 // 8
 
@@ -474,10 +485,10 @@ class TestCache:
 )
 def test_a_way_that_is_given_up_for_the_default(way, num_slots, degree, kept):
     facts, load = facts_of("llama-3-8b"), Load(1024, num_slots, "bfloat16")
-    assert keeps(way, facts, num_slots, degree) == kept
+    assert keeps_strategy(way, facts, num_slots, degree) == kept
     asked = replace(load, group_query_attention=way)
-    same = needed(facts, asked, degree=degree, core_memory_bytes=0, loader="tnx") == needed(
-        facts, load, degree=degree, core_memory_bytes=0, loader="tnx"
+    same = needed(facts, asked, degree=degree, core_memory_bytes=0, backend="tnx") == needed(
+        facts, load, degree=degree, core_memory_bytes=0, backend="tnx"
     )
     assert same or kept
 
@@ -495,5 +506,5 @@ def test_the_family_goes_before_the_size():
 @pytest.mark.parametrize("kv_heads", [64, 2**40])
 def test_more_kv_heads_than_heads_are_nonsense_and_pad_nothing(loader, kv_heads):
     facts = replace(facts_of("llama-3-8b"), num_kv_heads=kv_heads)
-    found = needed(facts, Load(128, 1, "bfloat16"), degree=8, core_memory_bytes=0, loader=loader)
+    found = needed(facts, Load(128, 1, "bfloat16"), degree=8, core_memory_bytes=0, backend=loader)
     assert found.padding == 0

@@ -194,16 +194,12 @@ def test_the_plan_of_a_neuron_loader(loader):
     plan = make_plan(Case(options_with(), known, device, loader), artifact_format="split")
     assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
-    alone = memory.per_core(
+    alone = memory.needed(
         known,
+        memory.Load(512, 4, "bfloat16"),
         degree=2,
-        max_model_len=512,
-        num_slots=4,
-        dtype="bfloat16",
-        weight_dtype=None,
-        kv_dtype=None,
         core_memory_bytes=device.core_memory_bytes,
-        loader=loader,
+        backend=loader,
     )
     assert plan.memory == alone
     flat = {**plan.arguments.constructor, **plan.arguments.neuron_config}

@@ -3,7 +3,7 @@
 import pytest
 
 from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
-from djl_python_neuronx.planning.rules import LIBRARY_RULES, RULES, conflicts, library_conflicts
+from djl_python_neuronx.planning.rules import BACKEND_RULES, RULES, broken_rules, conflicts
 
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
 DRAFT = {"speculative_draft_model": "draft"}
@@ -701,7 +701,7 @@ def told(loader, values):
     if not loader:
         return [(found.names[0], found.level) for found in conflicts(options(**values))]
     chosen = options(**{"model_loader": loader, **values})
-    found = [*conflicts(chosen), *library_conflicts(chosen, loader)]
+    found = [*conflicts(chosen), *broken_rules(BACKEND_RULES.get(loader, ()), chosen)]
     return [(entry.names[0], entry.level) for entry in found]
 
 
@@ -718,7 +718,7 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, bro
         *(pytest.param("", rule, id=rule.names[0]) for rule in RULES),
         *(
             pytest.param(loader, rule, id=f"{loader}-{rule.names[0]}")
-            for loader, its in LIBRARY_RULES.items()
+            for loader, its in BACKEND_RULES.items()
             for rule in its
         ),
     ],
@@ -726,13 +726,13 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, bro
 def test_every_rule_is_in_the_table(loader, rule):
     rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
     assert any(
-        rule.judge(options(**broken)) and not rule.judge(options(**{**broken, **mended}))
+        rule.broken(options(**broken)) and not rule.broken(options(**{**broken, **mended}))
         for broken, mended in rows
     )
 
 
 @pytest.mark.parametrize(
-    "rule", [*RULES, *(rule for its in LIBRARY_RULES.values() for rule in its)]
+    "rule", [*RULES, *(rule for its in BACKEND_RULES.values() for rule in its)]
 )
 def test_a_rule_names_options_and_the_way_out(rule):
     assert set(rule.names) <= ServingOptions.model_fields.keys()
@@ -752,9 +752,9 @@ def test_a_rule_names_options_and_the_way_out(rule):
     assert not rule.problem.endswith(".")
 
 
-@pytest.mark.parametrize("loader", LIBRARY_RULES)
+@pytest.mark.parametrize("loader", BACKEND_RULES)
 def test_the_rules_of_a_library_are_about_what_it_knows(loader):
-    for rule in LIBRARY_RULES[loader]:
+    for rule in BACKEND_RULES[loader]:
         mapped = [name for name in rule.names if option(name).to]
         assert any(loader in option(name).to for name in mapped)
 
@@ -762,13 +762,13 @@ def test_the_rules_of_a_library_are_about_what_it_knows(loader):
 def test_defaults_break_no_rule():
     chosen = options()
     assert [*conflicts(chosen)] == []
-    for loader in LIBRARY_RULES:
-        assert [*library_conflicts(chosen, loader)] == []
+    for loader in BACKEND_RULES:
+        assert [*broken_rules(BACKEND_RULES.get(loader, ()), chosen)] == []
 
 
 def test_every_broken_rule_is_told_at_once():
     values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "is_eagle3": True}
-    assert [name for name, _ in told("", values)] == [
+    assert [name for name, _ in told("nxdi", values)] == [
         *("batch_size", "async_mode", "batch_size", "is_eagle3")
     ]
 
@@ -776,7 +776,7 @@ def test_every_broken_rule_is_told_at_once():
 def test_a_finding_about_drafts_names_where_they_come_from():
     for drafts in (DRAFT, LOOKUP):
         naive = {"model_loader": "tnx", "rolling_batch_strategy": "naive_rolling_batch"}
-        (found,) = conflicts(options(**drafts, **naive))
+        (found,) = broken_rules(BACKEND_RULES["tnx"], options(**drafts, **naive))
         assert found.names == ("rolling_batch_strategy", *drafts)
 
 
@@ -796,19 +796,21 @@ def test_a_cache_in_blocks_may_have_several_lengths():
 
 
 class TestLibraries:
-    """A rule of one library is told once, and only to who may use that library."""
+    """A rule of one library is judged once its backend is chosen, and for no other backend."""
 
-    def test_an_option_of_one_library_speaks_of_it(self):
+    def test_an_option_of_one_library_waits_for_the_backend(self):
         odd = {"enable_chunked_prefill": True, "pa_block_size": 48}
-        assert told("", odd) == [("pa_block_size", "error")]
-        assert told("", {"is_eagle3": True}) == [("is_eagle3", "error")]
+        assert told("", odd) == []
+        assert told("tnx", odd) == [("pa_block_size", "error")]
+        assert told("", {"is_eagle3": True}) == []
+        assert told("nxdi", {"is_eagle3": True}) == [("is_eagle3", "error")]
 
     def test_an_option_that_another_library_just_leaves_out_waits_for_the_loader(self):
         divided = {"shard_over_sequence": True, "cache_layout": "BSH"}
         assert told("", divided) == []
         chosen = options(**divided)
-        assert [*library_conflicts(chosen, "nxdi")] == []
-        (found,) = library_conflicts(chosen, "tnx")
+        assert [*broken_rules(BACKEND_RULES["nxdi"], chosen)] == []
+        (found,) = broken_rules(BACKEND_RULES["tnx"], chosen)
         assert found.names == ("shard_over_sequence", "cache_layout")
 
     @pytest.mark.parametrize("other", ["nxdi", "cpu"])
@@ -821,23 +823,23 @@ class TestLibraries:
     def test_an_option_of_both_waits_for_the_loader(self, loader, expected):
         chosen = options(**DRAFT, rolling_batch_strategy="naive_rolling_batch")
         early = [*conflicts(chosen)]
-        late = [] if loader is None else [*library_conflicts(chosen, loader)]
+        late = [] if loader is None else [*broken_rules(BACKEND_RULES.get(loader, ()), chosen)]
         assert early == []
         assert len([found for found in late if "rolling_batch_strategy" in found.names]) == expected
 
-    @pytest.mark.parametrize("loader", LIBRARY_RULES)
+    @pytest.mark.parametrize("loader", BACKEND_RULES)
     @pytest.mark.parametrize("named", [True, False])
     def test_nothing_is_told_twice(self, loader, named):
         for its, _, _, broken, _ in LISTED:
             if its == loader:
                 chosen = options(**{"model_loader": loader if named else "auto", **broken})
-                found = [*conflicts(chosen), *library_conflicts(chosen, loader)]
+                found = [*conflicts(chosen), *broken_rules(BACKEND_RULES.get(loader, ()), chosen)]
                 assert len(found) == len(set(found))
                 assert found
 
     def test_values_that_are_filled_in_are_judged_then(self):
         chosen = options(model_loader="tnx", **DRAFT)
-        assert [*library_conflicts(chosen, "tnx")] == []
+        assert [*broken_rules(BACKEND_RULES["tnx"], chosen)] == []
         filled = chosen.model_copy(update={"context_length_estimate": (5,)})
-        (found,) = library_conflicts(filled, "tnx")
+        (found,) = broken_rules(BACKEND_RULES["tnx"], filled)
         assert found.names == ("speculative_length", "context_length_estimate")

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.planning import capabilities, defaults, machines
-from djl_python_neuronx.planning.capabilities import CAPABILITIES
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning import defaults, machines
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.suitability import findings
+from djl_python_neuronx.planning.model_rules import findings
 
+CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
 LLAMA = ModelFacts(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -121,7 +121,7 @@ LENGTHS = [
     (
         "max_rolling_batch_size",
         "note",
-        "anew, token by token",
+        "again, token by token",
         {"facts": of("gpt_neox")},
         {"facts": of("gpt2")},
     ),
@@ -177,7 +177,7 @@ LENGTHS = [
 ]
 ON_CPU = [
     *(
-        (name, "note", "cpu loader", {"loader": "cpu", **values}, {name: None})
+        (name, "note", "cpu backend", {"loader": "cpu", **values}, {name: None})
         for name, values in {
             "fuse_qkv": {"fuse_qkv": True},
             "quantize": {"quantize": "static_int8"},
@@ -227,29 +227,29 @@ EQUIVALENTS = [
     (
         "quantize",
         "error",
-        "take more cores",
+        "use more cores",
         {"facts": of("gpt_neox"), "quantize": "static_int8"},
         {"quantize": None},
     ),
     (
         "quantize",
         "error",
-        "(NxD Inference would do, but this version cannot load with it yet)",
+        "(NxD Inference supports it, but this version cannot load with it yet)",
         {"facts": of("mixtral"), "quantize": "static_int8"},
         {"loader": "nxdi"},
     ),
     (
         "compiled_graph_path",
         "warning",
-        "transformers-neuronx compiled do not fit it: they would all be compiled anew. If they are its graphs, set "
-        "model_loader=tnx; else leave it out (NxD Inference would do",
+        "cannot use graphs that transformers-neuronx compiled: all would be compiled again. If they are graphs of "
+        "transformers-neuronx, set model_loader=tnx; else leave it out (NxD Inference supports it",
         {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
         {"model_loader": "nxdi"},
     ),
     (
         "compiled_graph_path",
         "warning",
-        "compiled anew",
+        "compiled again",
         {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
         {"facts": of("qwen2")},
     ),
@@ -271,7 +271,7 @@ EQUIVALENTS = [
     (
         "enable_prefix_caching",
         "error",
-        "remove it (NxD Inference would do",
+        "remove it (NxD Inference supports it",
         {"enable_prefix_caching": True},
         {"loader": "nxdi", "prefix_buckets": (512,)},
     ),
@@ -285,7 +285,7 @@ EQUIVALENTS = [
     (
         "model_loader",
         "error",
-        "mixtral, opt; set model_loader=cpu (NxD Inference would do",
+        "mixtral, opt; set model_loader=cpu (NxD Inference supports it",
         {"facts": of("qwen2")},
         {"loader": "nxdi"},
     ),
@@ -300,7 +300,7 @@ EQUIVALENTS = [
     (
         "model_loader",
         "note",
-        "never seen",
+        "never run",
         {"loader": "nxdi", "facts": of("dbrx")},
         {"facts": LLAMA},
     ),
@@ -379,14 +379,14 @@ BATCHES = [
     (
         "max_rolling_batch_size",
         "note",
-        "encoded anew",
+        "prefilled again",
         {"facts": of("opt")},
         {"max_rolling_batch_size": 1},
     ),
     (
         "max_rolling_batch_size",
         "note",
-        "encoded anew",
+        "prefilled again",
         {"facts": of("opt"), "batch_size": 8, "rolling_batch": "disable", "async_mode": True},
         {"async_mode": False},
     ),
@@ -588,7 +588,7 @@ CORES = [
     (DEGREE, "error", "set one of them", {DEGREE: 5, "device": UNSAID}, {DEGREE: 64}),
     (DEGREE, "note", "used in practice", {DEGREE: 12}, {DEGREE: 8}),
     (DEGREE, "error", "on trn1", {DEGREE: 12, "device": TRN1}, {"device": INF2}),
-    (DEGREE, "error", "8 NeuronCores are asked for and 2", {"device": SMALL}, {DEGREE: 2}),
+    (DEGREE, "error", "8 NeuronCores are needed and 2", {"device": SMALL}, {DEGREE: 2}),
     (
         DEGREE,
         "error",
@@ -596,7 +596,7 @@ CORES = [
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
-    (DEGREE, "error", "asked for", {"device": SMALL}, {"device": UNSAID}),
+    (DEGREE, "error", "are needed", {"device": SMALL}, {"device": UNSAID}),
     (
         DEGREE,
         "error",
@@ -607,14 +607,14 @@ CORES = [
     (
         DEGREE,
         "error",
-        "64 NeuronCores are asked for and 32 can be used",
+        "64 NeuronCores are needed and 32 can be used",
         {DEGREE: 64, "device": TRN1},
         {"device": replace(TRN1, local_degree=32)},
     ),
     (
         DEGREE,
         "error",
-        "64 NeuronCores are asked for and 32 can be used on 2 machines",
+        "64 NeuronCores are needed and 32 can be used on 2 machines",
         {DEGREE: 64, "device": replace(TRN1, local_degree=32, visible_cores=16)},
         {"device": replace(TRN1, local_degree=16, visible_cores=16)},
     ),
@@ -679,14 +679,14 @@ CORES = [
         DEGREE,
         "error",
         "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
-        "lower it, or take more cores (smallest that fits: tensor_parallel_degree=2)",
+        "lower it, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
     (
         DEGREE,
         "error",
-        "nothing known holds it",
+        "no known machine holds it",
         {"device": SMALL, "facts": replace(LLAMA, num_parameters=10**13)},
         {"facts": LLAMA},
     ),
@@ -845,7 +845,7 @@ LAYOUT = [
     (
         "pa_num_blocks",
         "error",
-        "take 1025 blocks of 32 tokens",
+        "need 1025 blocks of 32 tokens",
         {"enable_chunked_prefill": True, "pa_num_blocks": 1024, "pa_block_size": 32},
         {"pa_num_blocks": 1025},
     ),
@@ -925,7 +925,7 @@ LAYOUT = [
     (
         DEGREE,
         "error",
-        "nothing known holds it; take a smaller model",
+        "no known machine holds it; use a smaller model",
         {"facts": replace(LLAMA, num_parameters=10**13)},
         {"device": replace(INF2, core_memory_bytes=0)},
     ),
@@ -951,30 +951,30 @@ LAYOUT = [
     (
         DEGREE,
         "note",
-        "nothing tells whether it fits",
+        "whether it fits is not checked",
         {"facts": replace(LLAMA, num_parameters=None)},
         {"facts": LLAMA},
     ),
 ]
-# Defect to what brings it up and what does not.
+# Words of a defect to what brings it up and what does not.
 UPSTREAM = {
-    capabilities.GPTJ_DECODE: ("model_loader", {"facts": of("gptj")}, {"loader": "cpu"}),
-    capabilities.INT8_CACHE: (
+    "GPT-J see no other": ("model_loader", {"facts": of("gptj")}, {"loader": "cpu"}),
+    "to whole numbers": (
         "kv_cache_quantize",
         {"kv_cache_quantize": "int8"},
         {"kv_cache_quantize": "fp8"},
     ),
-    capabilities.SHARD_OVER_BATCH: (
+    "mixes up the rows": (
         GQA,
         {GQA: "shard-over-batch"},
         {"facts": MHA},
     ),
-    capabilities.WINDOW_PREFILL: (
+    "look back one token more": (
         "n_positions",
         {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024, 2049)},
         {"context_length_estimate": (1024, 2048)},
     ),
-    capabilities.WINDOW_IGNORED: (
+    "attends to all tokens": (
         "n_positions",
         {"facts": of("mixtral", **WINDOW), "n_positions": 2049, "context_length_estimate": (128,)},
         {"n_positions": 2048},
@@ -996,6 +996,7 @@ class TestDefects:
     def test_wrong_answers_are_refused_with_the_way_to_have_them(self, defect):
         name, situation, change = UPSTREAM[defect]
         (found,) = matching(situation, name, "error", "answers are wrong")
+        assert defect in found.problem
         assert "allow_known_defects=true" in found.problem
         assert matching({**situation, **change}, name, "error", "answers are wrong") == []
 
@@ -1008,12 +1009,15 @@ class TestDefects:
 
     def test_every_defect_that_is_written_down_matters_somewhere(self):
         written = {
-            name
+            defect.problem
             for its in CAPABILITIES.values()
             for entry in its.values()
-            for name in entry.defects
+            for defect in entry.defects
+            if not defect.backends
         }
-        assert written == UPSTREAM.keys()
+        seen = {words for words in UPSTREAM if any(words in problem for problem in written)}
+        assert seen == UPSTREAM.keys()
+        assert all(any(words in problem for words in UPSTREAM) for problem in written)
 
     def test_in_static_batches_a_sequence_is_encoded_beyond_the_window_too(self):
         short = {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024,)}
@@ -1164,7 +1168,7 @@ class TestWhatAConfigurationAsksFor:
     def test_is_refused_with_the_loader_that_has_it(self, model_type, changes, silent, fix):
         situation = {"facts": of(model_type, **changes)}
         (found,) = matching(situation, "model_loader", "error", "set model_loader=cpu")
-        assert ("NxD Inference would do" in found.problem) == (fix == "nxdi")
+        assert ("NxD Inference supports it" in found.problem) == (fix == "nxdi")
         assert ("answers are wrong" in found.problem) == silent
         assert matching({"facts": of(model_type)}, "model_loader", "error", "config.json") == []
         assert matching({**situation, "loader": fix}, "model_loader", "error", "config.json") == []

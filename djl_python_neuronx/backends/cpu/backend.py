@@ -72,7 +72,7 @@ class CpuBackend(SlotBackend):
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
-            max_drafts=plan.num_drafts,
+            num_speculative_tokens=plan.num_speculative_tokens,
             mixed_steps=plan.mixed_steps,
         )
         super().__init__(spec)

@@ -25,18 +25,18 @@ class StaticBackend(TnxBackend):
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         """Every slot is empty."""
-        super().__init__(model, plan, max_prefill_batch=plan.num_slots, joins="reencode")
+        super().__init__(model, plan, max_prefill_batch=plan.num_slots, joins="reprefill")
         self._history = np.zeros((plan.num_slots, plan.max_model_len), np.int32)
         self._next = np.zeros((plan.num_slots, 1), np.int32)
         self._end = _NOWHERE
         self._pads = torch.zeros(plan.num_slots, dtype=torch.int32)
-        self._num_reencoded = 0
+        self._num_reprefilled = 0
 
     def run(self, step: Step) -> StepOutput:
         """As `TnxBackend.run`; the output counts the tokens that were prefilled again."""
-        self._num_reencoded = 0
+        self._num_reprefilled = 0
         output = super().run(step)
-        output.num_reencoded = self._num_reencoded
+        output.num_reprefilled = self._num_reprefilled
         return output
 
     def release(self, slots: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class StaticBackend(TnxBackend):
         position = torch.zeros(1, dtype=torch.int32) if width == 1 else None
         answer: torch.Tensor = self._model(torch.from_numpy(ids), position, self._pads)
         self._end = width
-        self._num_reencoded = int(lens.sum() - rows.lens.sum())
+        self._num_reprefilled = int(lens.sum() - rows.lens.sum())
         return answer[torch.from_numpy(rows.slots).long()]
 
     def _decode_empty(self, position: int) -> torch.Tensor:

@@ -21,7 +21,6 @@ from djl_python_neuronx.planning.arguments import (
 )
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import drafting
 
 _8_BITS = MappingProxyType({"int8": "int8", "fp8": "f8e4m3"})
 _LARGEST_TOP_K = 256
@@ -48,7 +47,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         config["is_prefix_caching"] = True
     if options.is_block_kv_layout or options.enable_prefix_caching:
         config["is_block_kv_layout"] = True
-    if drafting(options):
+    if options.drafting:
         config["enable_fused_speculation"] = True
         # TNX counts drafts; NxDI counts tokens of a step, of which the last is the large model's own.
         config["speculation_length"] = options.speculative_length + 1
@@ -70,7 +69,7 @@ def graphs(case: Case) -> Iterator[Graph]:
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
     prefixes = (0, *(options.prefix_buckets or ())) if options.enable_prefix_caching else (0,)
-    decode: Kind = "speculation" if case.speculating else "decode"
+    decode: Kind = "speculation" if case.options.speculating else "decode"
     for prompt in options.context_length_estimate or ():
         yield from (Graph("prefill", prompt, rows) for _ in prefixes)
     for size in sorted({*(options.token_generation_batches or ()), slots}):

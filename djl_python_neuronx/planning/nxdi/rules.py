@@ -82,26 +82,22 @@ _DEGREES = (
         ("cp_degree", "tensor_parallel_degree"),
         lambda options: _degree(options) % (options.cp_degree or 1),
         "tensor_parallel_degree has to be a multiple of cp_degree; change one of them",
-        filled_in=True,
     ),
     Rule(
         ("attention_dp_degree", "tensor_parallel_degree"),
         lambda options: _degree(options) % (options.attention_dp_degree or 1),
         "tensor_parallel_degree has to be a multiple of attention_dp_degree; change one of them",
-        filled_in=True,
     ),
     Rule(
         ("attention_dp_degree", "max_rolling_batch_size"),
         lambda options: _slots(options) % (options.attention_dp_degree or 1),
         "each group has as many slots as the next: max_rolling_batch_size has to be a multiple of attention_dp_degree",
-        filled_in=True,
     ),
     Rule(
         ("attention_dp_degree", "rolling_batch_strategy", "max_rolling_batch_size"),
         lambda options: _in_groups(options) and _one_by_one(options),
         "sequences are divided among groups under continuous batching only; raise max_rolling_batch_size and leave "
         "rolling_batch_strategy out, or leave attention_dp_degree out",
-        filled_in=True,
     ),
     Rule(
         ("cp_degree", "attention_dp_degree"),
@@ -126,7 +122,6 @@ _DEGREES = (
             options.ep_dispatch_cc_option == "RS_AG" and _degree(options) > _slots(options)
         ),
         "RS_AG needs at least as many slots as cores; raise max_rolling_batch_size or take another dispatch",
-        filled_in=True,
     ),
     Rule(
         ("attention_dp_degree", "attn_block_tkg_nki_kernel_cache_update"),
@@ -144,7 +139,6 @@ _PRECISION = (
         ("attention_dtype", "dtype", "cast_type"),
         lambda options: _other_dtype(options) and options.cast_type != "as-declared",
         "attention in another type than dtype needs cast_type=as-declared; set it, or leave attention_dtype out",
-        filled_in=True,
     ),
     Rule(
         ("quantize", "fused_rmsnorm_qkv", "qkv_nki_kernel_enabled", "modules_to_not_convert"),
@@ -227,7 +221,6 @@ _BATCHES = (
             and options.token_generation_batches[-1] > _slots(options)
         ),
         "no step has more sequences than slots; lower it or raise max_rolling_batch_size",
-        filled_in=True,
     ),
     Rule(
         ("token_generation_batches", "speculative_draft_model", "is_medusa", "is_block_kv_layout"),
@@ -242,7 +235,6 @@ _BATCHES = (
         ("padding_side", "max_rolling_batch_size", "rolling_batch_strategy"),
         lambda options: options.padding_side == "left" and not _one_by_one(options),
         "continuous batching pads on the right; leave padding_side out",
-        filled_in=True,
     ),
     # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
     Rule(
@@ -265,7 +257,6 @@ _BATCHES = (
         ),
         "prompt graphs with a cached prefix are compiled for pairs of lengths; set prefix_buckets, such as "
         'prefix_buckets="512,1024"',
-        filled_in=True,
     ),
     # Source: modules/attention/attention_base.py.
     Rule(
@@ -274,7 +265,6 @@ _BATCHES = (
             options.enable_prefix_caching and (options.context_length_estimate or (128,))[0] < 128
         ),
         "prompts with a cached prefix run in 128 tokens or more; set context_length_estimate from 128 on",
-        filled_in=True,
     ),
     lacking(
         "prefix_buckets",

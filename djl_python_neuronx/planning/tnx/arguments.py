@@ -22,7 +22,6 @@ from djl_python_neuronx.planning.arguments import (
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import speculating
 
 _AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
@@ -193,7 +192,7 @@ def _calls(options: ServingOptions) -> dict[str, dict[str, Any]]:
         # Block 0 is for padding.
         blocks = options.pa_num_blocks or memory.blocks_of(limit, slots, size) + 1
         calls["init_cache_engine"] = {"block_size": size, "num_blocks": blocks}
-    if speculating(options) and slots:
+    if options.speculating and slots:
         # The last of a step's tokens is the model's own.
         length = options.speculative_length + 1
         calls["enable_speculative_decoder"] = {"speculation_length": length, "batch_sizes": [slots]}

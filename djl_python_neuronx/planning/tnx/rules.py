@@ -1,17 +1,19 @@
 """Combinations of options that transformers-neuronx refuses, mixes up or drops.
 
-Source: transformers-neuronx 0.13, config.py and, where stated, another file. What depends on the architecture is in
-capabilities.py, what depends on the model's numbers in suitability.py.
+Source: transformers-neuronx 0.13, config.py and, where stated, another file. Limits of architectures are in
+capabilities.py; `shape_findings` compares options with the model's sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from djl_python_neuronx.config.findings import Rule, asked, excluding, lacking
+from djl_python_neuronx.config.findings import Finding, Rule, asked, excluding, lacking, listed
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
-from djl_python_neuronx.planning.intent import continuous_batching, speculating
+from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
+from djl_python_neuronx.planning.tnx.arguments import context_lengths
 
 _USELESS = "it does nothing without the other; set that, or leave it out"
 _SILENT = "transformers-neuronx switches it off without a word unless"
@@ -103,7 +105,6 @@ _CHUNKS: tuple[Rule, ...] = (
         ("pa_block_size", "n_positions"),
         _one_block,
         "a block that holds a whole slot is none to transformers-neuronx; set a smaller one, or raise n_positions",
-        filled_in=True,
     ),
     Rule(
         ("enable_chunked_prefill", "group_query_attention"),
@@ -154,7 +155,7 @@ def _with_drafts(source: str) -> Iterator[Rule]:
         ("rolling_batch_strategy", source),
         lambda options: (
             asked(options, source)
-            and speculating(options)
+            and options.speculating
             and options.rolling_batch_strategy == "naive_rolling_batch"
         ),
         "the sequences of a static batch share a position, so that all of them would wait for the one whose drafts "
@@ -163,7 +164,7 @@ def _with_drafts(source: str) -> Iterator[Rule]:
     yield Rule(
         ("cache_layout", source),
         lambda options: (
-            asked(options, source) and speculating(options) and options.cache_layout == "BSH"
+            asked(options, source) and options.speculating and options.cache_layout == "BSH"
         ),
         "transformers-neuronx builds steps of several tokens a row for an SBH cache alone; leave cache_layout out",
     )
@@ -181,7 +182,7 @@ def _with_drafts(source: str) -> Iterator[Rule]:
 
 def _verified(options: ServingOptions) -> int:
     """Tokens of a row in a step that verifies drafts; 0: there is none."""
-    return options.speculative_length + 1 if speculating(options) else 0
+    return options.speculative_length + 1 if options.speculating else 0
 
 
 def _too_few_positions(options: ServingOptions) -> bool:
@@ -202,7 +203,6 @@ _SPECULATION: tuple[Rule, ...] = (
         ),
         "a step that verifies drafts is no longer than the longest prompt (base.py asserts it); lower "
         "speculative_length",
-        filled_in=True,
     ),
     # As long as a slot, a step is taken for a prompt and gives wrong tokens; above the first length no graph is built.
     Rule(
@@ -211,7 +211,6 @@ _SPECULATION: tuple[Rule, ...] = (
         "a step that verifies drafts has one token more than speculative_length, and has to be shorter than a slot and "
         "no longer than the smallest of n_positions (128 where one number is written); lower speculative_length, or "
         "raise n_positions or its first length",
-        filled_in=True,
     ),
     Rule(
         ("sequence_parallel", "sequence_parallel_norm_threshold", "speculative_length"),
@@ -265,7 +264,6 @@ TNX_RULES: tuple[Rule, ...] = (
         _half_fused,
         "the exit of a fused MLP is built transposed or not at all; set mlp_out_weight_transpose=true, or leave "
         "fuse_mlp out",
-        filled_in=True,
     ),
     # Source: llama/model.py.
     Rule(
@@ -294,7 +292,6 @@ TNX_RULES: tuple[Rule, ...] = (
         ),
         "the BSH cache needs continuous batching, which one slot has no use for; raise max_rolling_batch_size, set "
         "rolling_batch_strategy=continuous_batching, or leave cache_layout out",
-        filled_in=True,
     ),
     Rule(
         ("cache_layout", "context_length_estimate", "n_positions"),
@@ -322,13 +319,12 @@ TNX_RULES: tuple[Rule, ...] = (
         lambda options: (
             _shards_by_tokens(options)
             and len(options.token_buckets or ()) > 1
-            and continuous_batching(options)
+            and options.continuous_batching
         ),
         "with continuous batching transformers-neuronx loses tokens between the lengths of a cache that is divided by "
         "tokens: decode graphs are compiled for the longest alone; set n_positions to that one, or leave "
         "shard_over_sequence out",
         "warning",
-        filled_in=True,
     ),
     lacking("duplicate_q_weight_sos", "shard_over_sequence", _USELESS),
     lacking("sequence_parallel_norm_threshold", "sequence_parallel", _USELESS),
@@ -341,3 +337,72 @@ TNX_RULES: tuple[Rule, ...] = (
     ),
 )
 """Judged in this order."""
+
+
+def shape_findings(case: Case) -> Iterator[Finding]:
+    """Yield what the library refuses or gives up because of the model's sizes and the degree.
+
+    Source: transformers-neuronx 0.13, decoder.py and llama/model.py, which assert these.
+    """
+    options, model, degree = case.effective, case.model, case.degree
+    hidden = model.hidden_size or 0
+    if options.weight_tiling and hidden % 128:
+        problem = f"tiles are 128 wide, and the model's hidden size is {hidden}; leave it out"
+        yield Finding(("weight_tiling",), problem)
+    if options.qkv_tiling and options.fuse_qkv and model.num_heads and model.num_kv_heads:
+        padded = padded_heads(
+            model.num_heads, model.num_kv_heads, degree, "tnx", options.group_query_attention
+        )
+        width = (padded.query + 2 * padded.kv) * (model.head_dim or 0) // degree
+        if hidden % 128 or width % 128:
+            problem = (
+                f"tiles are 128 wide, and the projection on each core is {hidden} x {width}; leave qkv_tiling out, or "
+                "use another degree"
+            )
+            yield Finding(("qkv_tiling", "tensor_parallel_degree"), problem)
+    if options.fuse_mlp and (model.intermediate_size or 0) % degree:
+        problem = f"the degree must divide the MLP's width {model.intermediate_size}; set such a one, or leave it out"
+        yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
+    yield from _uneven_prompts(case)
+    yield from _shared_heads(case)
+
+
+def _uneven_prompts(case: Case) -> Iterator[Finding]:
+    options = case.effective
+    threshold = options.sequence_parallel_norm_threshold or 2048
+    prompts = context_lengths(
+        options.context_length_estimate,
+        options.max_model_len,
+        case.slots,
+        continuous=case.continuous_batching,
+    )
+    uneven = [length for length in prompts if length > threshold and length % case.degree]
+    if options.sequence_parallel and uneven:
+        problem = f"the degree must divide prompt lengths above {threshold}, and not {listed(uneven)}; round them up"
+        yield Finding(("sequence_parallel", "context_length_estimate"), problem)
+
+
+def _shared_heads(case: Case) -> Iterator[Finding]:
+    """Strategies to share KV heads that transformers-neuronx gives up with a warning in its log.
+
+    Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
+    """
+    strategy, model = case.effective.group_query_attention, case.model
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if strategy is None or strategy == "replicated-heads" or not heads or not kv_heads:
+        return
+    if heads == kv_heads:
+        problem = f"each of the {heads} heads has keys and values of its own: nothing is shared; leave it out"
+        yield Finding(("group_query_attention",), problem, "warning")
+        return
+    needs = {
+        "shard-over-heads": f"a degree that divides the {kv_heads} KV heads",
+        "shard-over-batch": f"a degree that divides the {case.slots} slots",
+        "all-gather-heads": f"a degree that divides KV heads and query heads ({kv_heads} and {heads})",
+    }
+    if not keeps_strategy(strategy, model, case.slots, case.degree):
+        problem = (
+            f"it needs {needs[strategy]}; transformers-neuronx copies the KV heads instead. Set replicated-heads, or "
+            "another degree"
+        )
+        yield Finding(("group_query_attention", "tensor_parallel_degree"), problem, "warning")

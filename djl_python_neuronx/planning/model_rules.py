@@ -1,0 +1,437 @@
+"""Findings that need the model, the machine or the backend: `findings` judges a case whose options are filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from djl_python_neuronx.config.findings import Finding, asked
+from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.planning import placement
+from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
+from djl_python_neuronx.planning.machines import GIB
+from djl_python_neuronx.planning.memory import core_memory
+from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
+from djl_python_neuronx.planning.tnx.rules import shape_findings
+
+DJL_ROWS = 32
+"""Rows that DJL Serving's rolling batch sends unless max_rolling_batch_size is set. Source: RollingBatch.java."""
+DERIVED: Final = {
+    keyword: name for name in ServingOptions.model_fields for keyword in option(name).derived
+}
+"""Keywords of `NeuronConfig` to the option that they follow from; `override_neuron_config` must not set them."""
+_SHAPE = "it changes what a call returns, which the server relies on"
+RESERVED: Final = {
+    **dict.fromkeys(("output_all_logits", "log_softmax_scores"), _SHAPE),
+    **dict.fromkeys(("return_expert_index", "return_router_logits"), _SHAPE),
+    "sparse_attn": "it is an object, which no file can hold",
+    "lora_config": "adapters are not served",
+}
+"""Keywords of `NeuronConfig` that no configuration may set, to the reason."""
+
+_SLOTS = "max_rolling_batch_size"
+_JOIN_WAIT = "max_join_wait_ms"
+_DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
+_OVERRIDES = ("override_neuron_config",)
+_KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
+_MOST_THREADS_PER_CPU = 4
+"""Some thousand threads exhaust the process's limit, and torch then crashes."""
+
+
+def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[Finding]:
+    """Yield the findings about a case. `estimated_load_s`: seconds to load without a compile cache."""
+    yield from _lengths(case)
+    yield from _no_effect(case)
+    yield from _steps(case)
+    if case.on_cpu:
+        yield from _djl(case)
+        yield from _speculation(case)
+        yield from _cpu(case)
+        return
+    if placement.fits(case) is not False:
+        # Notes about a plan that cannot be carried out would distract.
+        yield from _djl(case)
+        yield from _load_time(case, estimated_load_s)
+    yield from _compilers(case)
+    yield from broken_rules(BACKEND_RULES[case.backend], case.effective)
+    yield from overrides(case.options)
+    yield from _foreign_graphs(case)
+    yield from _no_equivalent(case)
+    if case.capability is None:
+        yield _unknown_architecture(case)
+        return
+    yield from _architecture(case, case.capability)
+    yield from _batching(case, case.capability)
+    yield from _buckets(case, case.capability)
+    yield from _window(case)
+    yield from _speculation(case)
+    yield from _defects(case, case.capability)
+    yield from _device_sampling(case)
+    if case.backend == "tnx":
+        yield from shape_findings(case)
+    yield from placement.findings(case)
+
+
+def use_backend(*backends: str, other: str = "") -> str:
+    """Advise `other`, or one of the backends; those that cannot load yet are only mentioned."""
+    later = {name for name, facts in NEURON_BACKENDS.items() if not facts.served}
+    served = " or ".join(f"model_loader={name}" for name in backends if name not in later)
+    planned = " or ".join(NEURON_BACKENDS[name].library for name in backends if name in later)
+    advice = ", or ".join(filter(None, (other, served and f"set {served}")))
+    return advice + (
+        f" ({planned} supports it, but this version cannot load with it yet)" if planned else ""
+    )
+
+
+def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
+    """Advise to remove an option that the backend does not support, or to use one that supports it for the model."""
+    able = [
+        other
+        for other in NEURON_BACKENDS
+        if other != backend
+        and other in option(name).to
+        and (capability := capability_of(other, model_type)) is not None
+        and capability.supports(name)
+    ]
+    more = ", and use more cores if the model then does not fit" if name == "quantize" else ""
+    return use_backend(*able, other=f"remove it{more}")
+
+
+def overrides(options: ServingOptions) -> Iterator[Finding]:
+    """Yield what is wrong with the keywords in `override_neuron_config`, as far as it is known without the library."""
+    names = options.override_neuron_config or {}
+    if others := [name for name in names if name not in {*DERIVED, *RESERVED}]:
+        problem = f"whether the library knows {', '.join(others)} is only checked when it loads"
+        yield Finding(_OVERRIDES, problem, "note")
+    for name in names:
+        if source := DERIVED.get(name):
+            yield Finding(
+                _OVERRIDES, f"{name}: it follows from {source}; set option.{source} instead"
+            )
+        elif reason := RESERVED.get(name):
+            yield Finding(_OVERRIDES, f"{name}: it cannot be set: {reason}; remove it")
+
+
+def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...]:
+    """Return the options that are set and have no equivalent in the library of a backend.
+
+    Those whose marker has `tunes` are to be left out, the others refused. Options of the server alone, and values that
+    the library uses anyway, are not among them.
+    """
+    names = []
+    for name in ServingOptions.model_fields:
+        value, marker = getattr(options, name), option(name)
+        missing = bool(marker.to) and backend not in marker.to and asked(options, name)
+        unsupported = value is not None and value == marker.never.get(backend)
+        if unsupported or (missing and value != marker.always.get(backend)):
+            names.append(name)
+    return tuple(names)
+
+
+def _lengths(case: Case) -> Iterator[Finding]:
+    limit, length = case.model.max_positions, case.options.max_model_len
+    if not limit:
+        return
+    problem = f"the model was made for {limit} positions; set at most that"
+    if length and length > limit:
+        yield Finding(("n_positions",), problem)
+    longest = (case.options.context_length_estimate or (0,))[-1]
+    # Prompts as long as a sequence usually follow from it: one finding is enough.
+    if longest > limit and longest != length and "context_length_estimate" not in case.filled:
+        yield Finding(("context_length_estimate",), problem)
+
+
+def _no_effect(case: Case) -> Iterator[Finding]:
+    if not case.on_cpu and case.options.cpu_threads is not None:
+        problem = "only the cpu backend computes on the CPU; leave it out"
+        yield Finding(("cpu_threads",), problem, "note")
+    static = not case.on_cpu and case.slots > 1 and not case.continuous_batching
+    if asked(case.options, _JOIN_WAIT) and not static:
+        problem = "it is for static batches, and here a sequence joins at no cost to the others; leave it out"
+        yield Finding((_JOIN_WAIT,), problem, "note")
+
+
+def _steps(case: Case) -> Iterator[Finding]:
+    """Source: transformers-neuronx 0.13, decoder.py: a graph has at least as many tokens as rows."""
+    options, slots = case.options, case.slots
+    steps, limit = options.context_length_estimate, options.max_model_len
+    if not options.enable_chunked_prefill or not steps:
+        return
+    names = ("context_length_estimate", "enable_chunked_prefill", _SLOTS)
+    what = "with enable_chunked_prefill these are the tokens of a step, one of each slot among them"
+    if steps[-1] <= slots and limit and limit <= slots:
+        problem = (
+            f"{what}, and there are at most {limit}, which leaves no room for chunks; lower {_SLOTS} below {limit}, or "
+            f"raise n_positions above {slots}"
+        )
+        yield Finding((*names, "n_positions"), problem)
+    elif steps[-1] <= slots:
+        yield Finding(names, f"{what}; the last has to be above {slots}, to leave room for chunks")
+    elif case.backend == "tnx" and steps[0] < max(slots, 2):
+        yield Finding(names, f"{what}; each of them has to be at least {max(slots, 2)}")
+
+
+def _djl(case: Case) -> Iterator[Finding]:
+    slots = case.options.max_rolling_batch_size or DJL_ROWS
+    by_rows = case.options.rolling_batch in {"tnx", "vllm"}
+    if by_rows and _SLOTS in case.filled and slots < DJL_ROWS:
+        problem = (
+            f"DJL Serving sends up to {DJL_ROWS} rows by default, and {DJL_ROWS - slots} of them would wait for a slot "
+            f"until predict_timeout; write option.max_rolling_batch_size={slots}"
+        )
+        yield Finding((_SLOTS,), problem, "note")
+
+
+def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
+    if estimated_load_s is None or case.options.compiled_graph_path is not None:
+        return
+    if estimated_load_s > case.options.model_loading_timeout:
+        problem = (
+            f"compiling takes some {estimated_load_s / 60:.0f} minutes without a cache of the graphs, and DJL Serving "
+            f"ends a load after this; set at least {2 * estimated_load_s:.0f}, or compile beforehand"
+        )
+        yield Finding(("model_loading_timeout",), problem, "warning")
+
+
+def _compilers(case: Case) -> Iterator[Finding]:
+    workers, cpus = case.options.compilation_worker_count, case.device.cpus
+    if workers is not None and 0 < cpus < workers:
+        problem = f"there are {cpus} CPUs, and each compiler keeps one busy; set at most that"
+        yield Finding(("compilation_worker_count",), problem, "warning")
+
+
+def _foreign_graphs(case: Case) -> Iterator[Finding]:
+    if case.backend != "nxdi" or capability_of("tnx", case.model.model_type) is None:
+        return
+    if case.options.compiled_graph_path and case.options.model_loader in OPEN:
+        other = NEURON_BACKENDS["tnx"].library
+        problem = (
+            f"this model is loaded by {case.library}, which cannot use graphs that {other} compiled: all would be "
+            f"compiled again. If they are graphs of {other}, {use_backend('tnx')}; else "
+            f"{use_backend('nxdi', other='leave it out')}"
+        )
+        yield Finding(("compiled_graph_path", "model_loader"), problem, "warning")
+
+
+def _device_sampling(case: Case) -> Iterator[Finding]:
+    sampled = case.options.on_device_generation
+    if sampled is None or case.options.output_logits:
+        return
+    if not sampled.dynamic:
+        served = "the compiled-in parameters" if sampled.do_sample else "the most probable token"
+        effect = f"every request gets {served}, and one that asks for another answers 400"
+    else:
+        most = min(sampled.global_top_k or 256, case.model.vocab_size or 256)
+        hosts = f"seeds, penalties, min_p, log-probabilities, top_k above {most}"
+        likely = f"the {most} most likely tokens"
+        if case.options.on_device_default_top_k is None:
+            hosts += ", sampling without top_k"
+            default = f"on_device_default_top_k=global_top_k samples without top_k among {likely}"
+        else:
+            default = f"sampling without top_k is among {likely}"
+        effect = f"requests that only the host can serve ({hosts}) answer 400; {default}"
+    problem = f"the device returns tokens and no logits: {effect}"
+    yield Finding(("on_device_generation",), problem, "note")
+
+
+def _cpu(case: Case) -> Iterator[Finding]:
+    options, device = case.options, case.device
+    ignored = tuple(
+        name
+        for name in ServingOptions.model_fields
+        if option(name).to
+        and not option(name).cpu
+        and asked(options, name)
+        # 1 is the default on a CPU.
+        and not (name == "tensor_parallel_degree" and options.tensor_parallel_degree == 1)
+    )
+    if ignored:
+        problem = "no effect with the cpu backend, which compiles no graph and uses no NeuronCore; left out"
+        yield Finding(ignored, problem, "note")
+    if options.enable_eagle_speculation:
+        problem = (
+            "the cpu backend runs no EAGLE model, whose drafts need the hidden states of the large one; leave it out, "
+            "and give a draft model that drafts by itself"
+        )
+        yield Finding(("enable_eagle_speculation",), problem)
+    if (options.cpu_threads or 0) > _MOST_THREADS_PER_CPU * device.cpus > 0:
+        problem = f"there are {device.cpus} CPUs, and more threads only wait for each other; set at most that"
+        yield Finding(("cpu_threads",), problem)
+    memory = core_memory(case)
+    if memory is not None and not memory.fits:
+        problem = (
+            f"does not fit: needs {memory.needed / GIB:.2f} GiB, and this machine has {memory.capacity / GIB:.2f} GiB; "
+            "set less, or use a machine with more memory"
+        )
+        yield Finding(("n_positions", _SLOTS), problem)
+
+
+def _no_equivalent(case: Case) -> Iterator[Finding]:
+    names = unsupported_options(case.options, case.backend)
+    if ignored := tuple(name for name in names if option(name).tunes):
+        problem = f"{case.library} has no equivalent; left out, which changes speed and memory only"
+        yield Finding(ignored, problem, "note")
+    for name in names:
+        if not option(name).tunes:
+            advice = remove_or_switch(name, case.model.model_type, case.backend)
+            yield Finding((name,), f"{case.library} has no equivalent; {advice}")
+
+
+def _unknown_architecture(case: Case) -> Finding:
+    model_type = case.model.model_type or "(config.json names none)"
+    known = ", ".join(sorted(NEURON_BACKENDS[case.backend].architectures))
+    others = [
+        name
+        for name, facts in NEURON_BACKENDS.items()
+        if case.model.model_type in facts.architectures
+    ]
+    reason = TNX_UNREADABLE.get(model_type) if case.backend == "tnx" else None
+    lack = (
+        f"reads no checkpoint of {model_type}: {reason}"
+        if reason
+        else f"has no class for model_type {model_type}"
+    )
+    problem = f"{case.library} {lack}; it knows {known}; {use_backend(*others, 'cpu')}"
+    return Finding(("model_loader",), problem)
+
+
+def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
+    options, model_type = case.options, case.model.model_type
+    code = f"the code of {case.library} for {model_type}"
+    if not capability.verified:
+        problem = f"{code} was only read, never run; compare its answers before you rely on them"
+        yield Finding(("model_loader",), problem, "note")
+    unused = [
+        name
+        for name in ServingOptions.model_fields
+        if name in capability.ignored_options and asked(options, name)
+    ]
+    if ignored := tuple(name for name in unused if option(name).tunes):
+        problem = f"{code} cannot use it; left out, which changes speed and memory only"
+        yield Finding(ignored, problem, "note")
+    for name in unused:
+        if not option(name).tunes:
+            yield Finding((name,), f"{code} cannot use it; remove it")
+    layouts = (options.collectives_layout, options.attention_layout)
+    if capability.bsh_collectives and layouts[0] == "BSH" and layouts[1] != "BSH":
+        problem = f"{capability.bsh_collectives}; set attention_layout=BSH too, or leave it out"
+        yield Finding(("collectives_layout", "attention_layout"), problem)
+    for name, reason in capability.unsupported_options.items():
+        # attention_layout has a harmless value too: the library's own.
+        if asked(options, name) and getattr(options, name) != "HSB":
+            advice = remove_or_switch(name, model_type, case.backend)
+            yield Finding((name,), f"{reason}; {advice}")
+
+
+def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
+    options, model_type = case.options, case.model.model_type
+    if capability.continuous_batching:
+        # A rule refuses left padding with continuous batching that was asked for by name.
+        left = options.padding_side == "left" and options.rolling_batch_strategy is None
+        if case.backend == "tnx" and left and case.continuous_batching:
+            problem = "continuous batching pads on the right; leave padding_side out"
+            yield Finding(("padding_side", _SLOTS), problem)
+        if (
+            case.backend == "tnx"
+            and options.padding_side == "right"
+            and not case.continuous_batching
+        ):
+            yield Finding(("padding_side",), "static batches pad on the left; leave it out")
+        return
+    if options.rolling_batch_strategy == "continuous_batching":
+        problem = f"{case.library} has none for {model_type}; leave it out"
+        yield Finding(("rolling_batch_strategy",), problem)
+    elif options.continuous_batching and (options.rolling_batch != "disable" or options.async_mode):
+        how = "again" if capability.context_buckets else "again, token by token"
+        problem = (
+            f"{case.library} has no continuous batching for {model_type}: static batches are served, and when a "
+            f"sequence joins, all of them are prefilled {how}"
+        )
+        yield Finding((_SLOTS,), problem, "note")
+    if options.padding_side == "right":
+        problem = f"{case.library} pads {model_type} on the left; leave it out"
+        yield Finding(("padding_side",), problem)
+    if options.cache_layout == "BSH" and "cache_layout" not in capability.ignored_options:
+        problem = f"the BSH cache needs continuous batching, which {case.library} has not for {model_type}"
+        yield Finding(("cache_layout",), f"{problem}; leave it out")
+
+
+def _buckets(case: Case, capability: Capability) -> Iterator[Finding]:
+    model_type = case.model.model_type
+    if not capability.token_buckets and len(case.options.token_buckets or ()) > 1:
+        problem = f"{case.library} takes one length for {model_type}; set the largest alone"
+        yield Finding(("n_positions",), problem)
+    prompts = case.options.context_length_estimate
+    if not capability.context_buckets and prompts and "context_length_estimate" not in case.filled:
+        problem = f"{case.library} compiles no prompt graph for {model_type}: prompts run token by token; left out"
+        yield Finding(("context_length_estimate",), problem, "warning")
+
+
+def _window(case: Case) -> Iterator[Finding]:
+    """Source: neuronx-distributed-inference 0.9, models/config.py."""
+    window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
+    if case.backend == "nxdi" and window is not None and size not in {None, window}:
+        problem = f"prompts of this model are encoded by its sliding window of {window} tokens; set {window}"
+        yield Finding(("windowed_context_encoding_size",), problem)
+
+
+def _speculation(case: Case) -> Iterator[Finding]:
+    options, model, draft = case.options, case.model, case.draft
+    if not options.speculating:
+        return
+    if case.capability is not None:
+        yield from _verification(case, case.capability)
+    if draft is None or not options.drafting:
+        return
+    capability = capability_of(case.backend, draft.model_type)
+    if not case.on_cpu and capability is None:
+        problem = f"{case.library} has no class for the draft model's type {draft.model_type}; use another"
+        yield Finding((_DRAFT,), problem)
+    elif capability is not None and not capability.continuous_batching:
+        problem = f"{case.library} runs {draft.model_type} in static batches, whose rows share a position; use another"
+        yield Finding((_DRAFT,), problem)
+    if draft.vocab_size and model.vocab_size and draft.vocab_size != model.vocab_size:
+        problem = (
+            f"its vocabulary has {draft.vocab_size} tokens and the model's {model.vocab_size}: its drafts would mean "
+            "other tokens; use a draft model of the same vocabulary"
+        )
+        yield Finding((_DRAFT,), problem)
+    if draft.max_positions and (options.max_model_len or 0) > draft.max_positions:
+        problem = f"the draft model was made for {draft.max_positions} positions; set at most that, or use another"
+        yield Finding(("n_positions", _DRAFT), problem)
+
+
+def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
+    options, architectures = case.options, NEURON_BACKENDS[case.backend].architectures
+    if not capability.speculation and _DRAFT not in capability.unsupported_options:
+        able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))
+        problem = f"{case.library} does not speculate for {case.model.model_type}, only for {able}; remove it"
+        yield Finding((_DRAFT if options.drafting else _LOOKUP,), problem)
+    # Source: neuronx-distributed-inference 0.9, modules/attention/attention_base.py.
+    windowed = case.backend == "nxdi" and case.model.sliding_window is not None
+    if windowed and not all(getattr(options, name) for name in _KERNELS):
+        problem = f"with a sliding window speculation needs {' and '.join(_KERNELS)}; set both, or leave the draft out"
+        yield Finding((_DRAFT, *_KERNELS), problem)
+
+
+def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
+    for defect in capability.defects:
+        if defect.applies(case.options, case.model):
+            yield _defect(case, defect)
+
+
+def _defect(case: Case, defect: Defect) -> Finding:
+    """An error, or a warning if wrong answers are accepted."""
+    window = case.model.sliding_window
+    where = f" (of {window} tokens)" if window and "window" in defect.problem else ""
+    advice = use_backend(*defect.backends, other=defect.fix)
+    if defect.stops:
+        return Finding(defect.names, f"{defect.problem}{where}: it would stop; {advice}")
+    problem = f"{defect.problem}{where}: answers are wrong"
+    if case.options.allow_known_defects:
+        return Finding(
+            defect.names, f"{problem}, which allow_known_defects=true accepts", "warning"
+        )
+    problem += f"; {advice}, or serve it as it is with allow_known_defects=true"
+    return Finding(defect.names, problem)
