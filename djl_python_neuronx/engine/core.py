@@ -182,7 +182,7 @@ class Engine:
     def _admit(self, batch: Batch) -> list[TokenOutput]:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone.
 
-        While no sequence is running, a device fault here counts as a failed step; a refused prompt, which is another kind
+        While no sequence runs, a device fault here counts as a failed step; a refused prompt, which is another kind
         of error, never does.
         """
         outputs: list[TokenOutput] = []
