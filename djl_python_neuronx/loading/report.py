@@ -136,7 +136,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     if plan is None:
         yield "none: it takes the model's config.json"
         return
-    yield f"backend   {plan.loader}, from the format {plan.format}"
+    yield f"backend   {plan.backend}, from the format {plan.format}"
     yield f"machine   {_machine(plan, report)}"
     if (options := _options(report)) is not None and options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_drafts_from(options)}"
@@ -149,7 +149,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     if plan.memory is None:
         yield "memory    unknown: config.json does not tell the model's size"
     else:
-        whose = "of this machine" if plan.loader == "cpu" else "per core"
+        whose = "of this machine" if plan.backend == "cpu" else "per core"
         if degrees := _degrees(report):
             few = min(degrees)
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
@@ -167,7 +167,7 @@ def _degrees(report: Report) -> tuple[int, ...]:
     if options is None or not options.drafting or report.plan is None:
         return ()
     degree, of_draft = options.tensor_parallel_degree, options.draft_model_tp_size
-    if report.plan.loader == "cpu" or not isinstance(degree, int) or of_draft in {None, degree}:
+    if report.plan.backend == "cpu" or not isinstance(degree, int) or of_draft in {None, degree}:
         return ()
     return degree, of_draft or degree
 
@@ -194,7 +194,7 @@ def _duration(seconds: float) -> str:
 
 def _machine(plan: ServingPlan, report: Report) -> str:
     device = plan.device
-    if plan.loader == "cpu":
+    if plan.backend == "cpu":
         memory = f", {gib(device.memory_bytes)} GiB of memory" if device.memory_bytes else ""
         return f"{device.cpus} CPUs{memory}"
     name = device.instance_type or "Neuron instance of unknown type"
@@ -263,7 +263,7 @@ def _handed_over(report: Report) -> Iterator[Table]:
     """What the library is given, for the model and for its draft model."""
     for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
         if plan is not None and plan.arguments is not None:
-            title = f"Handed to the {plan.loader} library{whose}"
+            title = f"Handed to the {plan.backend} library{whose}"
             rows = tuple(_argument_rows(plan.arguments))
             yield Table(title, ("where", "name", "value"), rows)
 
@@ -284,7 +284,7 @@ def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]
 def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
     memory, draft = plan.memory, report.draft_plan
     return {
-        "loader": plan.loader,
+        "loader": plan.backend,
         "format": plan.format,
         "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,
