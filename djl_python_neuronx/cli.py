@@ -229,8 +229,7 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 def _check(arguments: argparse.Namespace) -> int:
     from djl_python_neuronx.loading.check import check
-    from djl_python_neuronx.loading.report import as_json
-    from djl_python_neuronx.loading.terminal import render
+    from djl_python_neuronx.loading.report import as_json, render
 
     report = check(
         arguments.target,

@@ -185,7 +185,7 @@ class Service:
             return None
         from_model = isinstance(self._proposer, DraftModel)
         return {
-            "drafts": self.backend.spec.max_drafts,
+            "drafts": self.backend.spec.num_speculative_tokens,
             "from": "draft model" if from_model else "prompt lookup",
             "active": self.loop.engine.speculates,
         }
@@ -224,7 +224,7 @@ def _load_proposer(
     A draft model, whose graphs are `compiled`, is loaded here.
     """
     draft = prepared.draft
-    if not spec.max_drafts:
+    if not spec.num_speculative_tokens:
         return None
     if draft is None or compiled is None:
         return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)

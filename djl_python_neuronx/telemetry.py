@@ -112,9 +112,9 @@ class Recorder:
         metrics["generated_tokens_total"].inc(num_tokens)
         if info is None:
             return
-        metrics["reencoded_tokens_total"].inc(info.num_reencoded)
-        if info.drafts_s:
-            metrics["draft_seconds"].observe(info.drafts_s)
+        metrics["reencoded_tokens_total"].inc(info.num_reprefilled)
+        if info.draft_s:
+            metrics["draft_seconds"].observe(info.draft_s)
         if info.draft_error is not None:
             metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:

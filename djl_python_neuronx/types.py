@@ -1,4 +1,4 @@
-"""What crosses the border between the wire side and the engine: requests in, tokens out."""
+"""Types between protocols and engine: requests in, tokens out."""
 
 from __future__ import annotations
 
@@ -25,49 +25,48 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request, tokenised and validated as far as its protocol can tell.
+    """One tokenised request, valid for its protocol; free of wire formats and slots.
 
-    Nothing in it is about wire formats or slots. `Engine.check` compares it with the loaded model.
+    `engine.limits.check` checks it against the loaded model.
     """
 
     request_id: str
-    """Ours, never used twice in a process: what a client sends as an id may come again at any moment."""
+    """Assigned here, unique in the process: an id sent by a client may come again at any moment."""
     prompt_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
-    """Most tokens to generate; None: what fits into the slot."""
+    """Most tokens to generate; None: as many as fit into the slot."""
     stop_token_ids: frozenset[int] = frozenset()
-    """End the sequence like eos does; honoured also with `ignore_eos`."""
+    """Ids that end the sequence like eos does, also with `ignore_eos`."""
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
-    """Wants the log-probability of each generated token under the model's own (unwarped) distribution."""
+    """Whether to return the log-probability of each generated token under the model's own (unwarped) distribution."""
     adapter: int = 0
     client_id: str = ""
-    """The client's own id, for the echo and for logs."""
+    """The client's own id, for its response and for logs."""
     protocol: str = ""
     """A label for logs and metrics."""
 
     @property
     def label(self) -> str:
-        """What logs call the request: the client's id if it sent one."""
+        """The request's name in logs: the client's id if it sent one."""
         return self.client_id or self.request_id
 
 
 class TokenOutput(NamedTuple):
-    """What one step gave one sequence. Token ids only: text is made on the door side.
+    """The tokens that one step gave one sequence. Token ids only: the output thread makes the text.
 
-    A sequence that ends gets exactly one output with a `finish_reason`, its last; with `FinishReason.ERROR`,
-    `error` says why. A tuple, because one is made per row and step on the critical path.
+    A sequence that ends gets exactly one output with a `finish_reason`, its last; with `FinishReason.ERROR`, `error` is
+    the reason. A tuple, because one is made per row and step on the critical path.
     """
 
     request: GenerationRequest
-    """Whose it is."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
-    """float32[len(token_ids), V], only for requests with `logprobs`: log-probabilities are made on the output side."""
+    """float32[len(token_ids), V], only for requests with `logprobs`, which the output thread computes from them."""
 
     @property
     def request_id(self) -> str:
@@ -84,20 +83,20 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """Id that ends a text; None: the tokenizer names none. What the model's own files say comes first."""
+        """Id that ends a text, or None if the tokenizer names none. Ids from the model's own files have priority."""
 
     @property
     def pieces(self) -> Sequence[bytes] | None:
-        """UTF-8 bytes of every id, such that the text of ids is the concatenation; None if it is not that simple."""
+        """UTF-8 bytes of every id, if the text of ids is their concatenation, else None."""
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token by its text, such as ``<|end|>``; None if there is none of that text."""
+        """The id of a special token by its text, such as ``<|end|>``, or None if there is no such token."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects and never two BOS."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation through the model's chat template, ready for the assistant's turn."""
+        """Ids of a conversation in the model's chat template, ready for the assistant's turn."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -110,4 +109,4 @@ class Constraint(Protocol):
         """bool[V]: which ids may come next."""
 
     def advance(self, token_id: int) -> None:
-        """Take note of the token that was chosen."""
+        """Record the token that was sampled."""

@@ -130,7 +130,7 @@ def test_options_of_the_environment_are_not_the_draft_models(
     environ = {"OPTION_N_POSITIONS": "64", "OPTION_MAX_ROLLING_BATCH_SIZE": "1"}
     service = Service.load(None, TINY, environ=environ, overrides=DRAFT)
     try:
-        assert service.backend.spec.max_drafts == 4
+        assert service.backend.spec.num_speculative_tokens == 4
         assert service.backend.spec.num_slots == 3
     finally:
         service.close()

@@ -78,7 +78,7 @@ class ToyBackend:
         rewinds: bool = False,
     ) -> None:
         self.spec = spec
-        self.rewinds = rewinds or spec.max_drafts > 0 or bool(spec.cache_buckets)
+        self.rewinds = rewinds or spec.num_speculative_tokens > 0 or bool(spec.cache_buckets)
         """A step may write again what is cached behind its start, as drafts and a warm-up of full caches need it."""
         self.step_s = step_s
         self.prefill_s = prefill_s
@@ -175,9 +175,9 @@ class ToyBackend:
         output, *others = [self._compute(rows) for _, rows in step.parts]
         if others:
             return self._join(output, *others)
-        if self.spec.joins == "reencode" and step.kind == "prefill":
+        if self.spec.joins == "reprefill" and step.kind == "prefill":
             idle = self._live.difference(records[0].slots)
-            output.num_reencoded = sum(self._filled[slot] for slot in idle)
+            output.num_reprefilled = sum(self._filled[slot] for slot in idle)
         return output
 
     def _check(self, kind: PartKind, rows: Rows) -> StepRecord:
@@ -303,7 +303,7 @@ class ToyBackend:
             f"a prompt of {longest} exceeds the largest bucket",
         )
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
-            fresh = start == 0 and (slot not in self._live or self.spec.joins == "reencode")
+            fresh = start == 0 and (slot not in self._live or self.spec.joins == "reprefill")
             chunk = 0 < start == self._filled[slot]
             again = self.rewinds and self.spec.mixed_steps and start < self._filled[slot]
             self._require(
@@ -313,7 +313,7 @@ class ToyBackend:
         return choose_bucket(longest, self.spec.prefill_buckets)
 
     def _check_decode(self, rows: Rows) -> int:
-        width, drafts = rows.input_ids.shape[1], self.spec.max_drafts
+        width, drafts = rows.input_ids.shape[1], self.spec.num_speculative_tokens
         verifies = drafts and width == drafts + 1 and rows.wants == Want.ALL_LOGITS
         self._require(width == 1 or bool(verifies), f"a decode of {width} columns; expected 1")
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):

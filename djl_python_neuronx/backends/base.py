@@ -1,4 +1,4 @@
-"""The border between engine and device: what a backend is told and what it answers. Numpy only.
+"""The border between engine and device: the steps that a backend runs, and its outputs. Numpy only.
 
 A backend module (`backends/<name>.py`) exposes ``supports(artifact)`` and ``load(plan) -> Backend``; the folder is the
 registry. ``compile`` comes with the backends that compile.
@@ -19,10 +19,10 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class Want(Flag):
-    """What a step shall return for its rows."""
+    """The output that a step wants for its rows."""
 
     NOTHING = 0
-    """A prompt chunk that is not the last: fill the cache only."""
+    """None: fill the cache only, for a prompt chunk that is not the last."""
     TOKENS = 1
     """Token ids sampled on the device."""
     LOGITS = 2
@@ -33,40 +33,40 @@ class Want(Flag):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts of the loaded, compiled model; never user wishes."""
+    """Facts of the loaded, compiled model, not of the options."""
 
     num_slots: int
-    """Rows of the KV cache: the most sequences at once."""
+    """Rows of the KV cache: most sequences at once."""
     max_model_len: int
     """Tokens per slot, prompt and output together."""
     prefill_buckets: tuple[int, ...]
-    """Ascending; the last is the longest prompt, or with `mixed_steps` the most tokens of one step: prompts then come
-    in chunks and are as long as the slot."""
+    """Ascending. The last is the longest prompt, or with `mixed_steps` the most tokens of one step: prompts then run in
+    chunks and may be as long as the slot."""
     vocab_size: int
     eos_ids: frozenset[int] = frozenset()
     max_prefill_batch: int = 1
-    """Rows that one prefill call really runs together (1 for continuous batching in TNX and NxDI)."""
+    """Rows that one prefill call runs together (1 for continuous batching in TNX and NxDI)."""
     token_buckets: tuple[int, ...] = ()
-    """Ascending cache lengths that decode graphs exist for; empty: one graph of max_model_len."""
+    """Ascending context lengths that decode graphs exist for; empty: one graph, of max_model_len."""
     outputs: Want = Want.LOGITS
-    """What the model can return per step; TOKENS alone: it samples on the device and gives no logits."""
+    """Outputs that the model can give; TOKENS alone: it samples on the device and gives no logits."""
     largest_top_k: int | None = None
-    """Where the device samples each row with parameters of its own: their top_k is from 1 to this."""
+    """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
-    """The top_k of a row that sets none (0), at most `largest_top_k`; None: the device cannot sample such a row."""
+    """The top_k of a row that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
     fixed_sampling: tuple[float, float, float] | None = None
-    """Where the device samples every row alike: the top_k, top_p and temperature that are compiled in."""
+    """The compiled top_k, top_p and temperature of a device that samples every row alike, else None."""
     mixed_steps: bool = False
     """Prompt chunks and decodes can run in one call."""
-    joins: Literal["free", "reencode"] = "free"
-    """`reencode`: static batching, a joiner costs everyone a prefill, so joiners are gathered."""
+    joins: Literal["free", "reprefill"] = "free"
+    """`reprefill`: static batching, where a new sequence costs every running one a re-prefill; so new ones gather."""
     cache_buckets: tuple[int, ...] = ()
-    """With `mixed_steps`, where graphs are also told apart by the columns of the cache that a step's sequences use
-    together: those numbers, ascending."""
+    """With `mixed_steps`: ascending numbers of cache columns that graphs exist for, counted over all sequences of a
+    step; empty: graphs do not depend on them."""
     cache_block: int = 1
-    """Columns that a sequence takes of the cache at a time, for `cache_buckets`."""
-    max_drafts: int = 0
-    """Drafts that a decode can verify beside each row's own token; its rows then have `max_drafts` + 1 columns."""
+    """Cache columns that a sequence takes at a time, for `cache_buckets`."""
+    num_speculative_tokens: int = 0
+    """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
     can_fork: bool = False
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
@@ -115,8 +115,8 @@ class Step:
     decode: Rows | None = None
     """One token for every live slot: the device may overwrite a slot that is left out.
 
-    To verify drafts, rows have `ModelSpec.max_drafts` + 1 columns: the newest token, then drafts. The next step
-    overwrites rejected drafts: its `starts` say from where.
+    To verify drafts, rows have `ModelSpec.num_speculative_tokens` + 1 columns: the newest token, then the drafts. The
+    next step overwrites rejected drafts, from its `starts` on.
     """
 
     @property
@@ -142,8 +142,8 @@ class HostLogits:
 
     values: Float32Array
     """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted."""
-    num_reencoded: int = 0
-    """Tokens that the step encoded again although they had been in the cache (static batches)."""
+    num_reprefilled: int = 0
+    """Tokens that the step prefilled again although they had been in the cache (static batching)."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class DeviceTokens:
 
     ids: Int32Array
     """int32[B, K]; -1: none."""
-    num_reencoded: int = 0
+    num_reprefilled: int = 0
     """As in `HostLogits`."""
 
 
@@ -160,11 +160,11 @@ StepOutput = Union[HostLogits, DeviceTokens]
 
 
 class Backend(Protocol):
-    """A loaded model. Called from the engine thread only; `close` from any thread once that one has ended."""
+    """A loaded model. Engine thread only; `close`: any thread, once the engine thread has ended."""
 
     @property
     def spec(self) -> ModelSpec:
-        """What was loaded; constant."""
+        """Facts of the loaded model; constant."""
 
     def run(self, step: Step) -> StepOutput:
         """Run one step on the device; blocks and releases the GIL.
@@ -173,25 +173,25 @@ class Backend(Protocol):
         that is not the last has no meaning.
 
         Raises:
-            BackendError: the step failed; `fatal` says whether the backend is lost.
+            BackendError: the step failed; `fatal` if the backend is lost.
         """
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Reserve a slot for a prompt.
 
-        Returns how many of its tokens are already in the cache (0: none), at most all but the last, which gives the
-        first new one.
+        Returns how many of its tokens are already in the cache: at most all but the last, which gives the first new
+        token.
 
         Raises:
             StepError, DeviceMemoryError: the device failed; nothing is reserved.
-            BackendError: the slot cannot be given to this prompt; nothing is reserved.
+            BackendError: the backend refuses this prompt; nothing is reserved.
         """
 
     def fork(self, slot: int, into: int) -> None:
         """Copy a slot's cache; only where `ModelSpec.can_fork`."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """The sequences of these slots are over."""
+        """End the sequences of these slots."""
 
     def close(self) -> None:
         """Free the device; idempotent."""

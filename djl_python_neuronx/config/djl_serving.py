@@ -1,7 +1,6 @@
-"""What DJL Serving makes of a user's settings before a handler sees them, and what to say of it.
+"""Warnings about how DJL Serving changes a user's settings before the handler gets them.
 
-Source throughout: djl-serving d21927c, LmiConfigRecommender.java and PyModel.java; what is said of older versions:
-1132e3ab^.
+Source throughout: djl-serving d21927c, LmiConfigRecommender.java and PyModel.java; for older versions: 1132e3ab^.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from djl_python_neuronx.config.sources import Setting
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
-"""How the names of DJL Serving's own handlers begin, and of modules here; only one of these is this handler."""
+"""Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
 _WHOLE_SECONDS = names_where(lambda marker: marker.djl.whole_seconds)
 _SIGNS = {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign)
 """Names whose presence shows that a file was written for DJL Serving. Any `OPTION_*` variable shows it too."""
 _ROWS = {"vllm": 256}
-"""Rolling batch to the rows that DJL Serving sends of it if max_rolling_batch_size is not written; else 32."""
+"""Rolling batch to the rows that DJL Serving sends if max_rolling_batch_size is not set; for all others 32."""
 _USUAL_ROWS = 32
 
 
 def inside(
     properties: Mapping[str, object], written: Sequence[Setting], options: ServingOptions
 ) -> Iterator[Finding]:
-    """What to say when DJL Serving has passed `properties` and the user had `written` something else."""
+    """Warnings if the `properties` that DJL Serving passes differ from what the user has `written`."""
     if _text(properties.get("rolling_batch")).lower() in {"", "disable"} and _one_at_a_time(
         written, options
     ):
         yield Finding(
             ("rolling_batch", "async_mode"),
-            "DJL Serving sends one request at a time (recent versions turn rolling_batch=auto, or none, into disable): "
+            "DJL Serving sends one request at a time (recent versions turn rolling_batch=auto or unset into disable): "
             f"{_batching(written)}",
             "warning",
         )
@@ -58,21 +57,21 @@ def ahead(
     model_dir: Path | None,
     environ: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """What DJL Serving would do with what is `written`, outside of it; nothing if it was not written for DJL."""
+    """Warnings outside DJL Serving about what it would do with the settings; none if they were not written for it."""
     firsts = {setting.name: setting for setting in reversed(written)}
     if not _for_djl(written):
         return
     if collects(written, options):
         setting = firsts["rolling_batch"]
         problem = (
-            f"DJL Serving passes 'disable' in place of {setting.value!r} ({setting.origin}), since it collects batches "
-            f"of {options.batch_size}; remove batch_size, or rolling_batch"
+            f"DJL Serving passes 'disable' in place of {setting.value!r} ({setting.origin}), because it collects "
+            f"batches of {options.batch_size}; remove batch_size or rolling_batch"
         )
         yield Finding(("rolling_batch", "batch_size"), problem, "warning")
     if options.rolling_batch == "auto" and _one_at_a_time(written, options):
         yield Finding(
             ("rolling_batch", "async_mode"),
-            "under DJL Serving, whose recent versions turn rolling_batch=auto, or none, into disable, "
+            "under DJL Serving, whose recent versions turn rolling_batch=auto or unset into disable, "
             f"{_batching(written)}",
             "warning",
         )
@@ -80,32 +79,33 @@ def ahead(
     yield from _rows(firsts, options)
     engine = firsts.get("engine")
     if engine is not None and engine.value != "Python":
-        said = f"it is {engine.value} ({engine.origin})"
-        problem = f"{said}, which does not run this handler in one process for all cores; set engine=Python"
+        problem = (
+            f"{engine.value} ({engine.origin}) does not run this handler in one process for all cores; "
+            "set engine=Python"
+        )
         yield Finding(("engine",), problem, "warning")
     yield from _entry_point(written, model_dir, environ)
 
 
 def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
-    """True if DJL Serving turns off the rolling batch that is asked for, for batches that it collects itself.
+    """True if DJL Serving turns the rolling batch off, because it collects batches itself.
 
-    It looks at the key without prefix only: `option.batch_size` and `max_dynamic_batch_size` contradict a rolling
-    batch instead.
+    It reads the key without prefix only: `option.batch_size` and `max_dynamic_batch_size` contradict a rolling batch.
     """
-    said = next((entry for entry in written if entry.name == "batch_size"), None)
+    batch = next((entry for entry in written if entry.name == "batch_size"), None)
     others = [entry.origin for entry in written if entry.name == "max_dynamic_batch_size"]
     return (
-        said is not None
-        and said.source == sources.FILE_NAME
-        and not said.by_user
-        and said.origin not in others
+        batch is not None
+        and batch.source == sources.FILE_NAME
+        and not batch.by_user
+        and batch.origin not in others
         and options.batch_size > 1
         and options.rolling_batch in {"tnx", "vllm"}
     )
 
 
 def _for_djl(written: Sequence[Setting]) -> bool:
-    """True if a file or the variables were written for DJL Serving, as far as one can tell."""
+    """True if a file or the variables were probably written for DJL Serving."""
     return any(
         setting.name in _SIGNS
         if setting.source == sources.FILE_NAME
@@ -115,9 +115,9 @@ def _for_djl(written: Sequence[Setting]) -> bool:
 
 
 def _spelled(name: str, written: Sequence[Setting]) -> str:
-    """An option as it is to be written where the user wrote it, or else the rest."""
-    said = [setting.source for setting in written if setting.name == name]
-    places = said or [setting.source for setting in written if setting.by_user]
+    """The option as the user should write it: in the place where it, or else any other option, is set."""
+    own = [setting.source for setting in written if setting.name == name]
+    places = own or [setting.source for setting in written if setting.by_user]
     in_file = sources.FILE_NAME in places or sources.ENVIRONMENT not in places
     return f"option.{name}" if in_file else f"OPTION_{name.upper()}"
 
@@ -125,13 +125,13 @@ def _spelled(name: str, written: Sequence[Setting]) -> str:
 def _batching(written: Sequence[Setting]) -> str:
     mode, batch = (_spelled(name, written) for name in ("async_mode", "rolling_batch"))
     return (
-        f"the device then works for one sequence while all others wait. Set {mode}=true or {batch}=tnx to serve them "
-        f"together; {batch}=disable accepts it"
+        f"the device then serves one sequence while all others wait. Set {mode}=true or {batch}=tnx to serve them "
+        f"together, or {batch}=disable to accept this"
     )
 
 
 def _rows(firsts: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
-    """The slots under a name of which DJL Serving knows nothing."""
+    """Warning about an alias for the slots, which DJL Serving does not read."""
     name, rows = "max_rolling_batch_size", _ROWS.get(options.rolling_batch, _USUAL_ROWS)
     slots = options.max_rolling_batch_size
     alias = next((other for other in option(name).aliases if other in firsts), None)
@@ -139,7 +139,7 @@ def _rows(firsts: Mapping[str, Setting], options: ServingOptions) -> Iterator[Fi
         return
     if slots is not None and slots != rows:
         problem = (
-            f"DJL Serving does not know {alias} ({firsts[alias].origin}) and sends up to {rows} rows; write "
+            f"DJL Serving does not read {alias} ({firsts[alias].origin}) and sends up to {rows} rows; write "
             f"{name}={slots} instead"
         )
         yield Finding((name,), problem, "warning")
@@ -149,7 +149,7 @@ def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
     for name in sorted(_WHOLE_SECONDS):
         setting = firsts.get(name)
         if setting is not None and not re.fullmatch(r"[+-]?[0-9]{1,10}", _text(setting.value)):
-            problem = "DJL Serving takes whole seconds only and goes by its own default otherwise; write a whole number"
+            problem = "DJL Serving reads whole seconds only, and uses its own default otherwise; write a whole number"
             yield Finding((name,), problem, "warning")
 
 
@@ -161,23 +161,26 @@ def _entry_point(
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:
         # A module of the user's own may well wrap this handler.
-        wrong, said = value != ENTRY_POINT and value.startswith(_NO_HANDLERS), f"{value} ({origin})"
+        wrong, current = (
+            value != ENTRY_POINT and value.startswith(_NO_HANDLERS),
+            f"{value} ({origin})",
+        )
     else:
-        wrong, said = not _has_model_py(model_dir), "not set"
+        wrong, current = not _has_model_py(model_dir), "not set"
     if wrong:
         fix = f"set {_spelled('entryPoint', written)}={ENTRY_POINT}"
-        problem = f"it is {said}, so DJL Serving would not load this handler; {fix}"
+        problem = f"{current}: DJL Serving would not load this handler; {fix}"
         yield Finding(("entryPoint",), problem, "warning")
 
 
 def _one_at_a_time(written: Sequence[Setting], options: ServingOptions) -> bool:
-    """True if nobody asked for it: neither for batches of DJL's nor for the mode itself."""
-    asked = any(
+    """True if DJL Serving sends one request at a time although the user did not choose that."""
+    chosen = any(
         setting.name == "rolling_batch" and _text(setting.value).lower() == "disable"
         for setting in written
     )
     one_slot = options.max_rolling_batch_size == 1
-    return not (asked or options.async_mode or options.batch_size > 1 or one_slot)
+    return not (chosen or options.async_mode or options.batch_size > 1 or one_slot)
 
 
 def _has_model_py(model_dir: Path | None) -> bool:
@@ -188,5 +191,5 @@ def _has_model_py(model_dir: Path | None) -> bool:
 
 
 def _text(value: object) -> str:
-    """Java passes text only; anything else says nothing."""
+    """The value without blanks; empty if it is not text, the only type that Java passes."""
     return value.strip() if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""What is to be said of options, and the rules that say it."""
+"""Errors, warnings and notes about options, and the rules that produce them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from djl_python_neuronx.config.options import NAMES, ServingOptions
 from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError, ServingError
 
 Level = Literal["error", "warning", "note"]
-"""Errors stop a load: what a library refuses or gets wrong, and what would not be honoured in silence. Warnings tell
-what costs time, memory or speed; notes tell what is good to know."""
+"""An error stops a load: the library refuses the setting or gets it wrong, or it could not be honoured. A warning is
+about time, memory or speed; a note is for information."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said of options; `problem` completes a sentence that lists them with their values."""
+    """An error, warning or note about options. Messages list the options with their values before `problem`."""
 
     names: tuple[str, ...]
-    """The options concerned, as fields of `ServingOptions`."""
+    """The options concerned: fields of `ServingOptions`, or names as written."""
     problem: str
-    """What is wrong, what was expected, what to do."""
+    """What is wrong, what is expected, how to fix it."""
     level: Level = "error"
 
 
@@ -101,29 +101,29 @@ class Problems:
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of options that is wrong, costly or useless, whatever the model and the machine."""
+    """A combination of options that is wrong, costly or useless for every model and machine."""
 
     names: tuple[str, ...]
-    """The options that the finding lists."""
+    """The options that the message lists."""
     broken: Callable[[ServingOptions], object]
-    """Truthy: the finding is to be told."""
+    """Returns a truthy value if the options break the rule."""
     problem: str
     level: Level = "error"
 
     def judge(self, options: ServingOptions) -> Finding | None:
-        """The finding, if the rule is broken."""
+        """Return the finding, or None if the options follow the rule."""
         return Finding(self.names, self.problem, self.level) if self.broken(options) else None
 
 
 def asked(options: ServingOptions, name: str) -> bool:
-    """Whether an option asks for something: it is neither off nor at its default."""
+    """True if an option is neither off nor at its default."""
     value = getattr(options, name)
     default = ServingOptions.model_fields[name].default
     return value is not None and value is not False and value != default
 
 
 def lacking(name: str, other: str, problem: str, level: Level = "warning") -> Rule:
-    """The rule that `name` is not asked for without `other`."""
+    """The rule that `name` needs `other`."""
     return Rule(
         (name, other),
         lambda options: asked(options, name) and not asked(options, other),
@@ -133,13 +133,13 @@ def lacking(name: str, other: str, problem: str, level: Level = "warning") -> Ru
 
 
 def excluding(name: str, other: str, problem: str) -> Rule:
-    """The rule that `name` and `other` are not asked for together."""
+    """The rule that `name` and `other` exclude each other."""
     return Rule(
         (name, other), lambda options: asked(options, name) and asked(options, other), problem
     )
 
 
 def listed(values: Sequence[int] | Sequence[str], last: str = "and") -> str:
-    """The values as a sentence lists them: ``1, 2 and 4``."""
+    """The values as a list in a sentence: ``1, 2 and 4``."""
     words = [str(value) for value in values]
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

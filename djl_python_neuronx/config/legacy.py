@@ -1,97 +1,91 @@
-"""Names that users legitimately write and that are no options here: the old engine's and DJL Serving's own.
+"""Accepted names that are not options: those of the old engine and DJL Serving's own.
 
-Four tables: what does nothing, what this version cannot do, what means a value of an option, and what DJL Serving
-reads without the prefix.
+Four tables: names without effect, unsupported names, names that stand for a value of an option, and keys that DJL
+Serving reads without the prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Final
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """An option that does nothing here; `reason` says why."""
+    """A name without effect, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """An option that means something this version cannot do; only the values that ask for nothing are accepted."""
+    """An unsupported name; only values that turn it off are accepted."""
 
     neutral: tuple[str, ...] = ()
-    """In lower case, the one to show first. Empty: no value asks for nothing."""
+    """Values that turn it off, in lower case, the one for messages first. Empty: every value is refused."""
 
     def accepts(self, value: object) -> bool:
-        """True if `value` asks for nothing."""
+        """True if `value` turns it off."""
         return str(value).strip().lower() in self.neutral
 
     @property
     def expected(self) -> str:
-        """What may be written, in words that complete ``expected``."""
+        """The allowed values, for an error message."""
         shown = f"{self.neutral[0]} or nothing" if self.neutral else "nothing"
         return f"{shown}: it is not supported in this version; remove it"
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A name that is no option, whose values mean something in one."""
+    """A name whose values stand for values of an option."""
 
     option: str
     """The option, as a field of `ServingOptions`."""
     values: Mapping[str, str | None]
-    """Value in lower case to the option's; None asks for nothing."""
+    """Value in lower case to the option's value; None: no effect."""
 
 
-_DJL = Ignored("DJL Serving reads it itself")
+_DJL = Ignored("read by DJL Serving")
 _GPU = Ignored("GPU only")
-_IMAGES = Ignored("it describes an image, and only text is generated")
-_NEVER = Ignored("the old engine did not use it either")
+_IMAGES = Ignored("for images; only text is generated")
+_NEVER = Ignored("not used by the old engine either")
 
-IGNORED: Mapping[str, Ignored] = MappingProxyType(
-    {
-        **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
-        **dict.fromkeys(("parallel_loading", "enable_venv", "modelName"), _DJL),
-        "mpi_mode": Ignored("one process drives all NeuronCores of a model"),
-        "enable_streaming": Ignored('a request asks for a stream itself: "stream": true'),
-        "max_rolling_batch_prefill_tokens": Ignored("the prompt buckets bound a prompt step"),
-        "amp": Ignored("dtype decides, as it did in the old engine"),
-        **dict.fromkeys(("waiting_steps", "cluster_size"), _NEVER),
-        **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
-        **dict.fromkeys(("height", "width", "num_images_per_prompt"), _IMAGES),
-    }
-)
-"""Options that do nothing here, by name."""
+IGNORED: Final[Mapping[str, Ignored]] = {
+    **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
+    **dict.fromkeys(("parallel_loading", "enable_venv", "modelName"), _DJL),
+    "mpi_mode": Ignored("one process drives all NeuronCores of a model"),
+    "enable_streaming": Ignored('set per request: "stream": true'),
+    "max_rolling_batch_prefill_tokens": Ignored("the prompt buckets limit a prompt step"),
+    "amp": Ignored("the option is dtype, as in the old engine"),
+    **dict.fromkeys(("waiting_steps", "cluster_size"), _NEVER),
+    **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
+    **dict.fromkeys(("height", "width", "num_images_per_prompt"), _IMAGES),
+}
+"""Names without effect."""
 
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
 
-UNSUPPORTED: Mapping[str, Unsupported] = MappingProxyType(
-    {
-        **dict.fromkeys(("enable_lora", "tgi_compat", "bedrock_compat"), _OFF),
-        **dict.fromkeys(("use_stable_diffusion", "enable_stateful_sessions"), _OFF),
-        "adapters": _ANY,
-    }
-)
-"""Options that this version cannot honour, by name."""
+UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
+    **dict.fromkeys(("enable_lora", "tgi_compat", "bedrock_compat"), _OFF),
+    **dict.fromkeys(("use_stable_diffusion", "enable_stateful_sessions"), _OFF),
+    "adapters": _ANY,
+}
+"""Unsupported names."""
 
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), "static_int8"),
     **dict.fromkeys(("false", "0", "no", "off", "none"), None),
 }
-_IN_8_BITS = Translation("quantize", MappingProxyType(_WORDS))
-
-TRANSLATED: Mapping[str, Translation] = MappingProxyType(
-    dict.fromkeys(("load_in_8bit", "neuron_quant"), _IN_8_BITS)
+TRANSLATED: Final[Mapping[str, Translation]] = dict.fromkeys(
+    ("load_in_8bit", "neuron_quant"), Translation("quantize", _WORDS)
 )
-"""The old engine's other names for an option, by name."""
+"""Names of the old engine for a value of an option."""
 
 # Source: djl-serving, ModelInfo.java, SageMakerCompatibility.java, and Model.intProperty's callers.
 _WORKERS = ("minWorkers", "maxWorkers", "required_memory_mb", "reserved_memory_mb")
-DJL_ARGUMENTS: frozenset[str] = frozenset(
+DJL_ARGUMENTS: Final = frozenset(
     {
         *("engine", "job_queue_size", "max_dynamic_batch_size", "max_batch_delay", "max_idle_time"),
         *("load_on_devices", "retry_threshold", "max_request_size", "log_request_metric"),

@@ -1,7 +1,6 @@
-"""Where values come from: command line, SageMaker, `serving.properties`, the environment, DJL Serving.
+"""Sources of settings: command line, SageMaker, `serving.properties`, the environment, DJL Serving.
 
-Nothing is interpreted here but names: a source gives `Setting`s, `resolve` decides. What a user wrote is marked,
-because only that is ours to refuse.
+A source yields `Setting`s with their origin; `WRITTEN` is their precedence. `resolve` validates the values.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from djl_python_neuronx.errors import ConfigError
 
 FILE_NAME = "serving.properties"
 MODEL_DIR = Path("/opt/ml/model")
-"""Where the model lies unless another folder is named: SageMaker's."""
+"""Default model folder: SageMaker's."""
 DJL = "DJL"
-"""Source, and origin, of what DJL Serving passes; a value that the user wrote has the user's origin."""
+"""Source of everything that DJL Serving passes, and origin of what it adds itself."""
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 
@@ -35,15 +34,15 @@ SAGEMAKER: Final[Mapping[str, str]] = {
     "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
 }
-"""Variables that overrule the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
+"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
 
 HUB: Final[Mapping[str, str]] = {
     "HF_MODEL_ID": "model_id",
     "HF_REVISION": "revision",
     "HF_TASK": "task",
 }
-"""Variables that describe one model of the hub together, to the option. Source: djl-serving d21927c, ModelStore.java:
-DJL Serving writes a `serving.properties` with them, so they come before `OPTION_*`."""
+"""Variables that together name a model of the hub, to the option. They precede `OPTION_*` because DJL Serving writes a
+`serving.properties` with them. Source: djl-serving d21927c, ModelStore.java."""
 
 TGI: Final[Mapping[str, str]] = {
     "HF_MODEL_QUANTIZE": "quantize",
@@ -53,7 +52,7 @@ TGI: Final[Mapping[str, str]] = {
     "MAX_CONCURRENT_REQUESTS": "max_waiting",
     "SM_NUM_GPUS": "tensor_parallel_degree",
 }
-"""Variables of users who come from TGI, to the option. Source: djl-serving d21927c,
+"""Variables of TGI, to the option. Source: djl-serving d21927c,
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
 DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
 
@@ -377,7 +376,7 @@ def _holds_model(model_dir: Path) -> bool:
 
 
 def from_file(model_dir: Path) -> list[Setting]:
-    """Settings of the folder's `serving.properties`, as `from_properties` reads them; none without the file.
+    """Read the `serving.properties` of a folder with `from_properties`. Returns no settings if there is no file.
 
     Raises:
         ConfigError: the file cannot be read or holds a broken escape.
@@ -386,16 +385,16 @@ def from_file(model_dir: Path) -> list[Setting]:
     try:
         there = path.exists()
     except (OSError, ValueError):
-        there = True  # reading it says what is wrong
+        there = True  # reading it raises the error
     return from_properties(path) if there else []
 
 
 def from_properties(path: Path) -> list[Setting]:
-    """Settings of a properties file, those with the `option.` prefix first.
+    """Read a properties file as Java's `Properties.load` does. Settings with the `option.` prefix come first.
 
-    Read as Java's `Properties.load` reads bytes: ISO-8859-1 and escapes, the last of equal keys counts. Keys without
-    the prefix are DJL Serving's arguments, which reach a handler too (`batch_size`, `engine`, `minWorkers` …). The mark
-    that Windows editors put in front of UTF-8 is skipped.
+    The encoding is ISO-8859-1 with escapes; the last of equal keys counts. Keys without the prefix are arguments of DJL
+    Serving, which passes them to the handler too (`batch_size`, `engine`, `minWorkers` …). The byte order mark of
+    Windows editors is skipped.
 
     Raises:
         ConfigError: the file cannot be read, is larger than 1 MiB or holds a broken escape.
@@ -431,7 +430,7 @@ def _read_file(path: Path) -> bytes:
         message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
     except ValueError as error:
-        message = f"{str(path)!r} is no path: {error}"
+        message = f"{str(path)!r} is not a path: {error}"
         raise ConfigError(message) from error
     if len(content) > MAX_FILE_BYTES:
         message = f"{path} has more than {MAX_FILE_BYTES} bytes; expected a properties file"
@@ -443,7 +442,7 @@ def _unseen(origin: str, *, marked: bool) -> Iterator[tuple[Level, str]]:
     if marked:
         yield (
             "warning",
-            f"{origin} begins with a byte order mark, which DJL Serving takes for a part of the key: it does not see "
+            f"{origin} begins with a byte order mark, which DJL Serving reads as part of the key, so it ignores "
             "this setting. Save the file without the mark",
         )
 
@@ -454,10 +453,10 @@ def _again(earlier: Setting | None) -> Iterator[tuple[Level, str]]:
 
 
 def content(value: object, folder: Path) -> tuple[object, str]:
-    """The JSON of the file that `value` names, absolute or relative to `folder`; `value` itself if it is no path.
+    """Read the JSON file that `value` names, absolute or relative to `folder`. Returns `value` itself if it is no path.
 
-    A path is a text that is neither a word for yes, no or nothing nor the beginning of an object or list. The second
-    part says what is wrong with the file: at most 1 MiB of JSON is expected.
+    Any text is a path, except words for yes, no or none, and text that begins like an object or a list. The second
+    item is the problem with the file (not JSON, longer than 1 MiB), empty if there is none.
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS or value[:1] in {"{", "[", "("}:
         return value, ""
@@ -472,7 +471,7 @@ def content(value: object, folder: Path) -> tuple[object, str]:
     except OSError as error:
         return None, f"the file {named} cannot be read: {error.strerror}"
     except ValueError as error:
-        return None, f"{named} is no path: {error}"
+        return None, f"{named} is not a path: {error}"
     if len(data) > MAX_FILE_BYTES:
         return None, f"the file {named} has more than {MAX_FILE_BYTES} bytes"
     try:

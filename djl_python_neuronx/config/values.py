@@ -1,7 +1,7 @@
-"""What an option's value may be: the marker that every field carries, and the types with their readers.
+"""Types of option values with their parsers, and the marker that every option field carries.
 
-Values come as text (`serving.properties`, the environment) or as objects (DJL Serving, tests). A reader gives what
-pydantic then validates; text that it cannot make sense of it hands on, and pydantic refuses it.
+Values are text (`serving.properties`, the environment) or objects (DJL Serving, tests). A parser converts text and
+returns text that it cannot parse unchanged; pydantic validates the result.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SAME = ""
 """In `Option.to`: the library uses the option's own name."""
 
 MAX_TEXT = 65_536
-"""Characters of a list or a JSON value; real ones have some hundreds."""
+"""Longest list or JSON value in characters; real ones have some hundreds."""
 MAX_LITERAL = 8_192
-"""Characters of a Python literal. Python's parser recurses once per operator: this many do not exhaust its stack."""
+"""Longest Python literal in characters. Python's parser recurses once per operator; its stack holds this many."""
 MAX_DEPTH = 32
-"""Brackets within brackets."""
+"""Deepest nesting of brackets."""
 
 MAX_SHOWN = 200
 """Characters of a name or value in a message."""
@@ -123,14 +123,14 @@ class Option:
 
 
 class OptionGroup(BaseModel):
-    """Base of the classes that hold option fields: frozen, closed, and ``None`` written out means not set."""
+    """Base of the option classes: frozen, without unknown fields; the word ``None`` means not set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _unset(cls, values: object) -> object:
-        """Old files spell a default out: ``option.unroll=None``."""
+        """Drop values such as ``option.unroll=None``, which old files have."""
         if not isinstance(values, Mapping):
             return values
         return {
@@ -146,10 +146,10 @@ class OptionGroup(BaseModel):
 
 
 def parse_object(text: str) -> object:
-    """The value of a JSON text or, as old files have them, of a Python literal (`{'a': True}`).
+    """Parse JSON or a Python literal (`{'a': True}`), which old files have.
 
     Raises:
-        ValueError: it is neither, or longer or deeper than any real value.
+        ValueError: the text is neither, or longer or deeper than any real value.
     """
     if len(text) > MAX_TEXT or _depth(text) > MAX_DEPTH:
         message = f"expected at most {MAX_TEXT} characters and {MAX_DEPTH} nested brackets"
@@ -163,7 +163,7 @@ def parse_object(text: str) -> object:
             raise
     try:
         with warnings.catch_warnings():
-            # A backslash that escapes nothing; the user sees the value, not Python's opinion of it.
+            # Python warns of a backslash that escapes nothing.
             warnings.simplefilter("ignore")
             return ast.literal_eval(text.strip())
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
@@ -172,7 +172,7 @@ def parse_object(text: str) -> object:
 
 
 def shown(value: object) -> str:
-    """A value as it would be written in `serving.properties`."""
+    """The value as written in `serving.properties`."""
     plain = jsonable(value)
     if plain is None:
         return ""
@@ -193,7 +193,7 @@ def shortened(value: object) -> object:
 
 
 def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
-    """The value in the terms of JSON; what JSON cannot hold as text."""
+    """The value as JSON types; what JSON cannot represent becomes text."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
@@ -213,19 +213,19 @@ def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
 
 
 def truth(value: object) -> bool | None:
-    """True or False for a boolean in any of its spellings, None for anything else."""
-    said = isinstance(value, (bool, str)) or (isinstance(value, int) and value in {0, 1})
-    word = str(value).strip().lower() if said else ""
+    """Parse any spelling of a boolean. Returns None for anything else."""
+    readable = isinstance(value, (bool, str)) or (isinstance(value, int) and value in {0, 1})
+    word = str(value).strip().lower() if readable else ""
     return True if word in _TRUE else False if word in _FALSE else None
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    message = f"{name} is no JSON"
+    message = f"{name} is not JSON"
     raise ValueError(message)
 
 
 def _depth(text: str) -> int:
-    """Most brackets open at once; those in strings count too, which only makes the bound stricter."""
+    """Deepest nesting of brackets. Those in strings count too, which only makes the limit stricter."""
     depth = deepest = 0
     for character in text:
         if character in "[{(":
@@ -257,7 +257,7 @@ def long_dtype(value: object) -> object:
 
 
 def _split(value: object) -> object:
-    """The parts of a list written as "a,b", "[a, b]" or "(a, b)", without blanks and quotes."""
+    """Split a list written as "a,b", "[a, b]" or "(a, b)"; without blanks and quotes."""
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         # Blanks go here: pydantic 2.6 does not take " 512" for a number.
         listed = value.strip()
@@ -288,10 +288,10 @@ def _object(value: object) -> object:
 
 
 def plain(value: object, depth: int = MAX_DEPTH) -> object:
-    """The value with lists for tuples, if JSON can hold it: it is written into reports and artifacts.
+    """Check that JSON can represent the value, and turn tuples into lists, for reports and artifacts.
 
     Raises:
-        ValueError: it cannot, or a number or the nesting is beyond any real value.
+        ValueError: JSON cannot, or a number or the nesting is beyond any real value.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -311,10 +311,10 @@ def _eight_bits(value: object) -> object:
 
 
 def _weights(value: object) -> object:
-    """`NEURON_QUANT` and `load_in_8bit` say true for int8."""
-    told = truth(value)
-    eight_bits = "int8" if told else _eight_bits(value)
-    if told is False:
+    """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8."""
+    enabled = truth(value)
+    eight_bits = "int8" if enabled else _eight_bits(value)
+    if enabled is False:
         return None
     return f"static_{eight_bits}" if eight_bits in ("int8", "fp8") else value
 

@@ -21,7 +21,7 @@ class Batcher:
     def __init__(self, spec: ModelSpec, sampler: Sampler) -> None:
         self._sampler = sampler
         self._wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
-        self._width = spec.max_drafts + 1
+        self._width = spec.num_speculative_tokens + 1
         self._max_model_len = spec.max_model_len
         self._mixed_steps = spec.mixed_steps
         self._default_top_k = spec.default_top_k or 0

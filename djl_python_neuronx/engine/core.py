@@ -64,7 +64,7 @@ class Engine:
         max_join_wait_s: float = 0.0,
         proposer: Proposer | None = None,
     ) -> None:
-        """`proposer` drafts tokens for the backend to verify; not used where `spec.max_drafts` is 0."""
+        """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0."""
         self.spec = backend.spec
         self.runner = Runner(backend)
         self.dead: BackendError | None = None
@@ -79,7 +79,7 @@ class Engine:
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
-        self._speculator = Speculator(proposer, self.spec.max_drafts)
+        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
 
@@ -127,18 +127,8 @@ class Engine:
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a sequence whose text contains a stop string; idempotent, no output follows.
-
-        The token that was decoded meanwhile is dropped: it never reaches the text.
-        """
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            sequence.finish_reason = reason
-            self._end(sequence)
-
     def abort(self, request_id: str) -> None:
-        """Drop a sequence and free its slot; idempotent, no output follows."""
+        """Drop a sequence that its client has left or a stop string has ended; idempotent, no output follows."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence)
@@ -180,7 +170,7 @@ class Engine:
             return StepResult(outputs + self._fail_call(batch.sequences, error))
         self._failed_steps = 0
         outputs += self._advance(batch, token_ids, output)
-        info = info._replace(drafts_s=proposal.seconds, draft_error=proposal.error)
+        info = info._replace(draft_s=proposal.seconds, draft_error=proposal.error)
         if info.kind == "verification":
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
@@ -285,7 +275,6 @@ class Engine:
     def _fail(
         self, sequence: Sequence, error: ServingError, *, acquired: bool = True
     ) -> TokenOutput:
-        sequence.finish_reason = FinishReason.ERROR
         self._end(sequence, acquired=acquired)
         return TokenOutput(sequence.request, (), FinishReason.ERROR, error)
 

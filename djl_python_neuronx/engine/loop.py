@@ -48,13 +48,12 @@ SHORTEST_SLEEP_S = 1e-4
 """A shorter sleep takes longer than requested."""
 WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
-
-
 SWITCH_INTERVAL_S = 1e-4
 """A busy Python thread delays the return from the device by this long: 5.2 ms at Python's default of 5 ms, 0.3 ms
 at 0.1 ms (2 vCPU, 2026-11)."""
 
-_Command = tuple[Callable[..., Any], tuple[Any, ...]]
+_Command = tuple[Callable[..., list[TokenOutput] | None], tuple[Any, ...]]
+"""A method of `Engine` and its arguments."""
 _Message = Union[StepResult, ServingError, None]
 """Result of a step; an error that ends every stream; None: the output thread stops."""
 
@@ -116,10 +115,12 @@ class EngineLoop:
         self._async_queues = AsyncQueues(self.abort)
         self._death: ServingError | None = None
         self._threads = [
-            threading.Thread(target=target, name=f"djl-neuronx-{name}", daemon=True)
-            for name, target in (
-                ("engine", self._step),
-                ("output", self._output),
+            threading.Thread(
+                target=self._run, args=(name, body), name=f"djl-neuronx-{name}", daemon=True
+            )
+            for name, body in (
+                ("engine", self._step_until_closed),
+                ("output", self._output_until_closed),
                 ("watchdog", self._watch),
             )
         ]
@@ -151,7 +152,7 @@ class EngineLoop:
         try:
             check(request, self.engine.spec)
             stream = Stream(request, self._tokenizer, output_queue)
-            self.streams.open(stream, lambda: self._commands.put((self.engine.add, (request,))))
+            self.streams.open(stream, lambda: self._commands.put((Engine.add, (request,))))
         except ServingError as error:
             self._reject(error)
             raise
@@ -161,7 +162,7 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
-        abort = (self.engine.abort, (request_id,))
+        abort = (Engine.abort, (request_id,))
         stream = self.streams.end(request_id, lambda: self._commands.put(abort))
         if stream is not None:
             self._notify(lambda observer: observer.given_up(stream))
@@ -188,7 +189,7 @@ class EngineLoop:
         )
         self.streams.wait_until_empty(drain_s)
         self._closing.set()
-        self._commands.put((self.engine.abort_all, ()))
+        self._commands.put((Engine.abort_all, ()))
         self._commands.put(None)
         self._messages.put(
             RequestAbortedError("the server stopped before this request was finished")
@@ -201,18 +202,20 @@ class EngineLoop:
         _switch_interval.restore(self)
         return not self._threads[0].is_alive()
 
-    # Engine thread
-
-    def _step(self) -> None:
+    def _run(self, name: str, body: Callable[[], None]) -> None:
+        """The body of a thread; its failure ends the loop, so that no request waits for ever."""
         try:
-            self._step_until_closed()
+            body()
         except Exception as error:
-            logger.exception("engine_failed")
-            self._die(
-                BackendUnavailableError(
-                    f"the engine failed ({type(error).__name__}: {error}); restart it"
-                )
+            logger.exception("%s_failed", name)
+            failure = BackendUnavailableError(
+                f"the {name} thread failed ({type(error).__name__}: {error}); restart the server"
             )
+            self._die(failure)
+            if name == "output":
+                self._end_all(self._death or failure)
+
+    # Engine thread
 
     def _step_until_closed(self) -> None:
         engine, commands = self.engine, self._commands
@@ -222,7 +225,7 @@ class EngineLoop:
                 if command is None:
                     return
                 function, arguments = command
-                outputs = function(*arguments)
+                outputs = function(engine, *arguments)
                 if outputs:
                     self._messages.put(StepResult(outputs))
             self._messages.put(engine.step())
@@ -230,15 +233,6 @@ class EngineLoop:
                 self._die(engine.dead)
 
     # Output thread
-
-    def _output(self) -> None:
-        try:
-            self._output_until_closed()
-        except Exception as error:
-            logger.exception("output_failed")
-            message = f"the output side failed ({type(error).__name__}: {error}); restart it"
-            self._die(BackendUnavailableError(message))
-            self._end_all(self._death or BackendUnavailableError(message))
 
     def _output_until_closed(self) -> None:
         while True:
@@ -286,9 +280,10 @@ class EngineLoop:
             stream.first_token_s = stream.last_token_s
         if delta.finish_reason is None:
             return delta
-        end = (self.engine.finish, (request_id, delta.finish_reason))
+        # A stop string: the token that was decoded meanwhile never reaches the text.
+        abort = (Engine.abort, (request_id,))
         ended_by_engine = output.finish_reason is not None
-        then = None if ended_by_engine else lambda: self._commands.put(end)
+        then = None if ended_by_engine else lambda: self._commands.put(abort)
         if self.streams.end(request_id, then) is None:
             return None
         self._notify(lambda observer: observer.ended(stream, delta))
@@ -338,7 +333,7 @@ class EngineLoop:
                     )
                     self._die(BackendUnavailableError(message))
             if self.engine.num_waiting:
-                self._commands.put((self.engine.expire, (self._queue_timeout_s,)))
+                self._commands.put((Engine.expire, (self._queue_timeout_s,)))
 
     def _die(self, error: ServingError) -> None:
         """End the loop, once: the first reason counts."""

@@ -43,9 +43,9 @@ class StepInfo(NamedTuple):
     tokens: int
     """Valid tokens fed; a prefill's padding is rows * bucket - tokens."""
     device_s: float
-    num_reencoded: int = 0
+    num_reprefilled: int = 0
     """Tokens prefilled again although they had been in the cache."""
-    drafts_s: float = 0.0
+    draft_s: float = 0.0
     """Time that its proposal took, the draft model's calls included."""
     draft_error: BackendError | None = None
     """Why the proposer failed; None if it did not."""
@@ -85,7 +85,7 @@ class Runner:
         tokens = rows if kind == "decode" else sum(int(part.lens.sum()) for part in parts)
         if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
-        return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reencoded)
+        return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reprefilled)
 
     def _graph(self, kind: GraphKind, length: int, parts: list[Rows]) -> Graph:
         spec = self.backend.spec

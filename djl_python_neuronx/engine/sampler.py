@@ -1,17 +1,19 @@
-"""Every sampling rule, vectorised over the batch.
+"""The sampler: every sampling rule, vectorised over the batch.
 
 The rules, in the order in which they apply: repetition penalty over prompt and output, temperature, top_k, top_p,
-min_p, draw. All of them keep or drop equal logits together: a tie at the k-th value, or at the edge of the nucleus,
-is kept whole. Greedy takes the lowest id of a tie.
+min_p, draw. Each is one function, used by both ways to draw: among the candidates of a top_k, or from a whole row. All
+rules keep or drop equal logits together: a tie at the k-th value, or at the edge of the nucleus, is kept whole. Greedy
+takes the lowest id of a tie.
 
-No rule sorts the vocabulary. `top_k` looks at the logits above a floor only, which the k-th best of some 2000 maxima
-gives; `top_p` without `top_k` draws first and then asks whether the token was allowed.
+No rule sorts the vocabulary. `top_k` needs only the logits above a floor, which the k-th best of some 2000 maxima
+gives; `top_p` without `top_k` draws first and then checks whether the token is in the nucleus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite, nan
+from typing import Any, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +27,11 @@ IndexArray = npt.NDArray[np.intp]
 UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 Candidates = tuple[IndexArray, Float32Array]
+Weights = Union[npt.NDArray[np.floating[Any]], np.floating[Any]]
 
 
 def logprobs(logits: Float32Array, token_ids: npt.ArrayLike) -> Float32Array:
-    """float32[n]: log-softmax of each row of `logits` (float32[n, V]) at its token; the model's own distribution."""
+    """float32[n]: log-softmax of each row of `logits` (float32[n, V]) at its token: the model's own distribution."""
     found = np.empty(len(logits), np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for i, (row, token_id) in enumerate(zip(logits, np.asarray(token_ids), strict=True)):
@@ -37,6 +40,42 @@ def logprobs(logits: Float32Array, token_ids: npt.ArrayLike) -> Float32Array:
             chosen = shifted[token_id]
             found[i] = chosen - np.log(np.exp(shifted, out=shifted).sum())
     return found
+
+
+_GREEDY, _TOP_K, _WHOLE = range(3)
+_COLUMNS = 2048
+"""Columns of a row's table, about. Their maxima and sums cost one pass of long vectors (blocks of 64 neighbours: five
+times slower) and stay in the first-level cache."""
+_WIDE = 4096
+"""A row with more candidates (ties, a huge top_k) is sorted alone: the others are not padded to its width."""
+_FEW = 1 / 64
+"""Below this share of a row, picking the marked elements is cheaper than multiplying all with the mask."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""Range of parameters: neither they nor their inverse leave float32, nor do products of them become zero."""
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def penalise(logits: Float32Array, seen: BoolArray | bool, penalty: np.float32) -> Float32Array:
+    """`logits` with those of `seen` tokens divided (if above 0) or multiplied by the penalty. Source: CTRL (2019)."""
+    return np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def in_top_k(logits: Float32Array, kth: Float32Array) -> BoolArray:
+    """Tokens among the k best, given the k-th best logit; none without a finite logit."""
+    kept: BoolArray = logits >= np.maximum(kth, _LOWEST)
+    return kept
+
+
+def in_nucleus(heavier: Weights, total: Weights, top_p: Weights) -> BoolArray:
+    """Tokens of the top_p nucleus, given the mass of all heavier tokens and of all tokens."""
+    kept: BoolArray = heavier < top_p * total
+    return kept
+
+
+def above_min_p(weights: Weights, best: Weights, min_p: Weights) -> BoolArray:
+    """Tokens with at least `min_p` times the weight of the best one."""
+    kept: BoolArray = weights >= min_p * best
+    return kept
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -51,72 +90,160 @@ def _mix(z: UInt64Array) -> UInt64Array:
     return z
 
 
-def _uniform(streams: UInt64Array, positions: Int32Array, draw: int = 0) -> Float64Array:
-    """float64[n] in [0, 1): a pure function of (stream, position, draw), whatever the row or the batch.
+class _Draws:
+    """Random numbers: a pure function of a slot's seed, the position and the draw, whatever the row or the batch."""
 
-    52 bits, such that ``u * total < total`` also holds after rounding.
+    def __init__(self, num_slots: int) -> None:
+        self._streams = np.zeros(num_slots, np.uint64)
+
+    def seed(self, slot: int, seed: int) -> None:
+        """Start the stream of a slot."""
+        self._streams[slot] = _mix(np.array([seed], np.uint64))[0]
+
+    def uniform(self, slots: Int32Array, positions: Int32Array, draw: int = 0) -> Float64Array:
+        """float64[n] in [0, 1), of 52 bits, such that ``u * total < total`` also holds after rounding."""
+        counters = positions.astype(np.uint64) * _GOLDEN + np.uint64(draw * _DRAW % 2**64)
+        bits: UInt64Array = _mix(self._streams[slots] + counters) >> np.uint64(12)
+        return np.multiply(bits, 2.0**-52)
+
+
+class _History:
+    """The tokens that the slots with a repetition penalty have seen.
+
+    A table of num_slots * vocab_size bytes: a look-up costs the same at token 64 and at token 4096.
     """
-    counters = positions.astype(np.uint64) * _GOLDEN + np.uint64(draw * _DRAW % 2**64)
-    bits: UInt64Array = _mix(streams + counters) >> np.uint64(12)
-    return np.multiply(bits, 2.0**-52)
 
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.seen = np.zeros((num_slots, vocab_size), np.bool_)
+        self.penalised = np.zeros(num_slots, np.bool_)
+        self.penalties = np.ones(num_slots, np.float32)
+        self._row = np.empty(vocab_size, np.float32)
 
-def _penalise(values: Float32Array, seen: BoolArray | bool, penalty: np.float32) -> Float32Array:
-    """`values` with those of `seen` tokens divided (if above 0) or multiplied by the penalty. Source: CTRL (2019)."""
-    return np.where(seen, np.where(values > 0, values / penalty, values * penalty), values)
+    def start(self, slot: int, penalty: float, prompt_ids: Sequence[int]) -> None:
+        """Start the history of a slot that has none."""
+        self.penalties[slot] = min(max(penalty, _SMALLEST), _LARGEST)
+        if penalty != 1:
+            self.penalised[slot] = True
+            self.seen[slot, np.asarray(prompt_ids, np.intp)] = True
+
+    def add(self, slots: Int32Array, tokens: Int32Array) -> None:
+        """Add a token to each slot; -1 adds none."""
+        noted = self.penalised[slots] & (tokens >= 0)
+        if noted.any():
+            self.seen[slots[noted], tokens[noted]] = True
+
+    def clear(self, slot: int) -> None:
+        """Forget the history of a slot; idempotent."""
+        if self.penalised[slot]:
+            self.penalised[slot] = False
+            self.seen[slot] = False
+
+    def penalised_row(self, row: Float32Array, slot: int) -> Float32Array:
+        """A copy of the row with the whole history penalised, valid until the next call."""
+        np.copyto(self._row, row)
+        seen = np.flatnonzero(self.seen[slot])
+        self._row[seen] = penalise(row[seen], True, self.penalties[slot])
+        return self._row
 
 
 def _kth_largest(values: Float32Array, k: int) -> float:
     return float(np.partition(values, len(values) - k)[-k])
 
 
-_GREEDY, _TOP_K, _WHOLE = range(3)
-_COLUMNS = 2048
-"""A row is read as a table with about this many columns. Their maxima and sums cost one pass of long vectors (blocks of
-64 neighbours: five times slower) and stay in the first-level cache."""
-_WIDE = 4096
-"""A row with more candidates (ties, a huge top_k) is sorted alone: the others are not padded to its width."""
-_FEW = 1 / 64
-"""Below this share of a row, picking the marked elements is cheaper than multiplying all with the mask."""
-_SMALLEST, _LARGEST = 1e-30, 1e30
-"""Parameters are held in this range: neither they nor their inverse leave float32, nor products of them zero."""
-_LOWEST = float(np.finfo(np.float32).min)
+class _Table:
+    """One row of logits or weights, read as a table: element i stands in column i % `num_columns`.
+
+    ::
+
+        line 0    |  0     1     2   ...  C-1 |
+        line 1    |  C   C+1   C+2   ... 2C-1 |
+        ...       |                           |
+        rest      | nC  nC+1 ...              |
+                     |     |
+                     fold: maximum or sum of each column
+
+    The k-th best column maximum is a floor for top_k; column sums locate a draw in two short searches.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_lines = max(1, vocab_size // _COLUMNS)
+        self._num_columns = vocab_size // self._num_lines
+        self._columns = np.empty(self._num_columns, np.float32)
+        self.weights = np.empty(vocab_size, np.float32)
+        self.mask = np.empty(vocab_size, np.bool_)
+
+    def floor(self, row: Float32Array, top_k: int) -> float:
+        """A logit that at least `top_k` tokens reach, or all with a finite one; NaN, which none reaches, for a bad row.
+
+        The k-th best column maximum is such a floor, and few tokens above it are not among the k best.
+        """
+        pool = self.fold(np.maximum, row) if 2 * top_k <= self._num_columns else row
+        return max(_kth_largest(pool, top_k), _LOWEST) if isfinite(pool.max()) else nan
+
+    def locate(self, sums: Float32Array, uniform: float) -> int:
+        """The token at `uniform` of the cumulated weights: first its column, then its place in it."""
+        mass = sums.cumsum(dtype=np.float64)
+        target = uniform * mass[-1]
+        column = int(mass.searchsorted(target, side="right"))
+        within = self.weights[column :: self._num_columns].cumsum(dtype=np.float64)
+        target -= mass[column - 1] if column else 0.0
+        # A float32 sum may exceed the exact one by a rounding: stay at the last token that has weight.
+        place = min(within.searchsorted(target, side="right"), within.searchsorted(within[-1]))
+        return column + int(place) * self._num_columns
+
+    def weigh(self, row: Float32Array, inverse_temperature: np.float32) -> Float32Array:
+        """Fill `weights` with exp(row / temperature) up to a factor; returns its column sums (NaN: no distribution).
+
+        The largest logit is subtracted only where the sum shows that weights may have left float32's range: that saves
+        two passes.
+        """
+        weights = self.weights
+        # Also where the temperature is 1: exp straight from memory that is not in the cache is twice as slow as both.
+        np.multiply(row, inverse_temperature, out=weights)
+        sums = self.fold(np.add, np.exp(weights, out=weights))
+        if 1e-10 < sums.sum(dtype=np.float64) < 1e30:
+            return sums
+        np.subtract(row, row.max(), out=weights)
+        np.multiply(weights, inverse_temperature, out=weights)
+        return self.fold(np.add, np.exp(weights, out=weights))
+
+    def fold(self, reduce: np.ufunc, row: Float32Array) -> Float32Array:
+        """float32[columns]: maximum or sum of each column (elements c, c + columns, c + 2 columns, ...) of a row."""
+        columns, body = self._columns, self._num_lines * self._num_columns
+        reduce.reduce(row[:body].reshape(self._num_lines, self._num_columns), axis=0, out=columns)
+        rest = self._vocab_size - body
+        if rest:
+            reduce(columns[:rest], row[body:], out=columns[:rest])
+        return columns
 
 
 class Sampler:
-    """Chooses the next token of every slot. Engine thread only.
+    """Samples the next token of every slot. Engine thread only.
 
-    What a slot draws depends on its logits, parameters, history, seed and position, never on its index or its company:
-    every kernel works on one row, or element by element, or accumulates along a row in order.
+    The token of a slot depends on its logits, parameters, history, seed and position, never on its index or on other
+    rows: every kernel works on one row, or element by element, or accumulates along a row in order.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        """No slot holds a sequence yet. Memory: num_slots * vocab_size bytes, touched for penalties only."""
+        """No slot holds a sequence yet. Memory: see `_History`; touched for penalties only."""
         self._vocab_size = vocab_size
         self._kinds = np.zeros(num_slots, np.int8)
         self._temperatures = np.ones(num_slots)
         self._top_ks = np.ones(num_slots, np.intp)
         self._top_ps = np.ones(num_slots)
         self._min_ps = np.zeros(num_slots)
-        self._penalties = np.ones(num_slots, np.float32)
-        self._penalised = np.zeros(num_slots, np.bool_)
-        self._streams = np.zeros(num_slots, np.uint64)
+        self._draws = _Draws(num_slots)
+        self._history = _History(num_slots, vocab_size)
+        self._table = _Table(vocab_size)
         self._device_rows = np.ones((num_slots, 3), np.float32)
         # Slots that need more than an argmax; while there are none, a step is five calls of numpy.
         self._elaborate: set[int] = set()
-        # The history as a table: a look-up costs the same at token 64 and at token 4096.
-        self._seen = np.zeros((num_slots, vocab_size), np.bool_)
-        self._num_lines = max(1, vocab_size // _COLUMNS)
-        self._num_columns = vocab_size // self._num_lines
-        self._columns = np.empty(self._num_columns, np.float32)
-        self._weights = np.empty(vocab_size, np.float32)
-        self._row = np.empty(vocab_size, np.float32)
-        self._mask = np.empty(vocab_size, np.bool_)
 
     def assign(
         self, slot: int, params: SamplingParams, prompt_ids: Sequence[int], seed: int
     ) -> None:
-        """Start a new sequence in a slot. `seed` is `params.seed`, or what the engine chose for it."""
+        """Start a new sequence in a slot. `seed` is `params.seed`, or one drawn by the engine."""
         greedy = params.temperature == 0 or params.top_k == 1
         if greedy:
             params = SamplingParams(top_k=1, repetition_penalty=params.repetition_penalty)
@@ -129,22 +256,17 @@ class Sampler:
         self._top_ks[slot] = min(params.top_k, self._vocab_size)
         self._top_ps[slot] = max(params.top_p, _SMALLEST)
         self._min_ps[slot] = params.min_p
-        self._penalties[slot] = min(max(params.repetition_penalty, _SMALLEST), _LARGEST)
-        self._streams[slot] = _mix(np.array([seed], np.uint64))[0]
+        self._draws.seed(slot, seed)
         self._device_rows[slot] = (self._top_ks[slot], params.top_p, temperature)
         self.release(slot)
         if not greedy or params.repetition_penalty != 1:
             self._elaborate.add(slot)
-        if params.repetition_penalty != 1:
-            self._penalised[slot] = True
-            self._seen[slot, np.asarray(prompt_ids, np.intp)] = True
+        self._history.start(slot, params.repetition_penalty, prompt_ids)
 
     def release(self, slot: int) -> None:
-        """Forget the history of a slot; idempotent."""
+        """End the sequence of a slot; idempotent."""
         self._elaborate.discard(slot)
-        if self._penalised[slot]:
-            self._penalised[slot] = False
-            self._seen[slot] = False
+        self._history.clear(slot)
 
     def device_row(self, slot: int) -> Float32Array:
         """float32[3]: top_k (0: off), top_p, temperature, for a device that samples; greedy is (1, 1.0, 1.0)."""
@@ -173,16 +295,15 @@ class Sampler:
             if len(greedy):
                 rows = np.concatenate((rows, self._take_best(logits, slots, greedy, tokens)))
             if len(rows) or kinds.any():
-                uniforms = _uniform(self._streams[slots], positions)
+                uniforms = self._draws.uniform(slots, positions)
                 if len(rows):
                     table = [logits[i] for i in rows]
                     tokens[rows] = self._draw_top_k(table, slots[rows], uniforms[rows])
                 for i in np.flatnonzero(kinds == _WHOLE):
-                    position = positions[i : i + 1]
-                    tokens[i] = self._draw_whole(logits[i], slots[i], position, uniforms[i])
-        noted = self._penalised[slots] & (tokens >= 0)
-        if note and noted.any():
-            self._seen[slots[noted], tokens[noted]] = True
+                    one = slice(i, i + 1)
+                    tokens[i] = self._draw_whole(logits[i], slots[one], positions[one], uniforms[i])
+        if note:
+            self._history.add(slots, tokens)
         return tokens
 
     def _take_best(
@@ -194,7 +315,7 @@ class Sampler:
         else:
             best = np.array([logits[i].argmax() for i in rows], np.intp)
         valid = np.isfinite(logits[rows, best])
-        lowered = valid & self._seen[slots[rows], best]
+        lowered = valid & self._history.seen[slots[rows], best]
         tokens[rows] = np.where(valid & ~lowered, best, -1)
         undecided: IndexArray = rows[lowered]
         return undecided
@@ -212,30 +333,22 @@ class Sampler:
 
     def _candidates(self, row: Float32Array, slot: int) -> Candidates:
         """Ascending ids and penalised logits of a set that holds the top_k and their ties; empty for a bad row."""
-        top_k, penalty = int(self._top_ks[slot]), self._penalties[slot]
+        top_k, penalty = int(self._top_ks[slot]), self._history.penalties[slot]
         if penalty < 1:
-            row = self._penalised_row(row, slot)
-        floor = self._floor(row, top_k)
+            row = self._history.penalised_row(row, slot)
+        floor = self._table.floor(row, top_k)
         if penalty > 1:
             # The tokens that reach the floor reach this one even if all of them are penalised, so the k-th best does
             # too. No look at the history: its length costs nothing.
             floor = max(floor / float(penalty) if floor > 0 else floor * float(penalty), _LOWEST)
-        ids = np.flatnonzero(np.greater_equal(row, floor, out=self._mask))
+        ids = np.flatnonzero(np.greater_equal(row, floor, out=self._table.mask))
         values = row[ids]
         if penalty > 1:
-            values = _penalise(values, self._seen[slot, ids], penalty)
+            values = penalise(values, self._history.seen[slot, ids], penalty)
             if len(ids) > top_k:
                 best = values >= _kth_largest(values, top_k)
                 ids, values = ids[best], values[best]
         return ids, values
-
-    def _floor(self, row: Float32Array, top_k: int) -> float:
-        """A logit that at least `top_k` tokens reach, or all with a finite one; NaN, which none reaches, for a bad row.
-
-        The k-th best column maximum is such a floor, and few tokens above it are not among the k best.
-        """
-        pool = self._fold(np.maximum, row) if 2 * top_k <= self._num_columns else row
-        return max(_kth_largest(pool, top_k), _LOWEST) if isfinite(pool.max()) else nan
 
     def _draw_sorted(
         self, found: list[Candidates], slots: Int32Array, uniforms: Float64Array
@@ -258,95 +371,53 @@ class Sampler:
         mass = weights.cumsum(axis=1)
 
         top_ks = self._top_ks[slots]
-        kth = np.maximum(values[each, np.minimum(top_ks, values.shape[1]) - 1], _LOWEST)
-        kept = (values >= kth[:, None]).sum(axis=1)
-        limits = self._top_ps[slots] * mass[each, kept - 1]
-        nucleus = np.minimum(kept, 1 + (mass < limits[:, None]).sum(axis=1))
+        kth = values[each, np.minimum(top_ks, values.shape[1]) - 1]
+        kept = in_top_k(values, kth[:, None]).sum(axis=1)
+        total, top_ps = mass[each, kept - 1][:, None], self._top_ps[slots][:, None]
+        nucleus = np.minimum(kept, 1 + in_nucleus(mass, total, top_ps).sum(axis=1))
         nucleus = (values >= values[each, nucleus - 1][:, None]).sum(axis=1)
-        likely = (weights >= self._min_ps[slots][:, None]).sum(axis=1)
+        min_ps = self._min_ps[slots][:, None]
+        likely = above_min_p(weights, weights[:, :1], min_ps).sum(axis=1)
         kept = np.where(top_ks == 1, 1, np.minimum(nucleus, likely))
         chosen = (mass <= (uniforms * mass[each, kept - 1])[:, None]).sum(axis=1)
         return np.where(widths > 0, ids[each, order[each, chosen]], -1)
 
     def _draw_whole(
-        self, row: Float32Array, slot: int, position: Int32Array, uniform: float
+        self, row: Float32Array, slots: Int32Array, position: Int32Array, uniform: float
     ) -> int:
-        """One token of a row without top_k, or -1.
+        """One token of a row without top_k, or -1. `slots` and `position` hold one element each.
 
-        No sort: draw from everything, then ask whether the mass strictly above the token is below top_p. If not, the
-        token and all not above it are outside the nucleus; draw again among the rest. The nucleus is never cut, so
-        what is accepted follows its distribution; the likeliest token is always accepted, so this ends, after
-        about 1 + ln(1 / top_p) draws.
+        No sort: draw from the whole row, then check whether the token is in the nucleus. If not, the token and all that
+        are not heavier are outside it; draw again among the rest. The nucleus is never cut, so an accepted token
+        follows its distribution; the likeliest token is always accepted, so this ends, after about 1 + ln(1 / top_p)
+        draws.
         """
-        if self._penalised[slot]:
-            row = self._penalised_row(row, slot)
-        sums = self._weigh(row, np.float32(1 / self._temperatures[slot]))
+        slot = slots[0]
+        if self._history.penalised[slot]:
+            row = self._history.penalised_row(row, slot)
+        sums = self._table.weigh(row, np.float32(1 / self._temperatures[slot]))
         total = sums.sum(dtype=np.float64)
         if not total > 0:
             return -1
-        weights, mask = self._weights, self._mask
-        limit = self._top_ps[slot] * total
+        weights, mask = self._table.weights, self._table.mask
+        top_p, min_p = self._top_ps[slot], np.float32(self._min_ps[slot])
         if self._min_ps[slot] > 0:
-            least = np.float32(self._min_ps[slot]) * weights.max()
-            np.multiply(weights, weights >= least, out=weights)
-            sums = self._fold(np.add, weights)
+            np.multiply(weights, above_min_p(weights, weights.max(), min_p), out=weights)
+            sums = self._table.fold(np.add, weights)
         draws = 0
         while True:
-            token = self._locate(sums, uniform)
-            if self._top_ps[slot] == 1:
+            token = self._table.locate(sums, uniform)
+            if top_p == 1:
                 return token
             weight = weights[token]
             np.greater(weights, weight, out=mask)
             # At most total / weight tokens are heavier.
             few = total < weight * (_FEW * self._vocab_size)
-            if few and weights[mask].sum(dtype=np.float64) < limit:
+            if few and in_nucleus(weights[mask].sum(dtype=np.float64), total, top_p):
                 return token
             np.multiply(weights, mask, out=weights)
-            sums = self._fold(np.add, weights)
-            if sums.sum(dtype=np.float64) < limit:
+            sums = self._table.fold(np.add, weights)
+            if in_nucleus(sums.sum(dtype=np.float64), total, top_p):
                 return token
             draws += 1
-            uniform = _uniform(self._streams[slot : slot + 1], position, draws)[0]
-
-    def _locate(self, sums: Float32Array, uniform: float) -> int:
-        """The token at `uniform` of the cumulated weights: first its column, then its place in it."""
-        mass = sums.cumsum(dtype=np.float64)
-        target = uniform * mass[-1]
-        column = int(mass.searchsorted(target, side="right"))
-        within = self._weights[column :: self._num_columns].cumsum(dtype=np.float64)
-        target -= mass[column - 1] if column else 0.0
-        # A float32 sum may exceed the exact one by a rounding: stay at the last token that has weight.
-        place = min(within.searchsorted(target, side="right"), within.searchsorted(within[-1]))
-        return column + int(place) * self._num_columns
-
-    def _weigh(self, row: Float32Array, inverse_temperature: np.float32) -> Float32Array:
-        """Fill `_weights` with exp(row / temperature) up to a factor; returns its column sums (NaN: no distribution).
-
-        The largest logit is subtracted only where the sum shows that weights may have left float32's range: that saves
-        two passes.
-        """
-        weights = self._weights
-        # Also where the temperature is 1: exp straight from memory that is not in the cache is twice as slow as both.
-        np.multiply(row, inverse_temperature, out=weights)
-        sums = self._fold(np.add, np.exp(weights, out=weights))
-        if 1e-10 < sums.sum(dtype=np.float64) < 1e30:
-            return sums
-        np.subtract(row, row.max(), out=weights)
-        np.multiply(weights, inverse_temperature, out=weights)
-        return self._fold(np.add, np.exp(weights, out=weights))
-
-    def _penalised_row(self, row: Float32Array, slot: int) -> Float32Array:
-        """A copy of the row with the whole history penalised, valid until the next call."""
-        np.copyto(self._row, row)
-        seen = np.flatnonzero(self._seen[slot])
-        self._row[seen] = _penalise(row[seen], True, self._penalties[slot])
-        return self._row
-
-    def _fold(self, reduce: np.ufunc, row: Float32Array) -> Float32Array:
-        """float32[columns]: maximum or sum of each column (elements c, c + columns, c + 2 columns, ...) of a row."""
-        columns, body = self._columns, self._num_lines * self._num_columns
-        reduce.reduce(row[:body].reshape(self._num_lines, self._num_columns), axis=0, out=columns)
-        rest = self._vocab_size - body
-        if rest:
-            reduce(columns[:rest], row[body:], out=columns[:rest])
-        return columns
+            uniform = self._draws.uniform(slots, position, draws)[0]

@@ -121,7 +121,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Ascending by slot. The list is replaced, never changed in place: the same list means the same batch."""
         self._spec = spec
-        self._reprefills = spec.joins == "reencode"
+        self._reprefills = spec.joins == "reprefill"
         self._decode_interleave = decode_interleave
         self._max_join_wait_s = max_join_wait_s
         self._clock = clock

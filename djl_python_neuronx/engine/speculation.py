@@ -78,11 +78,11 @@ class Speculator:
     Engine thread only, except `device_call`.
     """
 
-    def __init__(self, proposer: Proposer | None, max_drafts: int) -> None:
-        """`max_drafts`: see `ModelSpec`; with 0 the proposer is not used."""
-        self.proposer = proposer if max_drafts else None
+    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
+        """`num_speculative_tokens`: see `ModelSpec`; with 0 the proposer is not used."""
+        self.proposer = proposer if num_speculative_tokens else None
         """None: there is none, or it was disabled after its failures."""
-        self._max_drafts = max_drafts
+        self._max_drafts = num_speculative_tokens
         self._failures = 0
 
     @property

@@ -56,7 +56,9 @@ def _runs(spec: ModelSpec, *, speculates: bool) -> list[tuple[int, int]]:
     runs = [(length, 2) for length in lengths]
     if speculates:
         # Drafts are verified only where a further token is wanted.
-        ends = {min(end - 1 - spec.max_drafts, longest, limit - 3) for end in _decodes(spec)}
+        ends = {
+            min(end - 1 - spec.num_speculative_tokens, longest, limit - 3) for end in _decodes(spec)
+        }
         runs += [(length, 3) for length in {*lengths, *(max(1, length) for length in ends)}]
     return sorted(runs)
 

@@ -53,7 +53,7 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         revision=options.revision,
         num_threads=options.cpu_threads,
         eos_ids=_eos_ids(artifact, tokenizer),
-        num_drafts=options.speculative_length if options.speculating else 0,
+        num_speculative_tokens=options.speculative_length if options.speculating else 0,
         mixed_steps=bool(options.enable_chunked_prefill),
         default_top_k=options.on_device_default_top_k,
         arguments=arguments or LibraryArguments(),

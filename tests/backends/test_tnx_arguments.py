@@ -187,7 +187,7 @@ def test_architectures_with_static_batches(
 
 
 def test_the_arguments_are_plain_values() -> None:
-    plan = tnx_plan(TINY, 2, 256, (64,), (256,), num_drafts=3)
+    plan = tnx_plan(TINY, 2, 256, (64,), (256,), num_speculative_tokens=3)
     arguments = plan.arguments
     parts = {name: getattr(arguments, name) for name in LibraryArguments.__dataclass_fields__}
     again = json.loads(json.dumps(parts))

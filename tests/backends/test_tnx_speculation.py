@@ -32,7 +32,7 @@ NUM_DRAFTS = 3
 
 
 def verifying(directory: Path, num_slots: int = 4, **options: object) -> LoadPlan:
-    return tnx_plan(directory, num_slots, num_drafts=NUM_DRAFTS, **options)  # type: ignore[arg-type]
+    return tnx_plan(directory, num_slots, num_speculative_tokens=NUM_DRAFTS, **options)  # type: ignore[arg-type]
 
 
 def proposer_of(kind: str, backend: Backend, target: Path, other: Path) -> Proposer:
@@ -64,7 +64,7 @@ def test_any_traffic_gives_what_transformers_gives(
     backend = backends.get("tnx").load(verifying(target, tp=tp))
     proposer = proposer_of(drafts, backend, target, other)
     try:
-        assert backend.spec.max_drafts == NUM_DRAFTS
+        assert backend.spec.num_speculative_tokens == NUM_DRAFTS
         assert assert_like_alone(backend, load_reference(target), seed=tp, proposer=proposer) > 100
     finally:
         proposer.close()

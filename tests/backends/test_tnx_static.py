@@ -34,7 +34,7 @@ def test_any_traffic_gives_what_transformers_gives(tmp_path: Path, name: str, tp
     backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, continuous=False))
     assert isinstance(backend, StaticBackend)
     try:
-        assert backend.spec.joins == "reencode"
+        assert backend.spec.joins == "reprefill"
         assert assert_like_alone(backend, load_reference(tmp_path), seed=tp) > 100
     finally:
         backend.close()
@@ -100,13 +100,13 @@ def test_each_step_tells_what_it_encoded_again(tmp_path: Path) -> None:
         if info is None:
             continue
         joins, runs_out = info.kind == "prefill", end == limit
-        assert info.num_reencoded == (sum(cached.values()) if joins or runs_out else 0)
+        assert info.num_reprefilled == (sum(cached.values()) if joins or runs_out else 0)
         if joins:
             cached |= {output.request_id: traffic[output.request_id][1] for output in outputs}
         else:
             cached = {name: tokens + 1 for name, tokens in cached.items()}
         end = max(cached.values()) if joins or runs_out else end + 1
-        if info.num_reencoded:
+        if info.num_reprefilled:
             reasons.add("join" if joins else "end")
         for output in outputs:
             assert output.error is None
@@ -133,7 +133,7 @@ def test_what_a_failure_costs_is_told_too(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(backend, "_model", broken)
         with pytest.raises(StepError, match="did not answer"):
             backend.run(driver.next())
-    assert backend.run(driver.next()).num_reencoded == 4 + 3
+    assert backend.run(driver.next()).num_reprefilled == 4 + 3
     for _ in range(4):
         driver.decode()
     assert_same(driver.leave(0), wanted)

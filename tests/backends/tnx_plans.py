@@ -62,7 +62,7 @@ def tnx_plan(
     continuous: bool = True,
     block_size: int | None = None,
     tp: int = 1,
-    num_drafts: int = 0,
+    num_speculative_tokens: int = 0,
     foreign_graphs: bool = False,
     **more: object,
 ) -> LoadPlan:
@@ -83,8 +83,8 @@ def tnx_plan(
             "rolling_batch_strategy": "continuous_batching"
             if continuous
             else "naive_rolling_batch",
-            "ngram_prompt_lookup_max": 1 if num_drafts else None,
-            "speculative_length": num_drafts,
+            "ngram_prompt_lookup_max": 1 if num_speculative_tokens else None,
+            "speculative_length": num_speculative_tokens,
             "override_neuron_config": {k: v for k, v in more.items() if k not in fields} or None,
             **(in_blocks if block_size else {}),
             **{name: value for name, value in more.items() if name in fields},
@@ -100,7 +100,7 @@ def tnx_plan(
         prefill_buckets,
         token_buckets,
         mixed_steps=block_size is not None,
-        num_drafts=num_drafts,
+        num_speculative_tokens=num_speculative_tokens,
         tensor_parallel_degree=tp,
         arguments=library_arguments(case),
     )

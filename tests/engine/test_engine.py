@@ -69,7 +69,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         TOY_SPEC,
         num_slots=num_slots,
         max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"),
-        joins=data.draw(st.sampled_from(["free", "reencode"]), "joins"),
+        joins=data.draw(st.sampled_from(["free", "reprefill"]), "joins"),
     )
     backend = ToyBackend(spec)
     engine = Engine(
@@ -112,7 +112,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
 
 
 def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> None:
-    backend = ToyBackend(replace(TOY_SPEC, max_prefill_batch=4, joins="reencode"))
+    backend = ToyBackend(replace(TOY_SPEC, max_prefill_batch=4, joins="reprefill"))
     engine = Engine(backend, max_join_wait_s=3600.0)
     prompts = {"a": [5, 6, 7], "b": [8] * 4, "c": list(range(10, 50)), "d": [9]}
     found: dict[str, list[TokenOutput]] = defaultdict(list)
@@ -124,7 +124,7 @@ def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> N
         for output in outputs:
             found[output.request_id].append(output)
         assert info is not None
-        reencoded.append(info.num_reencoded)
+        reencoded.append(info.num_reprefilled)
     kinds = [(step.kind, step.slots) for step in backend.steps]
     alone, together = ("decode", (0,)), ("decode", (0, 1, 2, 3))
     joins = [("prefill", (0,)), ("prefill", (1, 2, 3))]
@@ -171,15 +171,15 @@ def test_eos_and_stop_tokens() -> None:
     assert_clean(engine, backend)
 
 
-def test_finish_frees_the_slot_before_the_next_step() -> None:
+def test_abort_frees_the_slot_before_the_next_step() -> None:
     backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
     engine = Engine(backend)
     engine.add(request("a", [5, 6], 50, ignore_eos=True))
     engine.add(request("b", [7, 8], 3, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    engine.finish("a", FinishReason.STOP)
-    engine.finish("a", FinishReason.STOP)
+    engine.abort("a")
+    engine.abort("a")
     found = run(engine)
     assert "a" not in found
     assert tokens(found["b"]) == expected([7, 8], 3)

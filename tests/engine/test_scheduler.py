@@ -26,7 +26,9 @@ class Gathering:
 
     def __init__(self, num_slots: int, max_join_wait_s: float, interleave: int = 1) -> None:
         self.now_s = 100.0
-        spec = replace(TOY_SPEC, num_slots=num_slots, max_prefill_batch=num_slots, joins="reencode")
+        spec = replace(
+            TOY_SPEC, num_slots=num_slots, max_prefill_batch=num_slots, joins="reprefill"
+        )
         self.scheduler = Scheduler(
             spec,
             decode_interleave=interleave,

@@ -27,7 +27,7 @@ from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 NUM_DRAFTS = 3
 SPEC = replace(
     TOY_SPEC,
-    max_drafts=NUM_DRAFTS,
+    num_speculative_tokens=NUM_DRAFTS,
     outputs=Want.LOGITS | Want.ALL_LOGITS,
     eos_ids=frozenset(),
 )
@@ -130,7 +130,7 @@ def test_any_arrivals_give_what_they_give_without_drafts(
             found[output.request_id] += output.token_ids
             reasons[output.request_id] = output.finish_reason
     for i, one in enumerate(requests):
-        engine_alone = Engine(ToyBackend(replace(SPEC, max_drafts=0)))
+        engine_alone = Engine(ToyBackend(replace(SPEC, num_speculative_tokens=0)))
         engine_alone.add(one)
         wanted = run(engine_alone)[str(i)]
         if i in given_up:

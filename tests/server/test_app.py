@@ -195,7 +195,7 @@ def test_info_tells_of_chunks() -> None:
         assert http.get(url + "/info").json()["chunked_prefill"] is True
 
 
-VERIFYING = replace(TOY_SPEC, max_drafts=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
+VERIFYING = replace(TOY_SPEC, num_speculative_tokens=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
 DRAFTING = replace(TOY_SPEC, outputs=Want.LOGITS)
 
 
@@ -434,7 +434,7 @@ def test_metrics_count(server: Running) -> None:
 @pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
 def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: int) -> None:
     """The second request comes during the first one's second token: it joins then, or after its end."""
-    spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reencode")
+    spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reprefill")
     backend = ToyBackend(spec)
     backend.hang_at = {1}
     service = toy_service(backend, max_join_wait_ms=wait_ms)

@@ -128,7 +128,7 @@ class TnxBackend(SlotBackend, ABC):
         super()._check(kind, rows)
         width = rows.input_ids.shape[1]
         if kind == "decode":
-            drafts = rows.wants == Want.ALL_LOGITS and self.spec.max_drafts
+            drafts = rows.wants == Want.ALL_LOGITS and self.spec.num_speculative_tokens
             if width != 1 + drafts:
                 refuse(f"a decode of {width} columns", f"{1 + drafts} for each row")
         elif Want.ALL_LOGITS in rows.wants:
@@ -177,8 +177,8 @@ def _make_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> M
         token_buckets=(*sorted(length for length in found if length < limit), limit),
         vocab_size=int(model.config.vocab_size),
         eos_ids=plan.eos_ids,
-        outputs=outputs | Want.ALL_LOGITS if plan.num_drafts else outputs,
-        max_drafts=plan.num_drafts,
+        outputs=outputs | Want.ALL_LOGITS if plan.num_speculative_tokens else outputs,
+        num_speculative_tokens=plan.num_speculative_tokens,
         largest_top_k=largest,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=sampling.fixed if sampling else None,
