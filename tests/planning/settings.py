@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.planning import assess as planning
 from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning import plan as planning
 from djl_python_neuronx.planning import plan as serving_plan
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
