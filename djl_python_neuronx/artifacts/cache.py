@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from djl_python_neuronx.artifacts.atomic import hold_lock, require_space, storing, sync, sync_tree
@@ -170,8 +169,8 @@ def _download(
         remote.uri, len(listed), total, needed, place,
     )  # fmt: skip
     missing = partial.prepare(listed, present)
-    with ProgressMeter(remote.uri, total, total - needed, progress) as meter:
-        remote.download(missing, partial, meter.add)
+    with measure_transfer(remote.uri, total, total - needed, progress) as on_bytes:
+        remote.download(missing, partial, on_bytes)
     left = partial.missing(listed)
     if left:
         msg = f"{remote.uri} is not whole after its download: {left[0].file.name} lacks bytes from {left[0].start} on."
@@ -425,40 +424,38 @@ def _size(path: Path) -> int | None:
         return None
 
 
-class ProgressMeter:
-    """Counts the bytes of one transfer, from `resumed` up to `total`, for a callback or the log."""
+@contextmanager
+def measure_transfer(
+    uri: str, total: int, resumed: int, progress: Progress | None
+) -> Iterator[Callable[[int], None]]:
+    """Count the bytes of one transfer, from `resumed` up to `total`, for a callback or the log.
 
-    def __init__(self, uri: str, total: int, resumed: int, progress: Progress | None) -> None:
-        self._uri, self._total, self._done, self._resumed = uri, total, resumed, resumed
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._started_s = self._logged_s = time.monotonic()
+    Yields a function for any thread that counts more bytes, or fewer if some must be loaded again.
+    """
+    lock, started_s = threading.Lock(), time.monotonic()
+    done, logged_s = resumed, started_s
 
-    def add(self, count: int) -> None:
-        """Count more bytes, or fewer if some must be loaded again. Any thread."""
-        with self._lock:
-            self._done += count
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-            elif time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-                self._logged_s = time.monotonic()
-                self._log("transfer_progress")
-
-    def __enter__(self) -> ProgressMeter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._log("transfer_done" if kind is None else "transfer_stopped")
-
-    def _log(self, event: str) -> None:
-        seconds = time.monotonic() - self._started_s
+    def log(event: str) -> None:
+        seconds = time.monotonic() - started_s
         logger.info(
             "%s uri=%s bytes=%d of=%d percent=%.1f seconds=%.1f mib_per_s=%.1f",
-            event, self._uri, self._done, self._total, 100 * self._done / max(self._total, 1),
-            seconds, (self._done - self._resumed) / 2**20 / max(seconds, 1e-6),
+            event, uri, done, total, 100 * done / max(total, 1),
+            seconds, (done - resumed) / 2**20 / max(seconds, 1e-6),
         )  # fmt: skip
+
+    def add(count: int) -> None:
+        nonlocal done, logged_s
+        with lock:
+            done += count
+            if progress is not None:
+                progress(done, total)
+            elif time.monotonic() - logged_s >= _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                log("transfer_progress")
+
+    event = "transfer_stopped"
+    try:
+        yield add
+        event = "transfer_done"
+    finally:
+        log(event)

@@ -315,16 +315,11 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
         )
         raise ArtifactError(msg)
     number = value.get("version")
-    if value.get("format") == FORMAT and type(number) is int and number > VERSION:
-        msg = (
-            f"{where} is a manifest of version {number}, of {value.get('package_version')} of this package; "
-            f"{_package_version()} reads up to version {VERSION}. Install that one, or compile again."
-        )
-        raise ArtifactError(msg)
     if (value.get("format"), number) != (FORMAT, VERSION):
         msg = (
-            f"{where} has format {value.get('format')!r}, version {number!r}; expected {FORMAT!r}, "
-            f"{VERSION}. It is not of this package, or damaged: copy the folder again, or compile again."
+            f"{where} has format {value.get('format')!r}, version {number!r}, of {value.get('package_version')} of "
+            f"this package; {_package_version()} expected {FORMAT!r}, {VERSION}. Install that version of the package, "
+            "or copy the folder again, or compile again."
         )
         raise ArtifactError(msg)
     try:

@@ -26,8 +26,8 @@ from djl_python_neuronx.artifacts.cache import (
     PartialFolder,
     Piece,
     Progress,
-    ProgressMeter,
     RemoteFile,
+    measure_transfer,
 )
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
@@ -225,21 +225,21 @@ def upload(
     total = sum(path.stat().st_size for path in (*files.values(), manifest))
     with (
         translated(remote.uri, action="s3:PutObject and s3:DeleteObject"),
-        ProgressMeter(remote.uri, total, 0, progress) as meter,
+        measure_transfer(remote.uri, total, 0, progress) as on_bytes,
     ):
         earlier = remote.read_listed()
         marker = json.dumps(unfinished(earlier | files.keys())).encode()
         remote.client.put_object(Bucket=remote.bucket, Key=remote.prefix + FILE_NAME, Body=marker)
         for name in sorted(earlier - files.keys()):
             remote.client.delete_object(Bucket=remote.bucket, Key=remote.prefix + name)
-        _send(remote, files, meter)
-        _send(remote, {FILE_NAME: manifest}, meter)
+        _send(remote, files, on_bytes)
+        _send(remote, {FILE_NAME: manifest}, on_bytes)
 
 
-def _send(remote: S3Folder, files: Mapping[str, Path], meter: ProgressMeter) -> None:
+def _send(remote: S3Folder, files: Mapping[str, Path], on_bytes: Callable[[int], None]) -> None:
     class Counter(BaseSubscriber):  # type: ignore[misc]  # no types
         def on_progress(self, bytes_transferred: int, **_: object) -> None:
-            meter.add(bytes_transferred)
+            on_bytes(bytes_transferred)
 
     # Without a word boto3 takes AWS's native client where that is installed.
     config = TransferConfig(preferred_transfer_client="classic", max_concurrency=NUM_THREADS)

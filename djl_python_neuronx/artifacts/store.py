@@ -241,14 +241,15 @@ class CompileStore:
         except ArtifactAccessError:
             raise
         except ArtifactError as error:
-            msg = f"{error} To have it made again, remove the folder, or allow it with on_mismatch=recompile."
-            self._raise_damage(ArtifactError(msg), error)
+            self._skip_damaged(f"the folder {facts.key}", error)
             return None
 
-    def _raise_damage(self, raised: ArtifactError, cause: ArtifactError) -> None:
+    def _skip_damaged(self, what: str, error: ArtifactError) -> None:
+        """Continue as if there were nothing, if `on_mismatch` allows to compile again."""
         if self._on_mismatch == "error":
-            raise raised from cause
-        logger.warning("compile_damaged error=%s", cause)
+            msg = f"{what} is damaged: {error} Remove it, or allow to compile again (on_mismatch=recompile)."
+            raise ArtifactError(msg) from error
+        logger.warning("compile_damaged what=%r error=%s", what, error)
 
     def _writable_root(self) -> Path:
         for root in self._roots:
@@ -293,9 +294,7 @@ class CompileStore:
         except ArtifactAccessError:
             raise
         except ArtifactError as error:
-            where = self._mirror.place(facts)
-            msg = f"{where} is damaged: {error} Remove it there, or allow to compile again (on_mismatch=recompile)."
-            self._raise_damage(ArtifactError(msg), error)
+            self._skip_damaged(self._mirror.place(facts), error)
             return None
         with storing(what, root):
             replace_folder(folder, root / facts.key, root / ".trash")
