@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
 
 __all__ = ["COMPILER", "BackendModule", "CompilingModule", "LoadPlan", "compiler", "get", "names"]
@@ -20,8 +21,8 @@ COMPILER = "neuronx-cc"
 class BackendModule(Protocol):
     """The functions of a backend's package. Importing it imports neither torch nor a Neuron library."""
 
-    def supports(self, artifact: ModelFacts) -> str | None:
-        """Return why the backend cannot serve a model, as far as its `config.json` shows; None if it can."""
+    def supports(self, config: Mapping[str, Any]) -> str | None:
+        """Return why the backend cannot serve a model with this `config.json`; None if it can."""
 
     def load(self, plan: LoadPlan, compiled: Path | None = None) -> Backend:
         """Load a model; takes seconds to minutes.

@@ -1,4 +1,4 @@
-"""The variables of a load: a pure function tells them, another sets them for as long as a load takes."""
+"""Environment of a load: `variables` computes the variables, `applied` sets them temporarily; `count_cores`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NUM_CORES = "NEURON_RT_NUM_CORES"
 
 
 class _Runtime:
-    """The Neuron runtime of this process: it takes its cores when it starts, and keeps them until the process ends."""
+    """The Neuron runtime of this process. It takes its cores when it starts and keeps them until the process ends."""
 
     limit: CoreLimit | None = None
-    """What it was started with by a load of ours."""
+    """The limit that it was started with by a load here; None: not started, or without a limit."""
 
 
 def variables(
     arguments: LibraryArguments, num_cores: int, current: Mapping[str, str]
 ) -> dict[str, str]:
-    """What has to be set beside `current`, the process's environment.
+    """Return the variables to set in addition to `current`, the process's environment.
 
-    An option of ours wins over a variable. Cores that whoever started the process has given it are left as they are,
-    and flags of the compiler that are there already stay in front of ours.
+    An option wins over a variable. A limit on the cores that `current` sets is kept, and compiler flags that are set
+    already stay in front of those of `arguments`.
     """
     wanted = dict(arguments.environment)
     there = shlex.split(current.get(_FLAGS, ""))
@@ -41,15 +41,15 @@ def variables(
     if missing:
         wanted[_FLAGS] = shlex.join([*there, *missing])
     if core_limit(current) is None:
-        # The runtime takes every core of the machine otherwise, and no second process finds one.
+        # Otherwise the runtime takes every core of the machine, and leaves none for a second process.
         wanted[_NUM_CORES] = str(num_cores)
     return {name: value for name, value in wanted.items() if current.get(name) != value}
 
 
 def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) -> str | None:
-    """Why a process has fewer than `num_cores` cores; None: as far as is known here it has them.
+    """Return why `num_cores` are unavailable to this process, or None.
 
-    `limit` is what its variables say now, `started` what its runtime was started with.
+    `limit`: set by its variables now. `started`: the limit that its runtime was started with.
     """
     if started is not None and started.num_cores is not None:
         if started.num_cores >= num_cores:
@@ -74,15 +74,15 @@ def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) 
 
 @contextlib.contextmanager
 def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
-    """Set them in this process, for the libraries read them nowhere else, and put the old values back.
+    """Set the variables in this process, where alone the libraries read them, and restore the old values.
 
-    Compilers run inside a load and the runtime looks at its variables when it starts, so that a second model of the
-    process is not compiled with the flags of the first. Models of one process share its first cores, so `num_cores`
-    is the largest degree among those that are loaded together.
+    The compiler runs inside a load and the runtime reads its variables when it starts, so a second model of the process
+    is not compiled with the flags of the first. Models of one process share its first cores: `num_cores` is the
+    largest degree among them.
 
     Raises:
-        IncompatibleOptionsError: variables say that the model lies on several machines.
-        BackendUnavailableError: the process has fewer cores, by its variables or since its runtime was started.
+        IncompatibleOptionsError: the variables spread the model over several machines.
+        BackendUnavailableError: the process has fewer cores, because of its variables or of its running runtime.
     """
     if reason := machines.obstacle(num_cores, os.environ):
         raise IncompatibleOptionsError(reason)
@@ -106,7 +106,7 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
 
 
 def count_cores(root: Path = Path("/sys")) -> int:
-    """Physical cores within the process's affinity and its container's quota; at least 1.
+    """Return the physical CPU cores within the process's affinity and its container's quota; at least 1.
 
     Hyper-threads are not counted: two of them share the vector unit that a matmul keeps busy.
     """
@@ -118,7 +118,7 @@ def count_cores(root: Path = Path("/sys")) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The hardware threads of one core as the kernel writes them; equal for all of them."""
+    """Return the hardware threads of a CPU's core, as the kernel lists them; the same text for all of them."""
     try:
         return (root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -126,7 +126,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quota(root: Path) -> float:
-    """CPUs that cgroup v2 grants (`docker run --cpus`); infinite without a limit."""
+    """Return the CPUs that cgroup v2 grants (`docker run --cpus`); infinite without a limit."""
     try:
         granted, period = (root / "fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

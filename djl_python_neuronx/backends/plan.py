@@ -1,31 +1,23 @@
-"""What a backend is asked to load."""
+"""The plan that a backend loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from djl_python_neuronx.artifacts.weights import WeightsKind
 from djl_python_neuronx.errors import IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
 
 
-class ModelFacts(Protocol):
-    """The part of an artifact that tells whether a backend can serve it."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The model's `config.json`."""
-
-
 @dataclass(frozen=True)
 class LoadPlan:
-    """A local model and the shapes to serve it with; every wish is resolved already.
+    """A local model and the shapes to serve it with, all of them resolved.
 
     Raises:
-        IncompatibleOptionsError: the shapes contradict each other.
+        IncompatibleOptionsError: the shapes contradict one another.
     """
 
     model_dir: Path
@@ -38,25 +30,25 @@ class LoadPlan:
     """Ascending, the last is `max_model_len`; empty: that one alone."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     kind: WeightsKind = "safetensors"
-    """Which weight files are the model's; a folder may hold others, which are not looked at."""
+    """Format of the weight files to read; the folder may hold others, which are ignored."""
     tensor_parallel_degree: int = 1
-    """NeuronCores of one model; the CPU has none."""
+    """NeuronCores of the model; 1 on a CPU."""
     process_cores: int = 0
-    """NeuronCores that all models of the process share, where this one is not alone."""
+    """NeuronCores that all models of the process share; 0 if this is the only one."""
     trust_remote_code: bool = False
     revision: str | None = None
-    """Revision of the remote code, where it is trusted."""
+    """Revision of the remote code."""
     num_threads: int | None = None
-    """CPU threads of one step; None: one per physical core that the process may use, but for one."""
+    """CPU threads of one step; None: one less than the physical cores that the process may use."""
     eos_ids: frozenset[int] = frozenset()
     num_speculative_tokens: int = 0
-    """Drafts that a decode verifies; 0: it does not."""
+    """Drafts that a decode verifies; 0: none."""
     mixed_steps: bool = False
-    """Prompts come in chunks, beside decodes; the prefill buckets are then numbers of tokens of a whole step."""
+    """Prompts run in chunks beside decodes; the prefill buckets are then numbers of tokens of a whole step."""
     default_top_k: Literal["global_top_k"] | None = None
-    """What a row without top_k samples among, where the device samples; None: such a row is refused."""
+    """top_k of a row that sets none, if the device samples; None: such a row is refused."""
     presharded: bool = False
-    """Where programs are compiled: store the weights beside them, as each core takes its part."""
+    """Store the weights beside the compiled graphs, as each core takes its part."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)
     """All arguments of a Neuron library."""
 

@@ -12,7 +12,7 @@ from djl_python_neuronx.errors import StepError
 
 
 def choose_bucket(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length` tokens; `buckets` ascend.
+    """Return the smallest bucket that holds `length` tokens; `buckets` ascend.
 
     Raises:
         ValueError: no bucket is that long.
@@ -25,7 +25,7 @@ def choose_bucket(length: int, buckets: Sequence[int]) -> int:
 
 
 def pad_to_bucket(ids: Int32Array, bucket: int, fill: int = 0) -> Int32Array:
-    """int32[B, bucket] out of int32[B, S], padded on the right; `ids` itself if it fits exactly.
+    """Pad int32[B, S] on the right to int32[B, bucket]; return `ids` itself if it fits exactly.
 
     Raises:
         ValueError: the rows are longer than the bucket.
@@ -42,10 +42,10 @@ def pad_to_bucket(ids: Int32Array, bucket: int, fill: int = 0) -> Int32Array:
 
 
 def check_rows(rows: Rows, spec: ModelSpec) -> None:
-    """Refuse rows that a model of these shapes cannot run.
+    """Refuse rows that exceed the shapes of a model.
 
     Raises:
-        StepError: the first limit that is broken, with what was asked.
+        StepError: the first limit that is broken, with the value.
     """
     slots, width = rows.slots, rows.input_ids.shape[1]
     if not 0 < len(slots) <= spec.num_slots:
@@ -62,10 +62,10 @@ def check_rows(rows: Rows, spec: ModelSpec) -> None:
 
 
 def check_budget(parts: Sequence[Rows], spec: ModelSpec) -> None:
-    """Refuse the parts of a step whose tokens, or slots, do not go together where steps are mixed.
+    """Refuse parts of a mixed step with too many tokens together, or with a slot in both.
 
     Raises:
-        StepError: the first limit that is broken, with what was asked.
+        StepError: the first limit that is broken, with the value.
     """
     slots = np.concatenate([part.slots for part in parts])
     if len(np.unique(slots)) < len(slots):
@@ -76,6 +76,6 @@ def check_budget(parts: Sequence[Rows], spec: ModelSpec) -> None:
 
 
 def refuse(asked: str, expected: str) -> NoReturn:
-    """Raise the error of a step that the engine should not have built."""
+    """Raise the error of a step that the engine must not build."""
     message = f"a step asks for {asked}; expected {expected}. The step was not run"
     raise StepError(message)

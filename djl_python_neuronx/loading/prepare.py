@@ -309,7 +309,7 @@ class _Preparation:
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
         """Refuse a model that the backend's own code rules out. A dry run skips it: it imports the library."""
-        if self.fetch_weights and (obstacle := backends.get(backend).supports(artifact)):
+        if self.fetch_weights and (obstacle := backends.get(backend).supports(artifact.config)):
             msg = f"the {backend} backend cannot serve the model in {artifact.path}: {obstacle}"
             raise BackendError(msg)
 

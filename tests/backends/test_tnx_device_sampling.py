@@ -35,12 +35,8 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "top_k": 1}
 DYNAMIC: Mapping[str, Any] = {
     "do_sample": True,
     "dynamic": True,
-    "per_batch_line": True,
     "global_top_k": 16,
-    "top_k": [16] * 4,
-    "top_p": [1.0] * 4,
-    "temperature": [1.0] * 4,
-    "top_p_min_tokens": [1] * 4,
+    "top_k": 16,
 }
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendUnavailableError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""The kinds of layer that a mask over keys and values can serve."""
+"""The kinds of layer that need no more than keys, values and a mask."""
 
 
-def supports(artifact: ModelFacts) -> str | None:
-    """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
-    nested = artifact.config.get("text_config")
-    for config in (artifact.config, nested if isinstance(nested, Mapping) else {}):
-        reason = unserved_layers(config.get("layer_types"))
-        if reason:
+def supports(config: Mapping[str, Any]) -> str | None:
+    """Return why a model with this `config.json` cannot be served; None if it can."""
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, Mapping) else {}):
+        if reason := unserved_layers(part.get("layer_types")):
             return reason
-    if artifact.config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder"):
         return "it is an encoder-decoder; expected a causal language model"
     return None
 
@@ -39,7 +39,7 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:  # noqa: ARG0
 
 
 def unserved_layers(layer_types: object) -> str | None:
-    """Why a model with layers of these types cannot be served; None: it can."""
+    """Return why a model with layers of these types cannot be served; None if it can."""
     if not layer_types:
         return None
     if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):

@@ -1,4 +1,4 @@
-"""What a query may see and how far positions reach: a model's configuration made into masks and limits."""
+"""Attention on slots: the KV cache with one row per slot, masks, and limits of positions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from djl_python_neuronx.backends.cpu import LAYER_TYPES
 _TRIAL_WINDOW = 2
 
 Windows = dict[str, int | None]
-"""Kind of layer → its sliding window. More than one kind: the model takes a mask for each."""
+"""Kind of layer → its sliding window. With several kinds, the model takes a mask for each."""
 
 
 def possible_windows(config: Any) -> list[Windows]:  # noqa: ANN401
-    """What the configuration declares and, if that is more, full attention everywhere.
+    """Return the windows that the configuration declares and, if it declares any, full attention everywhere.
 
-    A `sliding_window` proves nothing, llama and gpt_neox never look at theirs: try which it is.
+    A `sliding_window` proves nothing, llama and gpt_neox never read theirs: a trial has to show which applies.
     """
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [LAYER_TYPES[window is not None]]
@@ -33,7 +33,7 @@ def possible_windows(config: Any) -> list[Windows]:  # noqa: ANN401
 
 @contextlib.contextmanager
 def short_windows(model: torch.nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401
-    """Every sliding window is 2 tokens meanwhile, so that a trial of a few tokens shows it."""
+    """Set every sliding window to 2 tokens meanwhile, so that a trial of a few tokens shows it."""
     owners = [config, *model.modules()]
     found = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
     before = [(owner, window) for owner, window in found if type(window) is int]
@@ -47,7 +47,7 @@ def short_windows(model: torch.nn.Module, config: Any) -> Iterator[None]:  # noq
 
 
 def position_limits(config: Any) -> dict[str, int]:  # noqa: ANN401
-    """Name of a limit in the configuration → positions that a slot may have.
+    """Return the limits of a slot's positions by their names in the configuration.
 
     Source: transformers 4.57 to 5.23, dynamic_rope_update: longrope takes its factors for the longest row of a batch,
     so beyond the original length a row's logits depend on the others. Dynamic NTK does so beyond
@@ -66,9 +66,9 @@ def position_limits(config: Any) -> dict[str, int]:  # noqa: ANN401
 def causal_mask(
     positions: torch.Tensor, reach: int, dtype: torch.dtype, window: int | None
 ) -> torch.Tensor:
-    """Additive mask [B, 1, S, reach]: a query at position p sees the columns up to p.
+    """Return the additive mask [B, 1, S, reach]: a query at position p attends to the columns up to p.
 
-    With a sliding window it sees the last `window` of them, its own included.
+    With a sliding window it attends to the last `window` of them, its own included.
     """
     columns = torch.arange(reach)
     hidden = columns > positions[:, :, None]
@@ -79,7 +79,7 @@ def causal_mask(
 
 
 def padded_positions(rows: Rows, width: int) -> torch.Tensor:
-    """int64[B, width]: the position of every column; padding repeats the last valid one.
+    """Return int64[B, width]: the position of every column; padding repeats the last valid one.
 
     Past the end of a learned position table, padding would be an index error.
     """
@@ -89,10 +89,10 @@ def padded_positions(rows: Rows, width: int) -> torch.Tensor:
 
 
 class SlotCache(Cache):
-    """Keys and values of every slot, handed to attention cut to the step's bucket.
+    """Keys and values of every slot; attention gets them cut to the step's bucket.
 
-    `aim` says where the next forward pass writes and what it reads. Only valid columns are written:
-    padding leaves nothing behind, and what an earlier row left is wiped. A layer's
+    `aim` sets where the next forward pass writes and what it reads. Only valid columns are written:
+    padding writes nothing, and leftovers of an earlier row are zeroed. A layer's
     [num_slots, kv_heads, max_model_len, head_dim] are made when the layer first runs: only then is
     the shape known for every architecture.
     """
@@ -143,7 +143,7 @@ class SlotCache(Cache):
         return keys, values
 
     def _wipe(self, rows: Rows) -> None:
-        """Zero what lies beyond the start of each row: a mask hides numbers, but 0 times NaN is NaN."""
+        """Zero the columns from the start of each row on: a mask hides numbers, but 0 times NaN is NaN."""
         ends = self._ends[rows.slots]
         for i in np.flatnonzero(rows.starts < ends):
             for layer in (*self._keys, *self._values):

@@ -1,6 +1,6 @@
 """Any Hugging Face causal LM on the CPU, in the shapes and limits of a compiled device.
 
-Slots and buckets are those of the plan; what a device would refuse is refused.
+Slots and buckets are those of the plan; a step that a device would refuse is refused.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 def load(plan: LoadPlan) -> CpuBackend:
-    """A loaded model, tried once; sets torch's threads for the whole process.
+    """Load a model and try it out. Sets torch's threads for the whole process.
 
     Raises:
         ArtifactError: files or tensors are missing, damaged, of the wrong shape or not finite.
-        BackendError: the architecture cannot be driven like this, or memory is short.
+        BackendError: the architecture does not run on a slot cache, or memory is short.
         IncompatibleOptionsError: a slot is longer than the model's positions reach.
     """
     check_version()
-    # One core is left to the host's own threads: where they share all of them, every parallel operator waits for
-    # a thread that is not running (tiny-llama, 16 rows, a busy client, 2 vCPU: 55 ms a step against 6).
+    # One core is left for the server's threads: if they share all cores, every parallel operator waits for a thread
+    # that is not running (tiny-llama, 16 rows, a busy client, 2 vCPU: 55 ms a step against 6).
     torch.set_num_threads(plan.num_threads or max(1, count_cores() - 1))
     began = time.monotonic()
     model = SlotModel(load_checkpoint(plan), plan.num_slots, plan.max_model_len)
@@ -90,11 +90,11 @@ class CpuBackend(SlotBackend):
         self._model = None
 
     def run(self, step: Step) -> HostLogits:
-        """Run a step; padding columns of ALL_LOGITS mean nothing.
+        """Run a step. Padding columns of ALL_LOGITS are undefined.
 
         Raises:
             StepError: the step breaks a limit of the spec, or torch failed.
-            DeviceMemoryError: memory is short.
+            DeviceMemoryError: out of memory.
         """
         if self._model is None:
             raise self._closed()
@@ -115,7 +115,7 @@ class CpuBackend(SlotBackend):
 
     def _run(self, model: SlotModel, kind: PartKind, rows: Rows) -> Float32Array:
         width, reach = self._shapes(kind, rows)
-        # Until the step has succeeded, what lies beyond its start is not to be trusted.
+        # Until the step has succeeded, the cache is undefined from its starts on.
         self._filled[rows.slots] = rows.starts
         try:
             values = model.forward(rows, reach=reach, width=width)
@@ -125,7 +125,7 @@ class CpuBackend(SlotBackend):
         return values
 
     def _shapes(self, kind: PartKind, rows: Rows) -> tuple[int, int]:
-        """Columns of the step's rows, and columns of the cache that attention reads."""
+        """Return the columns of the rows, and the columns of the cache that attention reads."""
         spec = self.spec
         longest, end = int(rows.lens.max()), int((rows.starts + rows.lens).max())
         if kind == "decode":

@@ -39,7 +39,7 @@ def check_version() -> None:
     """Refuse a transformers that is too old.
 
     Raises:
-        BackendUnavailableError: which version there is and which is needed.
+        BackendUnavailableError: it is older than 4.57.
     """
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMERS:
@@ -51,10 +51,10 @@ def check_version() -> None:
 
 
 def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
-    """The model in evaluation mode, every tensor of it from the files of `model_dir`.
+    """Return the model in evaluation mode, with every tensor from the files of `model_dir`.
 
-    In the type of the files the weights are their pages, mapped: no memory of their own, and the files must stay as
-    they are while the model lives. In another type they are copies.
+    In the dtype of the files, the weights are the files' mapped pages: they take no memory of their own, and the files
+    must not change while the model is in use. In another dtype they are copies.
 
     Raises:
         ArtifactError: a file or tensor is missing, damaged or of the wrong shape.
@@ -74,7 +74,7 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
                 config=config,
                 dtype=getattr(torch, plan.dtype),
                 use_safetensors=plan.kind == "safetensors",
-                ignore_mismatched_sizes=True,  # they are named below
+                ignore_mismatched_sizes=True,  # listed below
                 output_loading_info=True,
                 **code,
             )
@@ -107,7 +107,7 @@ def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | BackendError
         return DeviceMemoryError(f"{where} does not fit into memory; use bf16 or a larger machine")
     if "trust_remote_code" in str(error):
         return ArtifactError(
-            f"the model in {where} brings its own code, which is not run unless you say so. "
+            f"the model in {where} brings its own code, which is not run by default. "
             "If you trust it, set option.trust_remote_code=true"
         )
     if isinstance(error, ImportError):
@@ -154,7 +154,7 @@ def _is_damaged(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Loading without transformers' bars and reports: what matters of them is checked here."""
+    """Silence transformers' progress bars and reports; the caller checks what matters of them."""
     verbosity = _LOGGING.get_verbosity()
     bars = _LOGGING.is_progress_bar_enabled()
     _LOGGING.set_verbosity(logging.CRITICAL)

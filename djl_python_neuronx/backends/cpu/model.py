@@ -44,12 +44,12 @@ class SlotModel:
     """Runs rows of tokens through `module`, which reads and writes the cache of their slots."""
 
     def __init__(self, module: Any, num_slots: int, max_model_len: int) -> None:  # noqa: ANN401
-        """Take a model on the CPU over and try it out.
+        """Adapt a model on the CPU to slots, and try it out.
 
         Raises:
             ArtifactError: its logits are not finite.
-            BackendError: its architecture cannot be driven like this.
-            IncompatibleOptionsError: a slot is longer than its positions reach.
+            BackendError: its architecture does not run on a slot cache.
+            IncompatibleOptionsError: a slot is longer than the model's positions.
         """
         self.module = module
         self._config = module.config.get_text_config(decoder=True)
@@ -67,7 +67,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def forward(self, rows: Rows, *, reach: int, width: int = 0) -> Float32Array:
-        """float32[B, K, V] of rows padded to `width`, reading `reach` columns of the cache."""
+        """Return float32[B, K, V] for rows padded to `width`, reading `reach` columns of the cache."""
         longest = int(rows.lens.max())
         width = max(width, longest)
         ids = pad_to_bucket(rows.input_ids[:, :longest], width)
@@ -75,7 +75,7 @@ class SlotModel:
         arguments: dict[str, Any] = {"attention_mask": self._mask(positions, reach)}
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
-        # Only the columns that are asked for go through the output layer. An index selects the same
+        # Only the wanted columns go through the output layer. An index selects the same
         # columns of every row, so rows of different lengths keep the union of their last columns.
         columns, last = np.unique(rows.lens - 1, return_inverse=True)
         every = Want.ALL_LOGITS in rows.wants
@@ -105,12 +105,12 @@ class SlotModel:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _adapt(self) -> None:
-        """Refuse what the architecture cannot do; make ALiBi accept a 4-d mask."""
+        """Refuse an architecture without positions or a mask; make ALiBi accept a 4-d mask."""
         name, reach = type(self.module).__name__, self._cache.get_max_cache_shape()
         for what, limit in position_limits(self._config).items():
             if reach > limit:
                 message = (
-                    f"n_positions is {reach}, but {name} reaches {limit} "
+                    f"n_positions is {reach}, but {name} has {limit} "
                     f"positions ({what}). Set n_positions to at most {limit}"
                 )
                 raise IncompatibleOptionsError(message)
@@ -121,8 +121,8 @@ class SlotModel:
         build: Callable[..., torch.Tensor] | None
         build = getattr(self.module.base_model, "build_alibi_tensor", None)
         if build is not None:
-            # Bloom counts positions along a 2-d mask. In a slot the column is the position and what
-            # is masked has no weight, so ones of the mask's length give the same.
+            # Bloom counts positions along a 2-d mask. In a slot the column is the position and masked
+            # columns have no weight, so ones of the mask's length give the same.
             self.module.base_model.build_alibi_tensor = lambda mask, *rest, **named: build(
                 torch.ones(mask.shape[0], mask.shape[-1]), *rest, **named
             )
@@ -133,14 +133,14 @@ class SlotModel:
             raise BackendError(message)
 
     def _try_out(self) -> int:
-        """Compare the slot cache with the model's own forward pass; returns the vocabulary's size.
+        """Compare the slot cache with the model's own forward pass; return the vocabulary's size.
 
-        An architecture that ignores mask or positions would give wrong text without an error, and so would a window
-        that it does not have: of those that are possible, the one that the model itself shows is kept.
+        An architecture that ignores mask or positions would give wrong text without an error, and so would a wrong
+        sliding window: of the possible windows, the one closest to the model's own output is kept.
 
         Raises:
             ArtifactError: the model's logits are not finite.
-            BackendError: the two differ, or the model does not run on the cache.
+            BackendError: the two differ, or the model fails on the cache.
         """
         name, reach = type(self.module).__name__, self._cache.get_max_cache_shape()
         ids = np.arange(1, min(_TRIED, reach) + 1, dtype=np.int32)[None]
@@ -172,7 +172,7 @@ class SlotModel:
         return int(wanted.shape[-1])
 
     def _compare(self, windows: Windows, ids: Int32Array, wanted: Float32Array) -> float:
-        """Root mean square of what the slot cache gives less `wanted`, in two steps of a row."""
+        """Return the root mean square of the difference from `wanted`, for a row in two steps on the slot cache."""
         self._windows = windows
         reach = self._cache.get_max_cache_shape()
         parts = [self.forward(rows, reach=reach) for rows in _halves(ids, self._last_slot)]
@@ -184,7 +184,7 @@ class SlotModel:
 
 
 def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
-    """A row in two steps that want every column; the second reads what the first wrote."""
+    """Yield a row in two steps that want every column; the second one reads the first one's cache."""
     half = (ids.shape[1] + 1) // 2
     one = np.ones(1, np.int32)
     for start in range(0, ids.shape[1], half):
@@ -201,7 +201,7 @@ def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
 
 
 def translate(error: Exception, what: str) -> BackendError:
-    """An error of ours for one of torch's or transformers'."""
+    """Return the `BackendError` for an error of torch or transformers."""
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return DeviceMemoryError(
             f"{what} needs more memory than there is ({error}). "

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.env import count_cores
-from djl_python_neuronx.backends.plan import LoadPlan, ModelFacts
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.backends.tnx.model import (
     CACHE_CALL,
@@ -33,13 +34,13 @@ _UNSAVED = frozenset({"gpt_neox", "gptj"})
 _PRESHARDED = "is_presharded_checkpoint"
 
 
-def supports(artifact: ModelFacts) -> str | None:
-    """Why a model cannot be served; None: it can, as far as its `config.json` tells."""
-    return refusal(artifact.config.get("model_type"))
+def supports(config: Mapping[str, Any]) -> str | None:
+    """Return why a model with this `config.json` cannot be served; None if it can."""
+    return refusal(config.get("model_type"))
 
 
 def compiler_version() -> str:
-    """The compiler's version as its package tells it; what one version compiled is no other's.
+    """Return the version of the compiler's package. Graphs of one version do not run with another.
 
     Raises:
         BackendUnavailableError: the library is missing.
@@ -52,32 +53,34 @@ def compiler_version() -> str:
 
 
 def uncompilable(plan: LoadPlan) -> str | None:
-    """Why the programs of a plan cannot be stored apart from the model; None: they can."""
+    """Return why the graphs of a plan cannot be stored apart from the model; None if they can."""
     model_type = model_type_of(plan.model_dir)
     if model_type in _UNSAVED:
         return (
-            f"{CLASSES[model_type]} of transformers-neuronx has no way to store its compiled programs; the compiler's "
-            "own cache keeps them"
+            f"{CLASSES[model_type]} of transformers-neuronx cannot store its compiled graphs; the compiler's own cache "
+            "keeps them"
         )
     return None
 
 
 def compile(plan: LoadPlan, target: Path) -> None:
-    """Write the compiled programs of a plan into `target`, an existing folder; takes minutes, and a device.
+    """Write the compiled graphs of a plan into `target`, an existing folder. Takes minutes, and needs a device.
 
     Raises:
         IncompatibleOptionsError: `presharded` without `on_device_embedding`.
         BackendUnavailableError: the library or its cores are missing.
         CompileError: the compiler failed.
-        BackendError: anything else; gpt_neox and gptj cannot be stored by themselves.
+        BackendError: anything else; gpt_neox and gptj cannot store their graphs.
     """
     if plan.presharded and not plan.arguments.neuron_config.get("on_device_embedding"):
-        message = "divided weights leave no embedding for the host; set on_device_embedding=true"
+        message = (
+            "weights stored per core leave no embedding for the host; set on_device_embedding=true"
+        )
         raise IncompatibleOptionsError(message)
     model = _on_device(plan, None)
     if not hasattr(model, "save"):
         message = (
-            f"{type(model).__name__} has no compiled programs to store apart; "
+            f"{type(model).__name__} cannot store its compiled graphs; "
             "set compiled_graph_path, whose cache keeps them"
         )
         raise BackendError(message)
@@ -86,23 +89,23 @@ def compile(plan: LoadPlan, target: Path) -> None:
     except Exception as error:
         raise of_load(error, f"{type(model).__name__} in {plan.model_dir}") from error
     if plan.presharded:
-        # The library writes a configuration that it does not read back: its own fields without the model's type.
+        # The library writes a configuration that it cannot read back: its own fields without the model's type.
         config = json.loads((plan.model_dir / _CONFIG).read_text())
         (target / _CONFIG).write_text(json.dumps({**config, _PRESHARDED: True}, indent=2))
 
 
 def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
-    """A loaded model. `compiled`: a folder that `compile` has filled for the same plan; nothing is compiled then.
+    """Load a model. `compiled`: the folder that `compile` has filled for the same plan; nothing is compiled then.
 
     Raises:
         BackendUnavailableError: the library or its cores are missing.
-        ArtifactError: files of the model cannot be used, or `compiled` was made for another plan.
+        ArtifactError: the model's files cannot be used, or `compiled` was compiled for another plan.
         DeviceMemoryError: the model does not fit.
         BackendError: anything else.
     """
     began = time.monotonic()
     model = _on_device(plan, compiled)
-    # Only now: these modules need torch, which the registry does without.
+    # Not at the top: these modules import torch, and check must not.
     from djl_python_neuronx.backends.tnx.base import TnxBackend
     from djl_python_neuronx.backends.tnx.continuous import ContinuousBackend
     from djl_python_neuronx.backends.tnx.paged import PagedBackend
@@ -144,9 +147,9 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
 
 
 def _limit_threads() -> None:
-    """Keep torch within the cores that the process is granted, whatever OMP_NUM_THREADS and the host say.
+    """Limit torch to the cores that the process is granted, whatever OMP_NUM_THREADS and the host's size are.
 
-    Threads that wait for a core are waited for: handing over 8 rows of 128 256 logits takes 0.2 to 0.4 ms with 1 or 2
+    A step waits for threads that wait for a core: handing over 8 rows of 128 256 logits takes 0.2 to 0.4 ms with 1 or 2
     threads on 2 vCPU, 1.1 to 1.5 with 4 or 8 (torch 2.13, 2026-11-22).
     """
     torch = importlib.import_module("torch")
@@ -154,7 +157,7 @@ def _limit_threads() -> None:
 
 
 def _weights_of(plan: LoadPlan, compiled: Path | None) -> LoadPlan:
-    """The plan, its model read from `compiled` if the weights lie divided there."""
+    """Return the plan; its weights are those in `compiled` if they are stored there for each core."""
     if compiled is None or not (compiled / _CONFIG).is_file():
         return plan
     divided = json.loads((compiled / _CONFIG).read_text()).get(_PRESHARDED)

@@ -17,9 +17,9 @@ from djl_python_neuronx.backends.tnx.nan import clear
 class ContinuousBackend(TnxBackend):
     """Each slot has a position of its own; prompts run one at a time.
 
-    The library writes a token into position 0 of every slot that a decode leaves out. So none is left out: the arrays
-    hold each slot's last token and position, and what is written again is what was there. Positions of free slots are
-    0, where a new prompt writes first.
+    The library writes a token into position 0 of every slot that a decode leaves out. So no slot is left out: the
+    arrays hold each slot's last token and position, which the library writes again unchanged. Positions of free slots
+    are 0, where a new prompt writes first.
     """
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
@@ -46,7 +46,7 @@ class ContinuousBackend(TnxBackend):
         self._ids[list(slots)] = self._positions[list(slots)] = 0
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
-        """Each row by itself: the library runs them one after another, and all in the bucket of the longest."""
+        """Run each row alone: the library runs rows one after another, all in the bucket of the longest."""
         answers = []
         for row, slot in enumerate(rows.slots.tolist()):
             ids = rows.input_ids[row, : rows.lens[row]]
@@ -56,9 +56,9 @@ class ContinuousBackend(TnxBackend):
         return answers[0] if len(answers) == 1 else torch.cat(answers)
 
     def _begin(self, ids: np.ndarray[Any, np.dtype[np.int32]], slot: int) -> torch.Tensor:
-        """A fresh prompt."""
+        """Run a fresh prompt."""
         if len(ids) == 1:
-            # One column would be taken for a decode: a second one on position 0 tells that it is a prompt of one.
+            # The library takes one column for a decode; a second one on position 0 makes it a prompt of one.
             ids, positions = np.repeat(ids, 2), np.zeros(2, np.int32)
         else:
             positions = np.arange(len(ids), dtype=np.int32)
@@ -71,17 +71,17 @@ class ContinuousBackend(TnxBackend):
     def _continue(
         self, ids: np.ndarray[Any, np.dtype[np.int32]], slot: int, start: int
     ) -> torch.Tensor:
-        """Tokens behind those in the cache, one decode each: the library has no prefill from a position > 0."""
+        """Run tokens behind those in the cache, one decode each: the library has no prefill from a position > 0."""
         for position, token_id in enumerate(ids.tolist(), start):
             self._ids[slot], self._positions[slot] = token_id, position
             answer: torch.Tensor = self._model(*self._tensors)
         return answer[slot : slot + 1]
 
     def _verify(self, rows: Rows) -> torch.Tensor:
-        """float32[B, K, V] after every column, each slot at its own position.
+        """Return float32[B, K, V] logits after every column, each slot at its own position.
 
-        Free slots get what the next prompt writes over. Columns without a draft are written over by the next step;
-        those behind the slot's end share its last position, where no decode writes: a token there fits no text.
+        The next prompt overwrites what free slots get, the next step overwrites columns without a draft. Columns behind
+        the slot's end share its last position, where no decode writes: a token there fits no text.
         """
         shape, last = (self.spec.num_slots, rows.input_ids.shape[1]), self.spec.max_model_len - 1
         ids, starts = np.zeros(shape, np.int32), np.ones((shape[0], 1), np.int32)
@@ -90,7 +90,7 @@ class ContinuousBackend(TnxBackend):
         answer: torch.Tensor = self._model.speculative_forward(
             torch.from_numpy(ids), torch.from_numpy(positions), self._tensors[2], shape[1]
         )
-        # What later calls leave these slots out of finds them as they are.
+        # Later calls that leave these slots out write the same token again.
         self._ids[rows.slots, 0], self._positions[rows.slots, 0] = rows.input_ids[:, 0], rows.starts
         return answer.permute(2, 0, 1)[torch.from_numpy(rows.slots).long()]
 

@@ -1,4 +1,4 @@
-"""What the Neuron compiler and runtime raise, in this package's words."""
+"""Translation of errors of the Neuron compiler and runtime."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _fault(pattern: str, kind: _Kind, advice: str) -> _Fault:
 
 
 # Source: AWS Neuron documentation, nrt_status.h. Some libraries around the runtime give the number alone
-# (`nrt_load_collectives status=4 message="Allocation Failure"`), which stands for the name. Those that need nothing
-# but another try or that are the input's are left out.
+# (`nrt_load_collectives status=4 message="Allocation Failure"`), which stands for the name. Status codes that
+# call for no more than a retry, or that the input causes, are left out.
 _STATUS = re.compile(
     r"(?:\bnrt\w*:?|load the model) status(?:[ _]code)?[=: ]+(?P<code>\d+)\b", re.IGNORECASE
 )
@@ -64,11 +64,10 @@ _NAMES = {
 _HOST_MEMORY = _fault(
     r"NRT_FAIL_HOST_MEM_ALLOC|cannot allocate memory|\bENOMEM\b",
     "memory",
-    "The memory of the host is short, not that of the device: lower compilation_worker_count, or take a machine with "
-    "more",
+    "The host is out of memory, not the device: lower compilation_worker_count, or use a machine with more memory",
 )
-# Source of the texts: AWS Neuron documentation, "Neuron Runtime troubleshooting", and what users of these libraries
-# report. The first that matches counts.
+# Source of the texts: AWS Neuron documentation, "Neuron Runtime troubleshooting", and reports of users of these
+# libraries. The first match counts.
 _FAULTS = (
     _fault(
         r"no matching NEFF|find a matching NEFF",
@@ -86,12 +85,12 @@ _FAULTS = (
         "Lower tensor_parallel_degree, give the process more cores (NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES), or "
         "end the process that holds them (neuron-ls shows it)",
     ),
-    # torch-neuronx says no more than this of a start of the runtime that failed; the reason is in the runtime's log.
+    # The whole message of torch-neuronx if the runtime fails to start; the reason is in the runtime's log.
     _fault(
         r"runtime (?:could not|cannot) be initialized|in nrt_init\b|neuron driver version|no neuron device available",
         "cores",
-        "The runtime's log, just before this, says why: another process holds the cores (neuron-ls shows it; end it, "
-        "or choose others with NEURON_RT_VISIBLE_CORES), there are fewer than were asked for, or the driver is missing",
+        "The runtime's log, just before this, has the reason: another process holds the cores (neuron-ls shows it; end "
+        "it, or choose others with NEURON_RT_VISIBLE_CORES), the machine has fewer cores, or the driver is missing",
     ),
     _fault(
         r"device or resource busy|\bEBUSY\b|in use by (?:another )?process",
@@ -118,14 +117,14 @@ _FAULTS = (
     _fault(
         r"\bNRT_INVALID\b|unsupported topology",
         "invalid",
-        "The runtime's log, just before this, says why. Where it names the topology, set a tensor_parallel_degree that "
-        "the machine takes (djl-neuronx check tells); else compile again with the compiler of this image",
+        "The runtime's log, just before this, has the reason. If it names the topology, set a tensor_parallel_degree "
+        "that the machine supports (see djl-neuronx check); else compile again with the compiler of this image",
     ),
 )
 
 
 def of_load(error: Exception, what: str) -> ServingError:
-    """An error of ours for one that a load or a compilation raised; `what` names the model."""
+    """Return the `ServingError` for an error of a load or a compilation; `what` names the model."""
     if isinstance(error, ServingError):
         return error
     text = str(error)
@@ -143,7 +142,7 @@ def of_load(error: Exception, what: str) -> ServingError:
 
 
 def of_step(error: Exception, what: str) -> BackendError:
-    """An error of ours for one that a device call raised; `fatal` if no further call can succeed."""
+    """Return the `BackendError` for an error of a device call; `fatal` if no further call can succeed."""
     if isinstance(error, BackendError):
         return error
     fault = _find(error)

@@ -15,25 +15,28 @@ from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
 from djl_python_neuronx.backends.tnx.base import TnxBackend
 from djl_python_neuronx.backends.tnx.model import CACHE_CALL
 
+_PER_ROW = ("lens", "starts", "slots", "adapters", "sampling")
+"""Arrays of `Rows` with a value for each row, of the same shape whatever the step."""
+
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Where the sequences of a call lie: what the library reads of its `input_metadata`."""
+    """The places of a call's sequences, under the names that the library reads from its `input_metadata`."""
 
     block_tables: torch.Tensor
     """int32[B, blocks of a slot]"""
     context_lens: torch.Tensor
     """int32[B]: tokens in the cache."""
     seq_lens_tensor: torch.Tensor
-    """int32[B]: those and the new ones."""
+    """int32[B]: tokens in the cache after the call."""
 
 
 class PagedBackend(TnxBackend):
-    """All new tokens of a step in one row, whoever's they are; what they attend to is gathered from blocks.
+    """All new tokens of a step in one row, of all sequences; the keys and values they attend to come from blocks.
 
-    A slot keeps its blocks: there are enough for every slot at full length, so nobody waits for one, and block 0 is
-    for padding. A call reads the blocks of its own sequences only as far as these have written them, so that slots left
-    out lose nothing and a slot needs no cleaning before its next sequence.
+    A slot keeps its blocks: there are enough for every slot at full length, so no sequence waits for one. Block 0 is
+    for padding. A call reads the blocks of its own sequences, as far as they have been written. So a slot that is left
+    out loses nothing, and a slot needs no clearing before its next sequence.
 
     Source: transformers-neuronx 0.13, llama/hlo.py and layers/attention_utils.py (`contexted_kv`).
     """
@@ -92,12 +95,12 @@ class PagedBackend(TnxBackend):
             torch.from_numpy(places),
             input_metadata=_Sequences(
                 torch.from_numpy(tables),
-                # Not the engine's own arrays, which it writes again.
+                # A copy: the engine reuses its arrays.
                 torch.from_numpy(rows.starts.copy()),
                 torch.from_numpy(rows.starts + rows.lens),
             ),
         )
-        return answer[: len(rows.slots)]  # one row for every slot, theirs first
+        return answer[: len(rows.slots)]  # a row for every slot; the call's rows come first
 
     def _is_finite(self, answer: torch.Tensor) -> bool | None:
         """Return whether no row is NaN; None if that cannot be recognised."""
@@ -121,34 +124,20 @@ class PagedBackend(TnxBackend):
         )
 
     def _clear_nan(self, slot: int) -> None:
-        """Nothing to do, see the class."""
+        """Do nothing; see the class."""
 
 
 def _joined(parts: list[Rows]) -> Rows:
-    """The rows of all parts, in this order."""
+    """Return the rows of all parts, in this order."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.input_ids.shape[1] for part in parts)
-    return Rows(
-        input_ids=np.concatenate([pad_to_bucket(part.input_ids, width) for part in parts]),
-        lens=np.concatenate([part.lens for part in parts]),
-        starts=np.concatenate([part.starts for part in parts]),
-        slots=np.concatenate([part.slots for part in parts]),
-        adapters=np.concatenate([part.adapters for part in parts]),
-        wants=parts[0].wants | parts[-1].wants,
-        sampling=np.concatenate([part.sampling for part in parts]),
-    )
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}
+    ids = np.concatenate([pad_to_bucket(part.input_ids, width) for part in parts])
+    return Rows(ids, wants=parts[0].wants | parts[-1].wants, **arrays)
 
 
 def _row(rows: Rows, index: int) -> Rows:
-    """One of the rows."""
-    one = slice(index, index + 1)
-    return replace(
-        rows,
-        input_ids=rows.input_ids[one],
-        lens=rows.lens[one],
-        starts=rows.starts[one],
-        slots=rows.slots[one],
-        adapters=rows.adapters[one],
-        sampling=rows.sampling[one],
-    )
+    """Return one of the rows."""
+    arrays = {name: getattr(rows, name)[[index]] for name in ("input_ids", *_PER_ROW)}
+    return replace(rows, **arrays)

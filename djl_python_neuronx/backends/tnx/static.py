@@ -16,11 +16,11 @@ _NOWHERE = -1
 
 
 class StaticBackend(TnxBackend):
-    """One position for all rows, and sequences that come and go all the same.
+    """Static batches, one position for all rows, that sequences can join and leave.
 
-    Rows are padded on the left, so that they end together. Each slot's tokens are kept: when one joins, when the shared
-    position reaches the end of the cache or when a call has failed, everyone is encoded anew. A sequence that leaves
-    costs nothing. Free slots are rows of padding.
+    Rows are padded on the left, so that they end together. Each slot's tokens are kept: when a sequence joins, when the
+    shared position reaches the end of the cache or when a call has failed, all of them prefill again. A sequence that
+    leaves costs nothing. Free slots are rows of padding.
     """
 
     def __init__(self, model: Any, plan: LoadPlan) -> None:  # noqa: ANN401
@@ -33,14 +33,14 @@ class StaticBackend(TnxBackend):
         self._num_reprefilled = 0
 
     def run(self, step: Step) -> StepOutput:
-        """As `TnxBackend.run`; the output tells what was encoded again."""
+        """As `TnxBackend.run`; the output counts the tokens that were prefilled again."""
         self._num_reprefilled = 0
         output = super().run(step)
         output.num_reprefilled = self._num_reprefilled
         return output
 
     def release(self, slots: Sequence[int]) -> None:
-        """Empty these slots; what runs in their rows from now on is padding."""
+        """Empty these slots; their rows are padding from now on."""
         super().release(slots)
         self._next[list(slots)] = 0
 
@@ -62,7 +62,7 @@ class StaticBackend(TnxBackend):
         return answer if len(slots) == len(answer) else answer[torch.from_numpy(slots).long()]
 
     def _encode(self, rows: Rows) -> torch.Tensor:
-        """Everyone from the first token on; answers for `rows`, whose new tokens are the last ones."""
+        """Prefill all sequences from their first tokens on; return the output of `rows`, whose new tokens come last."""
         lens = self._filled.copy()
         lens[rows.slots] = rows.starts + rows.lens
         for row, slot in enumerate(rows.slots.tolist()):
@@ -87,7 +87,7 @@ class StaticBackend(TnxBackend):
         answer: torch.Tensor = self._model(ids, torch.tensor([position], dtype=torch.int32), pads)
         return answer
 
-    def _clear_nan(self, slot: int) -> None:  # noqa: ARG002  (all at once, for the next step encodes everyone anew)
+    def _clear_nan(self, slot: int) -> None:  # noqa: ARG002  (all at once: the next step prefills all again)
         getattr(self._model, "decoder_lm_head", self._model).reset()
         self._end = _NOWHERE
         self._spoiled[self._filled == 0] = False

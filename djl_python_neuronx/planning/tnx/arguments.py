@@ -27,8 +27,8 @@ _AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
 # The compiler takes fp8 only with the range that its hardware has. Source: transformers-neuronx, generation_demo.py.
 _FP8_FLAG = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-_ROW_SAMPLING = {"top_k": 50, "top_p": 1.0, "temperature": 1.0, "top_p_min_tokens": 1}
-"""Keywords of `GenerationConfig` that hold a value for each row with `per_batch_line`, with the library's defaults."""
+_ROW_SAMPLING = ("top_k", "top_p", "temperature", "top_p_min_tokens")
+"""Keywords of `GenerationConfig` that hold a value for each row with `per_batch_line`."""
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -176,8 +176,8 @@ def _generation(options: ServingOptions, slots: int | None) -> dict[str, Any]:
     if written.get("dynamic"):
         written["per_batch_line"] = True  # each request has parameters of its own
     if written.get("per_batch_line") and slots is not None:
-        for name, default in _ROW_SAMPLING.items():
-            written[name] = [written.get(name, default)] * slots
+        for name in _ROW_SAMPLING:
+            written[name] = [written[name]] * slots
     return written
 
 

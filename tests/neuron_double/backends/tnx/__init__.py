@@ -15,7 +15,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError
 
 
-def supports(artifact):
+def supports(config):
     return None
 
 
