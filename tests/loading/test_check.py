@@ -23,7 +23,7 @@ from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.report import as_json, bar, gib, render, shown
-from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning import backend_choice, machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
@@ -386,7 +386,12 @@ def test_which_loader_is_planned_for(
     tmp_path, monkeypatch, options, here, machine, installed, model, loader
 ):
     """As it will be once this version loads with both libraries."""
-    monkeypatch.setattr(prepare_module, "NOT_SERVED", frozenset())
+    served = {
+        name: dataclasses.replace(facts, served=True)
+        for name, facts in backend_choice.NEURON_BACKENDS.items()
+    }
+    monkeypatch.setattr(backend_choice, "NEURON_BACKENDS", served)
+    monkeypatch.setattr(prepare_module.backends, "names", lambda: ("cpu", "nxdi", "tnx"))
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
     states["neuronx-cc"] = "missing"
