@@ -266,7 +266,7 @@ def _bullet(text: str) -> str:
 
 def _facts(name: str, marker: Option) -> Iterator[str]:
     default = _shown(ServingOptions.model_fields[name].default)
-    file = "" if not marker.file or "file" in marker.allowed else ", or a file that holds it"
+    file = "" if not marker.file or "file" in allowed_values(name) else ", or a file that holds it"
     yield f"Values: {allowed_values(name)}{file}."
     yield f"Default: {f'`{default}`' if default else 'not set'}."
     if marker.aliases:

@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from djl_python_neuronx.config.values import (
-    BUCKETS,
-    COUNT,
-    DTYPES,
-    OBJECT,
     SAME,
-    TREE,
-    WORDS,
     Axes,
     Buckets,
     Count,
@@ -42,12 +36,12 @@ def _nxdi(allowed: str = "", *, keyword: str = SAME, tunes: bool = True, **facts
 
 
 _Tuning = Annotated[bool | None, _nxdi()]
-_TuningCount = Annotated[Count | None, _nxdi(COUNT)]
-_TuningObject = Annotated[Object | None, _nxdi(OBJECT, file=True)]
+_TuningCount = Annotated[Count | None, _nxdi()]
+_TuningObject = Annotated[Object | None, _nxdi(file=True)]
 _Feature = Annotated[bool | None, _nxdi(tunes=False)]
-_FeatureCount = Annotated[Count | None, _nxdi(COUNT, tunes=False)]
-_FeatureObject = Annotated[Object | None, _nxdi(OBJECT, tunes=False, file=True)]
-_FeatureWords = Annotated[Words | None, _nxdi(WORDS, tunes=False)]
+_FeatureCount = Annotated[Count | None, _nxdi(tunes=False)]
+_FeatureObject = Annotated[Object | None, _nxdi(tunes=False, file=True)]
+_FeatureWords = Annotated[Words | None, _nxdi(tunes=False)]
 
 
 class NxdiOptions(OptionGroup):
@@ -60,9 +54,7 @@ class NxdiOptions(OptionGroup):
     attention_dp_degree: _TuningCount = None
     """Groups that the sequences of a decode step are divided into in attention. Must divide `tensor_parallel_degree`
     and `max_rolling_batch_size`; needs continuous batching."""
-    ep_degree: Annotated[
-        Count, _nxdi(COUNT, tunes=False, computed=True, derived=("ep_degree",))
-    ] = 1
+    ep_degree: Annotated[Count, _nxdi(tunes=False, computed=True, derived=("ep_degree",))] = 1
     """Groups that experts are divided into, each with its own cores: the model takes tensor x pipeline x expert degree
     cores."""
     moe_tp_degree: _TuningCount = None
@@ -98,12 +90,10 @@ class NxdiOptions(OptionGroup):
         Literal["config", "as-declared"] | None, Hyphenated, _nxdi(tunes=False)
     ] = None
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
-    attention_dtype: Annotated[Dtype | None, _nxdi(DTYPES, tunes=False)] = None
+    attention_dtype: Annotated[Dtype | None, _nxdi(tunes=False)] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
-        str | None,
-        Field(min_length=1),
-        _nxdi("a file or folder", graph=(), output="local"),
+        str | None, Field(min_length=1), _nxdi("a file or folder", graph=(), output="local")
     ] = None
     """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
     model."""
@@ -137,9 +127,7 @@ class NxdiOptions(OptionGroup):
     draft_model_modules_to_not_convert: _FeatureWords = None
     """The same for the draft model."""
     activation_quantization_type: Annotated[
-        Literal["dynamic", "static"] | None,
-        Lower,
-        _nxdi(tunes=False),
+        Literal["dynamic", "static"] | None, Lower, _nxdi(tunes=False)
     ] = None
     """Quantise activations too, with scales computed at run time (`dynamic`) or stored (`static`). Excludes the MLP
     kernels. `fuse_qkv` is ignored with `dynamic` and excluded with `static`."""
@@ -157,10 +145,11 @@ class NxdiOptions(OptionGroup):
     """Return the logits to the host although the device samples, so that requests that only the host can sample are
     served too."""
     token_generation_batches: Annotated[
-        Buckets | None, _nxdi(BUCKETS.replace("lengths", "counts"))
+        Buckets | None,
+        _nxdi('ascending counts such as "256,512,1024", each a whole number of at least 1'),
     ] = None
     """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
-    prefix_buckets: Annotated[Buckets | None, _nxdi(BUCKETS)] = None
+    prefix_buckets: Annotated[Buckets | None, _nxdi()] = None
     """Lengths of cached prefixes to compile prompt graphs for; with `enable_prefix_caching`."""
     windowed_context_encoding_size: _TuningCount = None
     """Prompt tokens that are encoded at a time. For a sliding window model it must equal the window."""
@@ -187,7 +176,7 @@ class NxdiOptions(OptionGroup):
     """Tokens that one step with Medusa verifies."""
     num_medusa_heads: _FeatureCount = None
     """Medusa heads of the checkpoint."""
-    medusa_tree: Annotated[MedusaTree | None, _nxdi(TREE, tunes=False, file=True)] = None
+    medusa_tree: Annotated[MedusaTree | None, _nxdi(tunes=False, file=True)] = None
     """Paths of the tree of Medusa's drafts."""
 
     attn_kernel_enabled: _Tuning = None
@@ -270,7 +259,7 @@ class NxdiOptions(OptionGroup):
     """Use less memory for DMA rings, for long contexts."""
     scratchpad_page_size: _TuningCount = None
     """Page size of the scratch memory in MiB. Library default for prompts of 32768 tokens and more: 1024."""
-    weights_to_skip_layout_optimization: Annotated[Words | None, _nxdi(WORDS)] = None
+    weights_to_skip_layout_optimization: Annotated[Words | None, _nxdi()] = None
     """Regular expressions for weights whose layout the compiler does not change."""
     dma_order_config: _TuningObject = None
     """Order of transfers for the compiler, by submodel. Experimental in the library."""

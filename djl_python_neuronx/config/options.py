@@ -10,7 +10,7 @@ NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,14 +20,10 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.values import (
-    AMOUNT,
-    BUCKETS,
     COUNT,
-    DTYPES,
-    OBJECT,
     POSITIONS,
     SAME,
-    SECONDS,
+    Allowed,
     Amount,
     AutoDtype,
     Buckets,
@@ -157,7 +153,6 @@ class GeneralOptions(OptionGroup):
     dtype: Annotated[
         AutoDtype,
         Option(
-            allowed=f"auto, {DTYPES}",
             aliases=("torch_dtype",),
             to={"tnx": "amp", "nxdi": "torch_dtype"},
             computed=True,
@@ -172,20 +167,17 @@ class GeneralOptions(OptionGroup):
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Default: `json`, or `jsonlines` for a request with `stream`."""
     predict_timeout: Annotated[
-        Seconds, Option(allowed=SECONDS, env=("PREDICT_TIMEOUT",), djl=Djl(whole_seconds=True))
+        Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(whole_seconds=True))
     ] = 120.0
     """Longest time that a request waits for a slot, and longest time of a step on the device."""
     model_loading_timeout: Annotated[
-        Seconds,
-        Option(
-            allowed=SECONDS, env=("MODEL_LOADING_TIMEOUT",), djl=Djl(whole_seconds=True, sign=True)
-        ),
+        Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(whole_seconds=True, sign=True))
     ] = 240.0
     """Longest time to load the model. DJL Serving stops a load that takes longer; the embedded server has no limit.
     Compiling on first use takes much longer than the default."""
     skip_warmup: Annotated[bool, Option(derived=("skip_warmup",))] = False
     """Do not run every graph once before serving. The first request of each length is then slower."""
-    cpu_threads: Annotated[Count | None, Option(allowed=COUNT, draft="same")] = None
+    cpu_threads: Annotated[Count | None, Option(draft="same")] = None
     """Threads of the cpu backend. Default: all physical cores but one, which is left to the server."""
 
 
@@ -217,7 +209,6 @@ class BatchingOptions(OptionGroup):
     context_length_estimate: Annotated[
         Buckets | None,
         Option(
-            allowed=BUCKETS,
             aliases=("context_encoding_buckets",),
             env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
             to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
@@ -250,7 +241,6 @@ class BatchingOptions(OptionGroup):
     max_rolling_batch_size: Annotated[
         Count | None,
         Option(
-            allowed=COUNT,
             aliases=("max_num_seqs",),
             to={"tnx": "batch_size", "nxdi": "batch_size"},
             computed=True,
@@ -272,15 +262,15 @@ class BatchingOptions(OptionGroup):
     ] = None
     """Sequences that are generated at once: the slots of the KV cache. Default: what fits into memory, at most 32,
     which is how many DJL Serving sends."""
-    batch_size: Annotated[Count, Option(allowed=COUNT)] = 1
+    batch_size: Annotated[Count, Option()] = 1
     """Requests that DJL Serving collects for one call if `rolling_batch` is off."""
-    max_waiting: Annotated[Count, Option(allowed=COUNT)] = 1000
+    max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
     queue."""
-    decode_interleave: Annotated[Count, Option(allowed=COUNT)] = 1
+    decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prompt steps while sequences are running. Higher values make running streams smoother
     and new requests wait longer."""
-    max_join_wait_ms: Annotated[Amount, Option(allowed=AMOUNT)] = 100
+    max_join_wait_ms: Annotated[Amount, Option()] = 100
     """Milliseconds that new requests wait for each other before they join a static batch, where every join encodes all
     running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while
     nothing runs, or if they fill the free slots; 0 disables waiting. No effect with continuous batching. 100 ms is how
@@ -331,22 +321,12 @@ class GraphOptions(OptionGroup):
     weight_tiling: _Tuning = None
     """Split the weights of the MLP into tiles of 128."""
     mlp_in_weight_tiling_permute_order: Annotated[
-        Order | None,
-        Option(
-            allowed='an order of the four axes such as "1,2,0,3"',
-            to={"tnx": "mlp_in_weight_tiling_permute_order"},
-            tunes=True,
-        ),
+        Order | None, Option(to={"tnx": "mlp_in_weight_tiling_permute_order"}, tunes=True)
     ] = None
     """Order of the tiles' axes at the input of the MLP, axis 2 before axis 3; with `weight_tiling`. Library default:
     1,2,0,3."""
     mlp_out_weight_tiling_permute_order: Annotated[
-        Order | None,
-        Option(
-            allowed='an order of the four axes such as "1,2,0,3"',
-            to={"tnx": "mlp_out_weight_tiling_permute_order"},
-            tunes=True,
-        ),
+        Order | None, Option(to={"tnx": "mlp_out_weight_tiling_permute_order"}, tunes=True)
     ] = None
     """The same at the output of the MLP."""
     mlp_out_weight_transpose: _Tuning = None
@@ -376,8 +356,7 @@ class GraphOptions(OptionGroup):
     ] = None
     """Divide a prompt's tokens among the cores where tokens are independent (norms)."""
     sequence_parallel_norm_threshold: Annotated[
-        Count | None,
-        Option(allowed=COUNT, to={"tnx": "sequence_parallel_norm_threshold"}, tunes=True),
+        Count | None, Option(to={"tnx": "sequence_parallel_norm_threshold"}, tunes=True)
     ] = None
     """Prompt length in tokens above which `sequence_parallel` applies. TNX default: 2048."""
     shard_over_sequence: Annotated[
@@ -448,15 +427,13 @@ class GraphOptions(OptionGroup):
     """Store the KV cache in blocks instead of one row per slot (paged attention). NxDI uses it for prefix caching only,
     transformers-neuronx is served with it for `enable_chunked_prefill` only; both imply it."""
     pa_block_size: Annotated[
-        Count | None,
-        Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"}),
+        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"})
     ] = None
     """Tokens in a block of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` a power of two below
     `n_positions`. Default: at least 128, and large enough for at most 256 blocks, because graphs grow with their
     number."""
     pa_num_blocks: Annotated[
-        Count | None,
-        Option(allowed=COUNT, to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"}),
+        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"})
     ] = None
     """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
     need at their full length, and fewer are an error."""
@@ -488,7 +465,6 @@ class GraphOptions(OptionGroup):
     pipeline_parallel_degree: Annotated[
         Count,
         Option(
-            allowed=COUNT,
             aliases=("pp_degree",),
             env=("PIPELINE_PARALLEL_DEGREE",),
             to={"nxdi": "pp_degree"},
@@ -538,15 +514,13 @@ class PrecisionOptions(OptionGroup):
     all_reduce_dtype: Annotated[
         Dtype | None,
         Option(
-            allowed=DTYPES,
             aliases=("rpl_reduce_dtype",),
             to={"tnx": "all_reduce_dtype", "nxdi": "rpl_reduce_dtype"},
         ),
     ] = None
     """Type in which partial results are summed across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[
-        Dtype | None,
-        Option(allowed=DTYPES, to={"tnx": "cast_logits_dtype"}, always={"nxdi": "float32"}),
+        Dtype | None, Option(to={"tnx": "cast_logits_dtype"}, always={"nxdi": "float32"})
     ] = None
     """Type of the logits. TNX default: float32, the only type of NxDI."""
     bf16_rms_norm: Annotated[bool | None, Option(to={"tnx": "bf16_rms_norm"})] = None
@@ -576,7 +550,6 @@ class SpeculationOptions(OptionGroup):
     speculative_length: Annotated[
         Amount,
         Option(
-            allowed=AMOUNT,
             aliases=("spec_length",),
             to={"tnx": "enable_speculative_decoder()", "nxdi": "speculation_length"},
             computed=True,
@@ -589,13 +562,7 @@ class SpeculationOptions(OptionGroup):
     which is added automatically."""
     ngram_prompt_lookup_max: Annotated[
         Count | None,
-        Option(
-            allowed=COUNT,
-            to={"tnx": "enable_speculative_decoder()"},
-            graph=(),
-            cpu=True,
-            draft="off",
-        ),
+        Option(to={"tnx": "enable_speculative_decoder()"}, graph=(), cpu=True, draft="off"),
     ] = None
     """Speculate without a draft model: propose what followed the newest tokens where they last occurred in the prompt
     or the output. The value is the longest run of tokens to look for; 3 suits summaries, code and answers from
@@ -603,11 +570,7 @@ class SpeculationOptions(OptionGroup):
     draft_model_tp_size: Annotated[
         Count | None,
         Option(
-            allowed=COUNT,
-            to={"tnx": "tp_degree", "nxdi": "tp_degree"},
-            tunes=True,
-            computed=True,
-            graph=("nxdi",),
+            to={"tnx": "tp_degree", "nxdi": "tp_degree"}, tunes=True, computed=True, graph=("nxdi",)
         ),
     ] = None
     """NeuronCores that share the draft model. Default: `tensor_parallel_degree`."""
@@ -695,7 +658,6 @@ class CompilerOptions(OptionGroup):
     neuron_cc_pipeline_factor: Annotated[
         Count | None,
         Option(
-            allowed=COUNT,
             env=("NEURON_CC_PIPELINE_FACTOR",),
             aliases=("cc_pipeline_tiling_factor",),
             to={"tnx": "--tensorizer-options", "nxdi": "cc_pipeline_tiling_factor"},
@@ -706,7 +668,6 @@ class CompilerOptions(OptionGroup):
     compilation_worker_count: Annotated[
         Count | None,
         Option(
-            allowed=COUNT,
             env=("NEURON_COMPILATION_WORKER_COUNT",),
             to={"tnx": "compilation_worker_count"},
             tunes=True,
@@ -715,9 +676,7 @@ class CompilerOptions(OptionGroup):
     ] = None
     """Graphs that are compiled at once. Each compiler process takes some GB of host memory: lower it if the machine
     runs out. Library default: one for each graph."""
-    unroll: Annotated[
-        Count | None, Option(allowed=COUNT, to={"tnx": "unroll"}, tunes=True, computed=True)
-    ] = None
+    unroll: Annotated[Count | None, Option(to={"tnx": "unroll"}, tunes=True, computed=True)] = None
     """Layers in one compiled graph. Default: all, which runs fastest and compiles longest. GPT-NeoX always takes
     all."""
     multi_node: Annotated[
@@ -726,8 +685,7 @@ class CompilerOptions(OptionGroup):
     """Graph defaults of the old engine for a model on several machines: turns `fuse_mlp` and `mlp_out_weight_transpose`
     on unless they are set. Such a model can be planned, not served: docs/neuron.md."""
     override_neuron_config: Annotated[
-        Object | None,
-        Option(allowed=OBJECT, to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True),
+        Object | None, Option(to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True)
     ] = None
     """Further keywords of the library's `NeuronConfig`, for settings without an option. They override options. A
     keyword that the installed library does not have is an error, and so is one that follows from an option."""
@@ -819,19 +777,26 @@ def parse_value(name: str, value: object) -> object:
 
 def allowed_values(name: str) -> str:
     """The allowed values of an option in words: ``auto, cpu, tnx or nxdi``."""
+    field = ServingOptions.model_fields[name]
     if words := option(name).allowed:
         return words
-    *most, last = _choices(ServingOptions.model_fields[name].annotation)
-    return f"{', '.join(most)} or {last}"
+    *most, last = _words(field.metadata) or _choices(field.annotation)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _words(metadata: Iterable[object]) -> list[str]:
+    return [entry.words for entry in metadata if isinstance(entry, Allowed)]
 
 
 def _choices(annotation: object) -> list[str]:
-    """The values of the Literals and booleans in a type."""
+    """The values of the Literals and booleans in a type, and the words of described types."""
     if annotation is bool:
         return ["true", "false"]
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
-    return [choice for branch in get_args(annotation) for choice in _choices(branch)]
+    return _words(getattr(annotation, "__metadata__", ())) or [
+        choice for branch in get_args(annotation) for choice in _choices(branch)
+    ]
 
 
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -282,8 +282,7 @@ class _Reader:
         else:
             hint = did_you_mean(name, NAMES)
             self._warn(
-                name,
-                f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}",
+                name, f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}"
             )
 
     def _unsupported(self, setting: Setting, entry: Unsupported) -> None:

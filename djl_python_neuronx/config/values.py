@@ -18,14 +18,8 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 COUNT = "a whole number of at least 1"
-AMOUNT = "a whole number of at least 0"
 POSITIONS = "a whole number of at least 2"
-SECONDS = "seconds, a number above 0"
-BUCKETS = 'ascending lengths such as "256,512,1024", each a whole number of at least 1'
 DTYPES = "fp32 or float32, fp16 or float16, bf16 or bfloat16"
-OBJECT = 'a JSON object such as {"name": 1}, or a file that holds one'
-TREE = "a JSON list of lists of numbers, or a file that holds one"
-WORDS = 'names such as "lm_head,embed_tokens"'
 
 SAME = ""
 """In `Option.to`: the library uses the option's own name."""
@@ -55,6 +49,13 @@ _FP8 = frozenset(
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """The allowed values of a type in words."""
+
+    words: str
+
+
+@dataclass(frozen=True)
 class Djl:
     """What DJL Serving does with an option before the handler gets it.
 
@@ -76,7 +77,7 @@ class Option:
     """Facts about an option besides its type and default. Whatever depends on options by name derives from these."""
 
     allowed: str = ""
-    """The allowed values in words; empty if the type lists them (a Literal, a bool)."""
+    """The allowed values in words; empty if the type lists them (a Literal, a bool, `Allowed`)."""
     aliases: tuple[str, ...] = ()
     """Other names of the option."""
     env: tuple[str, ...] = ()
@@ -319,18 +320,26 @@ def _weights(value: object) -> object:
     return f"static_{eight_bits}" if eight_bits in ("int8", "fp8") else value
 
 
-Count = Annotated[int, Field(ge=1, le=_LARGEST)]
-Amount = Annotated[int, Field(ge=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=1, le=_LARGEST), Allowed(COUNT)]
+Amount = Annotated[int, Field(ge=0, le=_LARGEST), Allowed("a whole number of at least 0")]
 Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
 Lower = BeforeValidator(_lower)
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype)]
+Dtype = Annotated[
+    Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype), Allowed(DTYPES)
+]
 AutoDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(long_dtype)
+    Literal["auto", "float32", "float16", "bfloat16"],
+    BeforeValidator(long_dtype),
+    Allowed(f"auto, {DTYPES}"),
 ]
 Buckets = Annotated[
-    tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_ascending)
+    tuple[Count, ...],
+    Field(min_length=1),
+    BeforeValidator(_split),
+    AfterValidator(_ascending),
+    Allowed('ascending lengths such as "256,512,1024", each a whole number of at least 1'),
 ]
 TokenBuckets = Annotated[tuple[Positions, ...], Field(min_length=1), AfterValidator(_ascending)]
 OneOrList = BeforeValidator(_one_or_list)
@@ -338,17 +347,26 @@ Words = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
     Field(min_length=1),
     BeforeValidator(_split),
+    Allowed('names such as "lm_head,embed_tokens"'),
 ]
 Order = Annotated[
     tuple[Annotated[int, Field(ge=0, le=3)], ...],
     Field(min_length=4, max_length=4),
     BeforeValidator(_split),
+    Allowed('an order of the four axes such as "1,2,0,3"'),
 ]
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), BeforeValidator(_split)]
 Axes = Annotated[tuple[Amount, ...], Field(min_length=1), BeforeValidator(_split)]
-Object = Annotated[dict[str, Any], BeforeValidator(_object)]
+Object = Annotated[
+    dict[str, Any],
+    BeforeValidator(_object),
+    Allowed('a JSON object such as {"name": 1}, or a file that holds one'),
+]
 MedusaTree = Annotated[
-    tuple[tuple[Amount, ...], ...], Field(min_length=1), BeforeValidator(_object)
+    tuple[tuple[Amount, ...], ...],
+    Field(min_length=1),
+    BeforeValidator(_object),
+    Allowed("a JSON list of lists of numbers, or a file that holds one"),
 ]
 Upper = BeforeValidator(_upper)
 Hyphenated = BeforeValidator(_hyphenated)
