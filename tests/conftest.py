@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from djl_python_neuronx.planning import loader, machines
+from djl_python_neuronx.planning import backend_choice, machines
 
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("patient", **PATIENT)
@@ -25,7 +25,11 @@ def pytest_addoption(parser):
 
 
 def _missing_library(name):
-    return None if loader.libraries()[name].state == "installed" else f"{name} is not installed"
+    return (
+        None
+        if backend_choice.libraries()[name].state == "installed"
+        else f"{name} is not installed"
+    )
 
 
 def _missing_tnx():

@@ -17,11 +17,11 @@ from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
 from djl_python_neuronx.loading.prepare import Prepared, prepare
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.assess import examine
-from djl_python_neuronx.planning.loader import NEURON_LOADERS, libraries
+from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan
+from djl_python_neuronx.planning.plan import ServingPlan, examine
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ def _names_hub_model(target: str) -> bool:
 
 def _missing_here(backend: str) -> Iterator[str]:
     """What this installation lacks to load with a backend."""
-    package = NEURON_LOADERS.get(backend)
-    if package is not None and (state := libraries()[package].state) != "installed":
+    facts = NEURON_BACKENDS.get(backend)
+    if facts is not None and (state := libraries()[facts.package].state) != "installed":
         what = "not installed" if state == "missing" else "PyPI's placeholder, not the library,"
-        yield f"{package} is {what} here; the machine that serves needs it"
+        yield f"{facts.package} is {what} here; the machine that serves needs it"
     if backend not in backends.names():
         yield f"this version of djl_python_neuronx plans for {backend} but cannot load with it yet"
 

@@ -30,9 +30,15 @@ from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast
 from djl_python_neuronx.loading.fitting import compiled_here, graph_target
 from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.prepare import Prepared
-from djl_python_neuronx.planning.graph_facts import flag_facts, graph_options, library_facts
-from djl_python_neuronx.planning.loader import libraries
-from djl_python_neuronx.planning.plan import ServingPlan, library_arguments, stored_findings
+from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.plan import (
+    ServingPlan,
+    flag_facts,
+    graph_options,
+    library_arguments,
+    library_facts,
+    stored_findings,
+)
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)

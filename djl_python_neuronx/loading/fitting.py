@@ -17,8 +17,8 @@ from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
-from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.plan import graph_options
 
 _FLAGS = "cc_flags"
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
@@ -116,7 +116,7 @@ def compiled_here(folder: Path) -> bool:
 
 
 def flags_mismatch(artifact: Artifact, flags: Mapping[str, object]) -> ArtifactMismatchError | None:
-    """Compare the compiler flags that an output of this package records with `flags` (see `graph_facts.flag_facts`).
+    """Compare the compiler flags that an output of this package records with `flags` (see `plan.flag_facts`).
 
     Returns None if both agree. Other formats do not record theirs.
     """

@@ -28,8 +28,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
-from djl_python_neuronx.planning.graph_facts import graph_options
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.plan import graph_options
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)

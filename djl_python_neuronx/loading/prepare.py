@@ -36,15 +36,20 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.advice import NOT_SERVED
-from djl_python_neuronx.planning.assess import assess, examine
+from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.draft import ORIGIN, alone, draft_settings
-from djl_python_neuronx.planning.graph_facts import flag_facts, library_facts
-from djl_python_neuronx.planning.loader import NEURON_LOADERS, choose_loader, libraries, preferred
+from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan, make_plan, stored_findings
+from djl_python_neuronx.planning.plan import (
+    ServingPlan,
+    assess,
+    examine,
+    flag_facts,
+    library_facts,
+    make_plan,
+    stored_findings,
+)
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -292,33 +297,15 @@ class _Preparation:
             return _without_weights(folder, name, str(path), read_json(path))
 
     def _choose_backend(self, options: ServingOptions, artifact: Artifact) -> str:
-        """Choose the backend; a dry run only prefers libraries that are installed."""
-        installed = libraries()
-        if self.fetch_weights:
-            return choose_loader(
-                options,
-                self.machine,
-                installed,
-                backends.names(),
-                artifact.backend,
-                artifact.model_type,
-            )
-        if options.model_loader in {"cpu", *NEURON_LOADERS}:
-            return options.model_loader
-        if artifact.backend is not None:
-            return artifact.backend
-        if not self.machine.has_neuron and options.tensor_parallel_degree in {None, 1}:
-            return "cpu"
-        served = [name for name in NEURON_LOADERS if name not in NOT_SERVED]
-        candidates = [served, [*NEURON_LOADERS]]
-        if self._here:
-            ready = [
-                name for name in served if installed[NEURON_LOADERS[name]].state == "installed"
-            ]
-            candidates.insert(0, ready)
-        model_type = ModelFacts.from_config(artifact.config).model_type
-        chosen = (preferred(options, model_type, names) for names in candidates)
-        return next(filter(None, chosen), "tnx")
+        return choose_backend(
+            options,
+            self.machine,
+            ModelFacts.from_config(artifact.config).model_type,
+            installed=libraries() if self.fetch_weights or self._here else None,
+            backends=backends.names(),
+            artifact_backend=artifact.backend,
+            dry_run=not self.fetch_weights,
+        )
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
         """Refuse a model that the backend's own code rules out. A dry run skips it: it imports the library."""
@@ -504,14 +491,14 @@ class _Preparation:
             sources.without_options(self.environ),
             own.problems,
             wanted,
-            overrides_from=ORIGIN,
+            overrides_from=DRAFT_ORIGIN,
         )
         try:
             own._check_support(prepared.loader, draft.artifact)
         except ServingError as error:
             own.problems.add_error(error)
         settings = own._with_recorded(settings, draft.artifact, prepared.loader)
-        settings = replace(settings, options=alone(settings.options))
+        settings = replace(settings, options=as_draft_model(settings.options))
         other = own._plan(settings, draft, prepared.loader, prepared.machine, None, role="draft")
         self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
         if own.problems.errors:
@@ -568,7 +555,7 @@ def _log_plan(prepared: Prepared) -> None:
     planned = prepared.planned
     logger.info(
         "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
-        planned.loader,
+        planned.backend,
         planned.format,
         prepared.case.model.num_parameters,
         len(planned.graphs),

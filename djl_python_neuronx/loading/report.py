@@ -161,7 +161,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     plan, model, options = prepared.planned, prepared.case.model, prepared.options
     size = _count(model.num_parameters)
     yield f"model     {prepared.name}: {model.model_type}, {size} parameters ({prepared.source})"
-    yield f"backend   {plan.loader}, from the format {plan.format}"
+    yield f"backend   {plan.backend}, from the format {plan.format}"
     yield f"machine   {_machine(prepared)}"
     if options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_draft_source(options)}"
@@ -174,7 +174,7 @@ def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
     if plan.memory is None:
         yield "memory    unknown: config.json does not give the model's size"
     else:
-        whose = "of this machine" if plan.loader == "cpu" else "per core"
+        whose = "of this machine" if plan.backend == "cpu" else "per core"
         if degrees := _two_degrees(prepared):
             few = min(degrees)
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
@@ -277,7 +277,7 @@ def _handed_over(report: Report) -> Iterator[Table]:
     """What the library is given, for the model and for its draft model."""
     for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
         if plan is not None and plan.arguments is not None:
-            title = f"Handed to the {plan.loader} library{whose}"
+            title = f"Handed to the {plan.backend} library{whose}"
             rows = tuple(_argument_rows(plan.arguments))
             yield Table(title, ("where", "name", "value"), rows)
 
@@ -298,7 +298,7 @@ def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]
 def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
     memory, draft = plan.memory, report.draft_plan
     return {
-        "loader": plan.loader,
+        "loader": plan.backend,
         "format": plan.format,
         "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,

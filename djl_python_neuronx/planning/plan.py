@@ -1,36 +1,54 @@
-"""What would be compiled and loaded: graphs, time and memory, from options alone and before either costs anything."""
+"""The plan of a start: settings judged and filled in, library arguments, graphs, compile time and memory.
+
+`examine` judges the settings alone, `assess` with the model and the machine; then `make_plan`. Nothing is compiled or
+loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.planning import memory
+from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config.options import ServingOptions, SpeculationOptions, option
+from djl_python_neuronx.config.resolve import Resolved, read_settings
+from djl_python_neuronx.errors import InvalidOptionError
+from djl_python_neuronx.planning import defaults, memory, model_rules
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.defaults import draft_lengths
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi import arguments as nxdi
+from djl_python_neuronx.planning.rules import conflicts
 from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
 COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; may be half or twice"
-"""Where the estimate of the compile time comes from, for people.
+"""Basis of the estimated compile time, for messages.
 
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
 compiler's real time depends on its version, on the host's CPUs and on how many graphs it compiles at once.
 """
+_FLAGS = "NEURON_CC_FLAGS"
+_PLACE = "--cache_dir"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What a load with these options does. Pure data: nothing was compiled, loaded or imported for it."""
+    """What a load would compile and allocate: pure data."""
 
-    loader: str
+    backend: str
     format: str
     """Name of the artifact's format, as `artifacts.formats` calls it."""
     graphs: tuple[Graph, ...]
@@ -38,17 +56,61 @@ class ServingPlan:
     estimated_compile_s: float
     """Rough, see `COMPILE_BASIS`; 0 where nothing is compiled."""
     memory: CoreMemory | None
-    """Bytes per core; None: the model's configuration does not tell enough."""
+    """Bytes per core; None: sizes of the model are not known."""
     device: DeviceInfo
     arguments: LibraryArguments | None
-    """What the library is given; None: the loader is no library's."""
+    """All arguments of the library; None with the cpu backend."""
+
+
+def examine(
+    properties: Mapping[str, Any] | None,
+    model_dir: Path | None,
+    environ: Mapping[str, str],
+    problems: Problems,
+    overrides: Mapping[str, str] = _NOTHING,
+    *,
+    file: Path | None = None,
+    overrides_from: str = sources.COMMAND_LINE,
+) -> Resolved:
+    """Read the options from every source (`config.resolve.read_settings`) and judge their combinations."""
+    resolved = read_settings(
+        properties,
+        model_dir,
+        environ,
+        problems,
+        overrides,
+        file=file,
+        overrides_from=overrides_from,
+    )
+    resolved.report(conflicts(resolved.options), problems)
+    return resolved
+
+
+def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
+    """Fill in every option that follows from the model and the machine, and judge the result.
+
+    `case.options` are those of `resolved`, before they are filled in.
+    """
+    filled = defaults.fill(case)
+    case = replace(
+        case.with_options(**{name: value for name, (value, _) in filled.items()}), filled=(*filled,)
+    )
+    origins = {
+        **resolved.origins,
+        **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
+    }
+    resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
+    minutes = compile_minutes(graphs(case), case.model, case.draft)
+    found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
+    resolved.report(found, problems)
+    return resolved, case
 
 
 def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
-    """The plan for a case whose options `assess` has filled in."""
+    """Return the plan of a case whose options `assess` has filled in."""
     planned = tuple(graphs(case))
     return ServingPlan(
-        loader=case.backend,
+        backend=case.backend,
         format=artifact_format,
         graphs=planned,
         estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
@@ -61,9 +123,9 @@ def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPla
 def compile_minutes(
     planned: Iterable[Graph], facts: ModelFacts, draft: ModelFacts | None = None
 ) -> float:
-    """Minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`.
+    """Return the minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`.
 
-    A draft model's graphs are as deep as it is, or as the large model where nothing is known of it.
+    A draft model's graphs have its number of layers, or the large model's if it is not known.
     """
     models = (
         draft if draft is not None and graph.kind in {"draft prefill", "draft decode"} else facts
@@ -102,3 +164,53 @@ def graphs(case: Case) -> Iterator[Graph]:
         prompts, lengths = draft_lengths(case.options)
         yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
         yield from (Graph("draft decode", length, case.slots) for length in lengths)
+
+
+def graph_options(options: ServingOptions, backend: str) -> dict[str, Any]:
+    """Options that the graphs of a backend depend on, as JSON values; without those that are not set.
+
+    Everything that the backend's library gets counts, unless `Option.graph` says otherwise.
+    """
+    names = {
+        name
+        for name, entry in ServingOptions.model_fields.items()
+        if option(name).shapes_graphs(backend)
+        and not (getattr(options, name) is False and entry.default is False)
+    }
+    if not options.speculating:
+        names -= set(SpeculationOptions.model_fields)
+    return {
+        name: value
+        for name, value in options.model_dump(mode="json", include=names).items()
+        if value is not None
+    }
+
+
+def library_facts(backend: str) -> dict[str, Any]:
+    """Return the version of the library that traces the graphs, since it changes them; empty if unknown."""
+    facts = NEURON_BACKENDS.get(backend)
+    version = None if facts is None else libraries()[facts.package].version
+    return {} if version is None else {"library_version": version}
+
+
+def flag_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The compiler's flags that the environment adds to those of the options, in their order; empty: none.
+
+    Where the compiler keeps its cache (`--cache_dir`) changes no graph.
+
+    Raises:
+        InvalidOptionError: a quote is not closed.
+    """
+    text = environ.get(_FLAGS, "")
+    try:
+        words = iter(shlex.split(text))
+    except ValueError as error:
+        expected = "flags as a shell has them, each quote closed"
+        raise InvalidOptionError(_FLAGS, text, "environment", expected) from error
+    flags = []
+    for word in words:
+        if word == _PLACE:
+            next(words, None)  # its value
+        elif not word.startswith(f"{_PLACE}="):
+            flags.append(word)
+    return {"cc_flags": flags} if flags else {}

@@ -27,7 +27,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     IncompatibleOptionsError,
 )
-from djl_python_neuronx.planning import loader
+from djl_python_neuronx.planning import backend_choice
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import tnx_double
 from tests.backends.tnx_plans import tnx_plan
@@ -220,7 +220,7 @@ def test_the_stand_in_takes_what_the_library_takes(name: str) -> None:
 
 
 def test_the_library_is_found_by_its_module(made: list[Any]) -> None:
-    assert loader.libraries()["transformers-neuronx"].state == "installed"
+    assert backend_choice.libraries()["transformers-neuronx"].state == "installed"
 
 
 def test_a_keyword_that_the_library_does_not_know_is_refused(

@@ -23,8 +23,8 @@ from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.report import as_json, bar, gib, render, shown
-from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.loader import Library
+from djl_python_neuronx.planning import backend_choice, machines
+from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from tests import remote_doubles
@@ -116,7 +116,7 @@ def test_every_recipe_is_ready(environ, laptop, recipe, named):
     assert report.errors == ()
     assert report.warnings == ()
     assert told is None or any(told in note for note in report.notes)
-    assert report.plan.loader == loader
+    assert report.plan.backend == loader
     assert report.plan.memory.fits
     assert bool(report.plan.graphs) == (loader != "cpu")
     assert report.plan.estimated_compile_s <= report.resolved.options.model_loading_timeout
@@ -157,7 +157,7 @@ def test_a_broken_file_prints_all_its_errors_at_once(process, laptop, capsys, pa
 def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     report = run(folder(tmp_path))
     assert report.ok
-    assert report.plan.loader == "cpu"
+    assert report.plan.backend == "cpu"
     (warning,) = report.warnings
     assert "no weights" in warning
     assert "only planned" in warning
@@ -324,7 +324,7 @@ def test_a_target_that_is_nothing(target):
 def test_a_hub_id_is_a_target(environ, laptop):
     report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.xlarge", max_rolling_batch_size="4")
     assert report.errors == ()
-    assert report.plan.loader == "tnx"
+    assert report.plan.backend == "tnx"
     assert report.facts.num_parameters == 8_030_261_248
 
 
@@ -386,7 +386,12 @@ def test_which_loader_is_planned_for(
     tmp_path, monkeypatch, options, here, machine, installed, model, loader
 ):
     """As it will be once this version loads with both libraries."""
-    monkeypatch.setattr(prepare_module, "NOT_SERVED", frozenset())
+    served = {
+        name: dataclasses.replace(facts, served=True)
+        for name, facts in backend_choice.NEURON_BACKENDS.items()
+    }
+    monkeypatch.setattr(backend_choice, "NEURON_BACKENDS", served)
+    monkeypatch.setattr(prepare_module.backends, "names", lambda: ("cpu", "nxdi", "tnx"))
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
     states["neuronx-cc"] = "missing"
@@ -396,7 +401,7 @@ def test_which_loader_is_planned_for(
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
     report = run(folder(tmp_path, config=config), machine=machine, **options)
-    assert report.plan.loader == loader
+    assert report.plan.backend == loader
     needed = names.get(loader)
     # On the machine that is to serve, a missing library is worth a warning; elsewhere it is a note.
     serves_here = here is INF2 and machine is None
@@ -409,7 +414,7 @@ def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path,
     config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
     report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
     assert report.errors == ()
-    assert report.plan.loader == "nxdi"
+    assert report.plan.backend == "nxdi"
     assert "this version cannot load with nxdi yet" in report.lacking
 
 
@@ -685,7 +690,7 @@ def test_a_model_in_s3_is_a_target(laptop):
         keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
         report = run("s3://bucket/gpt2", keys, "inf2.xlarge")
     assert report.errors == ()
-    assert report.plan.loader == "tnx"
+    assert report.plan.backend == "tnx"
     assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
 
 

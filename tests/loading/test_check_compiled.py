@@ -10,9 +10,9 @@ from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.report import as_json
-from djl_python_neuronx.planning import graph_facts
-from djl_python_neuronx.planning.graph_facts import graph_options
-from djl_python_neuronx.planning.loader import Library
+from djl_python_neuronx.planning import plan
+from djl_python_neuronx.planning.backend_choice import Library
+from djl_python_neuronx.planning.plan import graph_options
 from tests import remote_doubles
 from tests.artifacts import folders
 from tests.loading.test_check import INF2, LAPTOP, TINY, folder, printed, run
@@ -65,7 +65,7 @@ def at_hand(monkeypatch):
             for name, version in versions.items()
         }
         monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: machine)
-        for module in (check_module, prepare_module, graph_facts):
+        for module in (check_module, prepare_module, plan):
             monkeypatch.setattr(module, "libraries", lambda: found)
 
     return place
@@ -89,7 +89,7 @@ def test_an_output_that_model_id_names_keeps_its_pins(tmp_path, at_hand):
     assert (options.n_positions, options.max_rolling_batch_size) == (64, 3)
     assert not options.trust_remote_code
     assert report.resolved.origins["n_positions"] == f"what {path} was compiled for"
-    assert report.plan.loader == "cpu"
+    assert report.plan.backend == "cpu"
     other = run(tmp_path / "other", model_id=str(path), n_positions="128").resolved.options
     assert (other.n_positions, other.max_rolling_batch_size) == (128, 3)
 

@@ -25,9 +25,9 @@ from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.fitting import compiled_here
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import LoadProgress, prepare_or_raise
-from djl_python_neuronx.planning import graph_facts, machines
-from djl_python_neuronx.planning import loader as loaders
-from djl_python_neuronx.planning.loader import Library
+from djl_python_neuronx.planning import backend_choice as loaders
+from djl_python_neuronx.planning import machines, plan
+from djl_python_neuronx.planning.backend_choice import Library
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -120,7 +120,7 @@ def test_another_version_of_the_library_names_itself(machine, options, monkeypat
     def install(version):
         library = Library("transformers-neuronx", version, "installed")
         monkeypatch.setattr(
-            graph_facts, "libraries", lambda: {**loaders.libraries(), library.name: library}
+            plan, "libraries", lambda: {**loaders.libraries(), library.name: library}
         )
 
     install("0.12")

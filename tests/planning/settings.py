@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.planning import assess as planning
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning import plan as serving_plan
+from djl_python_neuronx.planning import plan as planning
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 
@@ -37,7 +36,7 @@ def library_arguments(options, backend, *, model_type=None, continuous=None, **s
         options = options.model_copy(update={"rolling_batch_strategy": strategy})
     model = ModelFacts.from_config({"model_type": model_type} if model_type else {})
     case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
-    return serving_plan.library_arguments(case)
+    return planning.library_arguments(case)
 
 
 def resolve(*arguments, **keywords):

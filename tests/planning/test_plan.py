@@ -10,11 +10,10 @@ from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import machines, memory
-from djl_python_neuronx.planning.assess import assess
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import Graph, compile_minutes, graphs, make_plan
+from djl_python_neuronx.planning.plan import Graph, assess, compile_minutes, graphs, make_plan
 
 MODELS = Path(__file__).parent / "models"
 BASE = {
@@ -192,7 +191,7 @@ def test_a_model_of_unknown_depth_has_an_estimate_too():
 def test_the_plan_of_a_neuron_loader(loader):
     device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
     plan = make_plan(Case(options_with(), known, device, loader), artifact_format="split")
-    assert (plan.loader, plan.format, plan.device) == (loader, "split", device)
+    assert (plan.backend, plan.format, plan.device) == (loader, "split", device)
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
     alone = memory.needed(
         known,

@@ -19,8 +19,8 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
 from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE
-from djl_python_neuronx.planning.loader import SETUP_GUIDE, libraries
 
 PACKAGE = "transformers-neuronx"
 

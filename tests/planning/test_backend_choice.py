@@ -8,15 +8,16 @@ import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError
-from djl_python_neuronx.planning.loader import (
-    NEURON_LOADERS,
+from djl_python_neuronx.planning.backend_choice import (
     Library,
-    choose_loader,
+    choose_backend,
     libraries,
     preferred,
 )
+from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 
+NEURON_LOADERS = {name: facts.package for name, facts in NEURON_BACKENDS.items()}
 CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
 INF2 = DeviceInfo("inf2.xlarge", 1, 2, 2**35, 4, "1 devices under /dev, no neuron-ls")
 ALL = ("cpu", "nxdi", "tnx")
@@ -33,7 +34,14 @@ def installed(**states):
 
 def choose(device, packages, backends=ALL, artifact=None, model_type=None, **options):
     options = ServingOptions(**options)
-    return choose_loader(options, device, packages, backends, artifact, model_type)
+    return choose_backend(
+        options,
+        device,
+        model_type,
+        installed=packages,
+        backends=backends,
+        artifact_backend=artifact,
+    )
 
 
 STATES = ("missing", "installed", "placeholder")
@@ -171,9 +179,42 @@ class TestPreferred:
         assert preferred(options, model_type) == expected
         if expected:
             both = installed(nxdi="installed", tnx="installed")
-            assert choose_loader(options, INF2, both, ALL, None, model_type) == expected
+            found = choose_backend(options, INF2, model_type, installed=both, backends=ALL)
+            assert found == expected
 
     def test_among_what_is_there(self):
         options = ServingOptions(load_split_model=True)
         assert preferred(options, "llama", ["nxdi"]) == "nxdi"
         assert choose(INF2, installed(nxdi="installed"), load_split_model=True) == "nxdi"
+
+
+class TestADryRun:
+    """Plans for a backend that cannot be used here, and raises nothing."""
+
+    def choose(self, device, packages=None, model_type="llama", **options):
+        return choose_backend(
+            ServingOptions(**options),
+            device,
+            model_type,
+            installed=packages,
+            backends=["cpu", "tnx"],
+            dry_run=True,
+        )
+
+    def test_a_library_that_is_not_installed_is_planned_for(self):
+        assert self.choose(INF2) == "tnx"
+        assert self.choose(INF2, installed()) == "tnx"
+        assert self.choose(INF2, installed(nxdi="installed")) == "tnx"
+        assert self.choose(CPU, model_loader="nxdi") == "nxdi"
+
+    def test_a_backend_of_a_later_version_is_planned_for_if_no_other_knows_the_model(self):
+        assert self.choose(INF2, model_type="qwen3") == "nxdi"
+        assert self.choose(INF2, model_type="t5") == "tnx"
+
+    def test_several_cores_are_planned_for_without_a_device(self):
+        assert self.choose(CPU) == "cpu"
+        assert self.choose(CPU, tensor_parallel_degree=8) == "tnx"
+
+    def test_rules_about_values_that_are_not_set_yet_refuse_nothing(self):
+        options = ServingOptions(token_generation_batches=(1, 2))
+        assert preferred(options, "llama") == "nxdi"
