@@ -157,7 +157,7 @@ class Engine:
         if self.dead is not None:
             return StepResult([])
         batch = self._scheduler.schedule()
-        outputs = self._admit(batch)
+        outputs = self._admit(batch) if batch.entering else []
         if self.dead is not None or not batch:
             return StepResult(outputs)
         try:
@@ -165,12 +165,14 @@ class Engine:
             proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
             step, length = self._batcher.fill(batch, proposal.drafts)
             output, info = self.runner.run(step, length)
-            token_ids = self._sample(step, output, batch)
+            sampled = batch.sampled
+            token_ids = self._sample(step, output, sampled)
         except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
             return StepResult(outputs + self._fail_call(batch.sequences, error))
         self._failed_steps = 0
-        outputs += self._advance(batch, token_ids, output)
-        info = info._replace(draft_s=proposal.seconds, draft_error=proposal.error)
+        outputs += self._advance(batch, sampled, token_ids, output)
+        if proposal.seconds:
+            info = info._replace(draft_s=proposal.seconds, draft_error=proposal.error)
         if info.kind == "verification":
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
@@ -180,8 +182,8 @@ class Engine:
     def _admit(self, batch: Batch) -> list[TokenOutput]:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone.
 
-        With nobody else on the device, a failed acquisition counts as a failed step, but not the refusal of a prompt,
-        which is another kind of error.
+        While no sequence runs, a device fault here counts as a failed step; a refused prompt, which is another kind
+        of error, never does.
         """
         outputs: list[TokenOutput] = []
         failures: list[BackendError] = []
@@ -203,41 +205,47 @@ class Engine:
             outputs += self._fail_call([], worst, counts=counts)
         return outputs
 
-    def _sample(self, step: Step, output: StepOutput, batch: Batch) -> Int32Array:
-        """int32[B, K]: the tokens of the batch's rows; -1: none.
+    def _sample(
+        self, step: Step, output: StepOutput, sampled: list[tuple[int, Sequence]]
+    ) -> Int32Array:
+        """int32[B, K]: the tokens of the step's rows; -1: none.
 
         Raises:
             StepError: the output has another shape than the step wanted.
         """
-        count, vocab_size = len(batch.sequences), self.spec.vocab_size
+        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
+        count, vocab_size = sum([len(rows.slots) for rows in parts]), self.spec.vocab_size
         if not isinstance(output, HostLogits):
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             return output.ids
-        values, parts = output.values, [rows for _, rows in step.parts]
+        values = output.values
         if parts[-1].wants == Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(values.shape[1], int(parts[-1].lens.max()))
             require_shape(values.shape, (count, columns, vocab_size))
             return verify(self._sampler, values, parts[-1])
-        rows = [row for row, _ in batch.sampled]
-        if rows:
+        if sampled:
             require_shape(values.shape, (count, 1, vocab_size))
-        if len(rows) == len(parts[0].slots) == count:
+        if len(sampled) == count == len(parts[0].slots):
             slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
             return self._sampler.sample(values[:, 0], slots, positions)[:, None]
         tokens = np.full((count, 1), -1, np.int32)
-        if rows:
+        if sampled:
+            rows = [row for row, _ in sampled]
             slots = np.concatenate([part.slots for part in parts])[rows]
             positions = np.concatenate([part.starts + part.lens for part in parts])[rows]
             tokens[rows, 0] = self._sampler.sample(values[rows, 0], slots, positions)
         return tokens
 
     def _advance(
-        self, batch: Batch, token_ids: Int32Array, output: StepOutput
+        self,
+        batch: Batch,
+        sampled: list[tuple[int, Sequence]],
+        token_ids: Int32Array,
+        output: StepOutput,
     ) -> list[TokenOutput]:
         """Give each sequence its tokens, and end those that are complete."""
         self._batcher.advance(batch, token_ids)
-        sampled = batch.sampled
         self._scheduler.advance(batch)
         values = output.values if isinstance(output, HostLogits) else None
         rows = token_ids.tolist()

@@ -70,7 +70,7 @@ class Runner:
         Raises:
             Exception: any error of the backend.
         """
-        parts = [rows for _, rows in step.parts]
+        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
         kind = _kind_of(step)
         graph = self._graph(kind, length, parts)
         started_s = time.monotonic()

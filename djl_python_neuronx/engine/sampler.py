@@ -309,7 +309,7 @@ class Sampler:
     def _take_best(
         self, logits: Float32Array, slots: Int32Array, rows: IndexArray, tokens: Int32Array
     ) -> IndexArray:
-        """Fill in the greedy rows; returns those whose best logit a penalty lowers, still to be decided."""
+        """Fill in the greedy rows. Returns the undecided ones: a penalty lowers their best logit."""
         if len(rows) == len(logits):
             best = logits.argmax(axis=1)
         else:

@@ -7,7 +7,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ class Chunk(NamedTuple):
 class Batch:
     """The sequences of one device call; both lists ascend by slot."""
 
-    chunks: list[Chunk] = field(default_factory=list)
-    decoding: list[Sequence] = field(default_factory=list)
-    entering: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk]
+    decoding: list[Sequence]
+    entering: list[Sequence]
     """Sequences of `chunks` that have just got their slot."""
 
     def __bool__(self) -> bool:
@@ -141,7 +141,7 @@ class Scheduler:
             self._entered = entering.copy()
             return Batch([Chunk(one, one.prompt_len) for one in entering], [], entering)
         self._decodes_owed = max(0, self._decodes_owed - 1)
-        return Batch(decoding=self.running)
+        return Batch([], self.running, [])
 
     def advance(self, batch: Batch) -> None:
         """Record that a batch has run: its chunks are in the cache, and a sequence runs after its last one."""

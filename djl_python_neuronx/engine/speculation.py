@@ -72,6 +72,9 @@ class Proposal(NamedTuple):
     """Why the proposer failed; None if it did not."""
 
 
+_NOTHING = Proposal([])
+
+
 class Speculator:
     """Calls the proposer and disables it after repeated failures. A failed proposal never fails a request.
 
@@ -97,10 +100,10 @@ class Speculator:
         A sequence with fewer than `min_drafts` gets as many of token 0 as it may: the warm-up verifies these.
         """
         if self.proposer is None:
-            return Proposal([])
+            return _NOTHING
         counts = [min(self._max_drafts, sequence.num_missing - 1) for sequence in sequences]
         if max(counts, default=0) < 1:
-            return Proposal([])
+            return _NOTHING
         started_s = time.monotonic()
         drafts: list[list[int]] = []
         failure = None

@@ -59,7 +59,7 @@ class AsyncQueue:
         """See `OutputQueue`."""
         try:
             self._loop.call_soon_threadsafe(self._sort, deltas)
-        except RuntimeError:  # the event loop is closed: nobody is left to read
+        except RuntimeError:  # the event loop is closed
             for delta in deltas:
                 self._abort(delta.request_id)
 
