@@ -58,7 +58,7 @@ def uncompilable(plan: LoadPlan) -> str | None:
     if model_type in _UNSAVED:
         return (
             f"{CLASSES[model_type]} of transformers-neuronx cannot store its compiled graphs; the compiler's own cache "
-            "keeps them"
+            "(compiled_graph_path) keeps them"
         )
     return None
 
@@ -77,13 +77,9 @@ def compile(plan: LoadPlan, target: Path) -> None:
             "weights stored per core leave no embedding for the host; set on_device_embedding=true"
         )
         raise IncompatibleOptionsError(message)
+    if reason := uncompilable(plan):
+        raise BackendError(reason)
     model = _on_device(plan, None)
-    if not hasattr(model, "save"):
-        message = (
-            f"{type(model).__name__} cannot store its compiled graphs; "
-            "set compiled_graph_path, whose cache keeps them"
-        )
-        raise BackendError(message)
     try:
         model.save(str(target), sharded_weights=plan.presharded)
     except Exception as error:
