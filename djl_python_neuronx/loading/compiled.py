@@ -28,8 +28,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
 from djl_python_neuronx.loading.fitting import compiled_here, graph_target
-from djl_python_neuronx.loading.load_plan import load_plan
-from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.prepare import Prepared, load_plan
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.plan import (
     ServingPlan,

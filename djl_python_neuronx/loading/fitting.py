@@ -1,4 +1,4 @@
-"""What a folder was compiled for, against what is wanted of it now. Imports no backend: `check` asks too."""
+"""Compare the settings a folder was compiled for with the current ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
 
 
 def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolved:
-    """With the values that the artifact was compiled for, where nobody set another.
+    """Set unset options to the values that the artifact was compiled for.
 
-    Of an output of this package these are all its pinned options, so that it is served alike by its name, which
-    leaves its `serving.properties` unread.
+    For an output of this package these are all its pinned options: if it is named by `model_id`, its
+    `serving.properties` is not read, and it must behave the same.
 
     Raises:
-        ArtifactError: a recorded value is none of the option's.
+        ArtifactError: a recorded value is not valid for its option.
     """
     if artifact.backend != loader:
         return resolved
@@ -63,7 +63,7 @@ def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolv
 
 
 def graph_target(machine: DeviceInfo, loader: str) -> str:
-    """The kind of device that graphs are compiled for."""
+    """The device family that graphs are compiled for."""
     return "cpu" if loader == "cpu" else machine.family or machine.instance_type or "unknown"
 
 
@@ -91,14 +91,14 @@ def mismatch(
 
 
 def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
-    """The weights that a backend is to read. `fits`: the graphs are used (see `mismatch`).
+    """Choose the weights that a backend loads. `fits`: the graphs are used (see `mismatch`).
 
     Raises:
-        ArtifactNotFoundError: there are none.
-        ArtifactError: there are none that it reads, or only those that are cut for something else.
+        ArtifactNotFoundError: the folder has none.
+        ArtifactError: the backend reads none of them, or they are cut for other settings.
     """
     kinds = READS.get(loader, WHOLE)
-    # What was cut, was cut for the graphs that it came with.
+    # Weights that are cut were cut for the graphs beside them.
     recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
     return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
 

@@ -6,6 +6,7 @@ A start, `compile`, DJL's partition script and `check` call `prepare`. Nothing i
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
@@ -36,9 +38,15 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
+from djl_python_neuronx.planning.defaults import (
+    DRAFT_ORIGIN,
+    as_draft_model,
+    draft_settings,
+    make_buckets,
+)
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
@@ -189,6 +197,47 @@ def prepare(
         progress: callback for downloads.
     """
     return _Preparation(machine, problems, environ, fetch_weights, named, progress).run(settings)
+
+
+def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
+    """Write the backend's plan for a prepared model.
+
+    Raises:
+        ConfigError: options are not filled in.
+        ArtifactError: the weights are absent or lie apart from their configuration.
+        IncompatibleOptionsError: the shapes contradict each other.
+    """
+    artifact, options = prepared.artifact, prepared.options
+    arguments = prepared.planned.arguments
+    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
+    if max_model_len is None or num_slots is None or options.dtype == "auto":
+        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
+        raise ConfigError(msg)
+    # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
+    prefill_buckets = options.context_length_estimate or (max_model_len,)
+    weights = prepared.weights
+    if weights is None:
+        msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
+        raise ArtifactNotFoundError(msg)
+    return LoadPlan(
+        model_dir=_folder_to_load(artifact, weights),
+        kind=weights.kind,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        prefill_buckets=prefill_buckets,
+        token_buckets=options.token_buckets or make_buckets(max_model_len),
+        dtype=options.dtype,
+        tensor_parallel_degree=prepared.case.degree,
+        process_cores=prepared.process_cores,
+        trust_remote_code=options.trust_remote_code,
+        revision=options.revision,
+        num_threads=options.cpu_threads,
+        eos_ids=_eos_ids(artifact, tokenizer),
+        num_speculative_tokens=options.speculative_length if options.speculating else 0,
+        mixed_steps=bool(options.enable_chunked_prefill),
+        default_top_k=options.on_device_default_top_k,
+        arguments=arguments or LibraryArguments(),
+    )
 
 
 @dataclass(frozen=True)
@@ -562,3 +611,29 @@ def _log_plan(prepared: Prepared) -> None:
         planned.estimated_compile_s,
         f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",
     )
+
+
+def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
+    """Return the folder of the weights, which must have a configuration of its own if it is not the model's."""
+    if weights.folder != artifact.path and not (weights.folder / fetch.CONFIG).is_file():
+        msg = (
+            f"the weights of {artifact.path} lie in {weights.folder}, without the {fetch.CONFIG} that the libraries "
+            "look for beside them. Copy or compile the model again"
+        )
+        raise ArtifactNotFoundError(msg)
+    return weights.folder
+
+
+def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
+    if artifact.eos_ids:
+        return artifact.eos_ids
+    vocab_size = artifact.config.get("vocab_size")
+    beyond = tokenizer.eos_id is not None and tokenizer.eos_id >= (vocab_size or sys.maxsize)
+    if tokenizer.eos_id is None or beyond:
+        logger.warning(
+            "no_eos path=%s reason='no id of the vocabulary in configuration or tokenizer'",
+            artifact.path,
+        )
+        return frozenset()
+    return frozenset({tokenizer.eos_id})

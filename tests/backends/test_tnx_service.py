@@ -21,9 +21,8 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
-from djl_python_neuronx.loading.load_plan import load_plan  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
-from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
+from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
