@@ -110,10 +110,6 @@ class Rule:
     problem: str
     level: Level = "error"
 
-    def judge(self, options: ServingOptions) -> Finding | None:
-        """Return the finding, or None if the options follow the rule."""
-        return Finding(self.names, self.problem, self.level) if self.broken(options) else None
-
 
 def asked(options: ServingOptions, name: str) -> bool:
     """True if an option is neither off nor at its default."""

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
-from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal
 
 from djl_python_neuronx.config.findings import asked
 from djl_python_neuronx.config.options import ServingOptions, option
@@ -30,14 +29,12 @@ _INSTALL = (
 # neuronx-distributed-inference 0.1.0): each one's description is a line with these words and all it does is raise.
 _PLACEHOLDER_WORDS = "WRONG PACKAGE"
 
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "neuronx-distributed-inference": "neuronx_distributed_inference",
-        "transformers-neuronx": "transformers_neuronx",
-        "torch-neuronx": "torch_neuronx",
-        "neuronx-cc": "neuronxcc",
-    }
-)
+_MODULES: Final = {
+    "neuronx-distributed-inference": "neuronx_distributed_inference",
+    "transformers-neuronx": "transformers_neuronx",
+    "torch-neuronx": "torch_neuronx",
+    "neuronx-cc": "neuronxcc",
+}
 _UNSET = (None, "auto", "max")
 _FILLED_IN = frozenset(
     {
@@ -59,7 +56,7 @@ class Library:
 
 def libraries() -> Mapping[str, Library]:
     """Return the Neuron packages by name. Nothing is imported; a placeholder of PyPI is recognised."""
-    return MappingProxyType({name: _library(name, module) for name, module in _MODULES.items()})
+    return {name: _library(name, module) for name, module in _MODULES.items()}
 
 
 def choose_backend(
