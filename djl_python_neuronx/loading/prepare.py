@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -250,7 +251,7 @@ class _Model:
     whole: bool
     """False: config.json only."""
 
-    @property
+    @cached_property
     def facts(self) -> ModelFacts:
         return ModelFacts.from_config(self.artifact.config, self.artifact.dtype)
 
@@ -272,7 +273,7 @@ class _Preparation:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
             if model is None:
                 return None
-            backend = self._choose_backend(options, model.artifact)
+            backend = self._choose_backend(options, model)
             self._check_support(backend, model.artifact)
         except ServingError as error:
             self.problems.add_error(error)
@@ -345,14 +346,14 @@ class _Preparation:
                 self.problems.add("warning", f"{error} It is only planned")
             return _without_weights(folder, name, str(path), read_json(path))
 
-    def _choose_backend(self, options: ServingOptions, artifact: Artifact) -> str:
+    def _choose_backend(self, options: ServingOptions, model: _Model) -> str:
         return choose_backend(
             options,
             self.machine,
-            ModelFacts.from_config(artifact.config).model_type,
+            model.facts.model_type,
             installed=libraries() if self.fetch_weights or self._here else None,
             backends=backends.names(),
-            artifact_backend=artifact.backend,
+            artifact_backend=model.artifact.backend,
             dry_run=not self.fetch_weights,
         )
 
