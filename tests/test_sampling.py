@@ -85,7 +85,9 @@ def normal(vocab_size: int, seed: int = 0, scale: float = 2.0) -> Float32Array:
 
 class TestParams:
     def test_defaults_are_greedy_and_off(self) -> None:
-        assert SamplingParams() == SamplingParams(0.0, 0, 1.0, 0.0, 1.0, None)
+        assert SamplingParams() == SamplingParams(
+            temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=None
+        )
 
     @pytest.mark.parametrize(
         ("name", "value"),
