@@ -48,11 +48,14 @@ class ServingError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "serving_error"
 
+    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
+        """Set the HTTP status and the code of a subclass; by default those of its parent."""
+        super().__init_subclass__()
+        cls.status, cls.code = status or cls.status, code or cls.code
 
-class ConfigError(ServingError, ValueError):
+
+class ConfigError(ServingError, ValueError, code="config_error"):
     """One or more invalid settings, listed in `problems`."""
-
-    code = "config_error"
 
     def __init__(self, message: str, problems: Sequence[ConfigError] = ()) -> None:
         super().__init__(message)
@@ -68,10 +71,8 @@ class ConfigError(ServingError, ValueError):
         return ConfigError(f"{len(flat)} problems in the configuration:\n{lines}", flat)
 
 
-class UnknownOptionError(ConfigError):
+class UnknownOptionError(ConfigError, code="unknown_option"):
     """An option set by the user that does not exist."""
-
-    code = "unknown_option"
 
     def __init__(self, name: str, origin: str, known: Iterable[str]) -> None:
         super().__init__(
@@ -82,10 +83,8 @@ class UnknownOptionError(ConfigError):
         self.origin = origin
 
 
-class InvalidOptionError(ConfigError):
+class InvalidOptionError(ConfigError, code="invalid_option"):
     """An option whose value is not allowed."""
-
-    code = "invalid_option"
 
     def __init__(self, name: str, value: object, origin: str, allowed: str) -> None:
         super().__init__(f"option {name!r} is {value!r} (from {origin}); expected {allowed}")
@@ -95,40 +94,28 @@ class InvalidOptionError(ConfigError):
         self.allowed = allowed
 
 
-class IncompatibleOptionsError(ConfigError):
+class IncompatibleOptionsError(ConfigError, code="incompatible_options"):
     """Options that are valid alone, but not together or not with this model or machine."""
 
-    code = "incompatible_options"
 
-
-class ArtifactError(ServingError):
+class ArtifactError(ServingError, code="artifact_error"):
     """An unusable model folder."""
 
-    code = "artifact_error"
 
-
-class ArtifactNotFoundError(ArtifactError, FileNotFoundError):
+class ArtifactNotFoundError(ArtifactError, FileNotFoundError, code="artifact_not_found"):
     """The model, or one of its files, does not exist."""
 
-    code = "artifact_not_found"
 
-
-class ArtifactAccessError(ArtifactError):
+class ArtifactAccessError(ArtifactError, code="artifact_access"):
     """The model exists but cannot be read."""
 
-    code = "artifact_access"
 
-
-class UnknownFormatError(ArtifactError):
+class UnknownFormatError(ArtifactError, code="unknown_format"):
     """A folder of no known format; the message lists the expected and the existing files."""
 
-    code = "unknown_format"
 
-
-class ArtifactMismatchError(ArtifactError):
+class ArtifactMismatchError(ArtifactError, code="artifact_mismatch"):
     """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted)."""
-
-    code = "artifact_mismatch"
 
     def __init__(self, differences: Mapping[str, tuple[object, object]], where: str) -> None:
         listed = "; ".join(
@@ -141,84 +128,53 @@ class ArtifactMismatchError(ArtifactError):
         self.differences = dict(differences)
 
 
-class BackendError(ServingError):
+class BackendError(ServingError, code="backend_error"):
     """A failure of the backend. If `fatal`, the backend cannot be used any more."""
 
-    code = "backend_error"
     fatal: bool = False
 
 
-class BackendUnavailableError(BackendError):
+class BackendUnavailableError(BackendError, status=503, code="backend_unavailable"):
     """The backend's library or device is missing, or the engine has failed."""
 
-    status = 503
-    code = "backend_unavailable"
 
-
-class CompileError(BackendError):
+class CompileError(BackendError, code="compile_error"):
     """The compiler failed; the message ends with the tail of its log."""
 
-    code = "compile_error"
 
-
-class DeviceMemoryError(BackendError):
+class DeviceMemoryError(BackendError, status=507, code="device_memory"):
     """The model or its cache does not fit into device memory. DJL reads 507 as out of memory."""
 
-    status = 507
-    code = "device_memory"
 
-
-class StepError(BackendError):
+class StepError(BackendError, status=424, code="step_error"):
     """One device call failed. Only the sequences of that call are lost."""
 
-    status = 424
-    code = "step_error"
 
-
-class RequestError(ServingError, ValueError):
+class RequestError(ServingError, ValueError, status=400, code="bad_request"):
     """An invalid request."""
 
-    status = 400
-    code = "bad_request"
 
-
-class UnsupportedParameterError(RequestError):
+class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A parameter that is unknown, or not supported by this deployment."""
 
-    code = "unsupported_parameter"
 
-
-class PromptTooLongError(RequestError):
+class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):
     """A prompt with more tokens than the largest prefill bucket or the slot holds."""
 
-    status = 413
-    code = "prompt_too_long"
 
-
-class BodyTooLargeError(RequestError):
+class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
     """A request body above the server's size limit."""
 
-    status = 413
-    code = "body_too_large"
 
-
-class QueueFullError(RequestError):
+class QueueFullError(RequestError, status=503, code="queue_full"):
     """The waiting queue is full. `retry_after_s` is the value of the Retry-After header."""
 
-    status = 503
-    code = "queue_full"
     retry_after_s: int = 1
 
 
-class RequestTimeoutError(RequestError):
+class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
     """The request waited too long for a free slot."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class RequestAbortedError(RequestError):
+class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
-
-    status = 499
-    code = "request_aborted"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Union
 
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
-    DeviceMemoryError,
     IncompatibleOptionsError,
     ServingError,
 )
+from djl_python_neuronx.telemetry import log_load_failure
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
@@ -112,14 +112,8 @@ def _load(inputs: Input, *, in_event_loop: bool) -> Output | None:
         return failure(BackendUnavailableError(msg))
     try:
         _open(inputs.get_properties(), in_event_loop=in_event_loop)
-    except ServingError as error:
-        logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (the message is for a user)
-        return failure(error)
-    except Exception as error:
-        # If it were raised, Java would report "invoke handler failure" and nothing else.
-        logger.exception("load_failed")
-        kind = DeviceMemoryError if isinstance(error, MemoryError) else ServingError
-        return failure(kind(f"the model could not be loaded ({type(error).__name__}: {error})"))
+    except Exception as error:  # noqa: BLE001  (if raised, Java reports "invoke handler failure" and nothing else)
+        return failure(log_load_failure(error))
     return None
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from djl_python_neuronx.errors import DeviceMemoryError, ServingError
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from djl_python_neuronx.engine.detokenizer import Delta
     from djl_python_neuronx.engine.runner import StepInfo
     from djl_python_neuronx.engine.streams import Stream
-    from djl_python_neuronx.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,18 @@ class Recorder:
             total_s,
             f" error={delta.error.code}" if delta.error is not None else "",
         )
+
+
+def log_load_failure(error: Exception) -> ServingError:
+    """Log why a model could not be loaded; returns the error for its clients."""
+    if isinstance(error, ServingError):
+        logger.error(
+            "load_failed code=%s\n%s", error.code, error
+        )  # its message is for a user: no traceback
+        return error
+    logger.error("load_failed", exc_info=error)
+    kind = DeviceMemoryError if isinstance(error, MemoryError) else ServingError
+    return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
 
 
 def setup_logging(level: str = "INFO") -> None:

@@ -33,6 +33,7 @@ from djl_python_neuronx.server.responses import (
     on_serving_error,
 )
 from djl_python_neuronx.service import Service
+from djl_python_neuronx.telemetry import log_load_failure
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +62,8 @@ class Application:
         """Load the service; a failure is logged and kept for the responses."""
         try:
             self.service = load()
-        except ServingError as error:
-            logger.error("load_failed code=%s\n%s", error.code, error)  # noqa: TRY400  (no traceback: it is explained)
-            self.failure = error
-        except Exception as error:
-            logger.exception("load_failed")
-            message = f"the model could not be loaded ({type(error).__name__}: {error})"
-            self.failure = ServingError(message)
+        except Exception as error:  # noqa: BLE001  (a border: every failure is an answer)
+            self.failure = log_load_failure(error)
 
     def ready(self) -> Service:
         """The loaded service.
