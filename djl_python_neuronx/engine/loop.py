@@ -163,10 +163,14 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
-        abort = (Engine.abort, (request_id,))
-        stream = self.streams.end(request_id, lambda: self._commands.put(abort))
+        stream = self._remove(request_id)
         if stream is not None:
             self._notify(self._observer.given_up, stream)
+
+    def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
+        """Remove a stream, and abort its sequence. Returns None if it is not open."""
+        command = (Engine.abort, (request_id,))
+        return self.streams.end(request_id, lambda: self._commands.put(command) if abort else None)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -267,7 +271,6 @@ class EngineLoop:
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; a failure of its text is an error of this request only."""
-        request_id = output.request_id
         try:
             delta = stream.text.feed(output)
         except Exception as error:
@@ -283,10 +286,7 @@ class EngineLoop:
         if delta.finish_reason is None:
             return delta
         # A stop string: the token that was decoded meanwhile never reaches the text.
-        abort = (Engine.abort, (request_id,))
-        ended_by_engine = output.finish_reason is not None
-        then = None if ended_by_engine else lambda: self._commands.put(abort)
-        if self.streams.end(request_id, then) is None:
+        if self._remove(output.request_id, abort=output.finish_reason is None) is None:
             return None
         self._notify(self._observer.ended, stream, delta)
         return delta
@@ -300,15 +300,12 @@ class EngineLoop:
     def _end_all(self, error: ServingError) -> None:
         """Answer every stream with an error."""
         for stream in self.streams.end_all():
-            self._end(stream, error)
+            delta = stream.failed(error)
+            self._notify(self._observer.ended, stream, delta)
+            self._hand_over(stream.queue, [delta])
         if self._on_death is not None and error is self._death:
             on_death, self._on_death = self._on_death, None
             on_death(error)
-
-    def _end(self, stream: Stream, error: ServingError) -> None:
-        delta = stream.failed(error)
-        self._notify(self._observer.ended, stream, delta)
-        self._hand_over(stream.queue, [delta])
 
     def _notify(self, event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """Call a method of the observer: a failure of metrics or logs must never cost a request."""

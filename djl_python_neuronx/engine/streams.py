@@ -123,14 +123,8 @@ class Stream:
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
-        return Delta(
-            self.request.request_id,
-            text="",
-            tokens=(),
-            finish_reason=FinishReason.ERROR,
-            error=error,
-            num_prompt_tokens=len(self.request.prompt_ids),
-        )
+        request, reason = self.request, FinishReason.ERROR
+        return Delta(request.request_id, "", (), reason, error, len(request.prompt_ids))
 
 
 class Observer(Protocol):
@@ -192,13 +186,12 @@ class StreamRegistry:
             self._open[stream.request.request_id] = stream
             then()
 
-    def end(self, request_id: str, then: Callable[[], None] | None = None) -> Stream | None:
+    def end(self, request_id: str, then: Callable[[], None]) -> Stream | None:
         """Remove a stream and run `then`. Returns None, and skips `then`, if it is not open."""
         with self._changed:
             stream = self._open.pop(request_id, None)
             if stream is not None:
-                if then is not None:
-                    then()
+                then()
                 if not self._open:
                     self._changed.notify_all()
             return stream
