@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from typing import NamedTuple
 
@@ -114,13 +113,7 @@ class Engine:
         Raises:
             RequestError: its id is in use.
         """
-        seed = request.sampling.seed
-        sequence = Sequence(
-            request,
-            max_model_len=self.spec.max_model_len,
-            eos_ids=self.spec.eos_ids,
-            seed=secrets.randbits(63) if seed is None else seed,
-        )
+        sequence = Sequence(request, self.spec)
         if request.request_id in self._live:
             msg = f"request id {request.request_id!r} is already in use; send another"
             raise RequestError(msg)

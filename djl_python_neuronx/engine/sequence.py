@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 
+from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 
 class Sequence:
     """The tokens of one request and its state; owned by the engine thread."""
 
-    def __init__(
-        self, request: GenerationRequest, *, max_model_len: int, eos_ids: frozenset[int], seed: int
-    ) -> None:
+    def __init__(self, request: GenerationRequest, spec: ModelSpec) -> None:
         self.request = request
         self.output_ids: list[int] = []
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
         self.num_cached = 0
         """Prompt tokens in the cache: those that the backend already had, then every chunk that has run."""
-        self.seed = seed
+        seed, wanted = request.sampling.seed, request.max_new_tokens
+        self.seed = secrets.randbits(63) if seed is None else seed
         self.arrived_s = time.monotonic()
-        self.stop_ids = (
-            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_ids
-        )
-        fits = max_model_len - len(request.prompt_ids)
-        wanted = request.max_new_tokens
+        eos_ids: frozenset[int] = frozenset() if request.ignore_eos else spec.eos_ids
+        self.stop_ids = request.stop_token_ids | eos_ids
+        fits = spec.max_model_len - len(request.prompt_ids)
         self.max_new_tokens = fits if wanted is None else min(wanted, fits)
 
     @property

@@ -116,7 +116,7 @@ def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> N
     engine = Engine(backend, max_join_wait_s=3600.0)
     prompts = {"a": [5, 6, 7], "b": [8] * 4, "c": list(range(10, 50)), "d": [9]}
     found: dict[str, list[TokenOutput]] = defaultdict(list)
-    reencoded = []
+    reprefilled = []
     for arrival in ("a", "", "b", "", "cd", "", ""):
         for name in arrival:
             engine.add(request(name, prompts[name], 30, ignore_eos=True))
@@ -124,13 +124,13 @@ def test_joiners_of_a_static_batch_share_one_prefill_and_its_cost_is_told() -> N
         for output in outputs:
             found[output.request_id].append(output)
         assert info is not None
-        reencoded.append(info.num_reprefilled)
+        reprefilled.append(info.num_reprefilled)
     kinds = [(step.kind, step.slots) for step in backend.steps]
     alone, together = ("decode", (0,)), ("decode", (0, 1, 2, 3))
     joins = [("prefill", (0,)), ("prefill", (1, 2, 3))]
     assert kinds == [joins[0], alone, alone, alone, joins[1], together, together]
     # Three decodes have cached as many tokens behind the three of a's prompt.
-    assert reencoded == [0, 0, 0, 0, 6, 0, 0]
+    assert reprefilled == [0, 0, 0, 0, 6, 0, 0]
     found = run(engine, [output for of_one in found.values() for output in of_one])
     for name, prompt in prompts.items():
         assert tokens(found[name]) == expected(prompt, 30)

@@ -16,7 +16,7 @@ from tests.toy_backend import TOY_SPEC
 
 def sequence(name: str, prompt_len: int, arrived_s: float = 0.0) -> Sequence:
     request = GenerationRequest(name, [1] * prompt_len)
-    made = Sequence(request, max_model_len=128, eos_ids=frozenset(), seed=0)
+    made = Sequence(request, replace(TOY_SPEC, max_model_len=128, eos_ids=frozenset()))
     made.arrived_s = arrived_s
     return made
 

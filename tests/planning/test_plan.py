@@ -66,7 +66,7 @@ CASES = [
         {"rolling_batch_strategy": "naive_rolling_batch"},
         prefill(128, 512, rows=4) + decode(128, 256, 512),
     ),
-    # and somebody who joins has sequences of any length encoded anew, unless there is one slot
+    # and somebody who joins has sequences of any length re-prefilled, unless there is one slot
     (
         "opt-13b",
         "tnx",
