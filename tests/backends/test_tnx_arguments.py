@@ -153,7 +153,7 @@ def test_a_large_model_whose_cache_is_divided_by_tokens(
     report = check(str(tmp_path), environ={}, overrides=settings, machine=machine)
     assert report.findings.messages("error") == ()
     assert any(
-        "decode graphs are compiled for the longest alone" in w
+        "decode graphs are compiled for the longest only" in w
         for w in report.findings.messages("warning")
     )
     plan = report.prepared.planned
