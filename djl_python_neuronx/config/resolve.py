@@ -35,7 +35,7 @@ from djl_python_neuronx.config.options import (
     parse_value,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting
-from djl_python_neuronx.config.values import MAX_SHOWN, join_words, shortened, shown, truth
+from djl_python_neuronx.config.values import MAX_SHOWN, as_property, join_words, shortened, truth
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -79,7 +79,7 @@ class Resolved:
     def describe(self, finding: Finding) -> str:
         """The finding as a sentence that lists its options with value and origin."""
         listed = " and ".join(
-            f"{name}={shortened(shown(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
+            f"{name}={shortened(as_property(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
             if name in ServingOptions.model_fields
             else name
             for name in finding.names

@@ -174,13 +174,13 @@ def parse_object(text: str) -> object:
         raise ValueError(message) from error
 
 
-def join_words(values: Iterable[object], last: str) -> str:
+def join_words(values: Iterable[object], last: str = "and") -> str:
     """The values as a list in a sentence: ``1, 2 and 4`` if `last` is ``and``."""
-    *most, final = map(str, values)
-    return f"{', '.join(most)} {last} {final}" if most else final
+    words = [str(value) for value in values]
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def shown(value: object) -> str:
+def as_property(value: object) -> str:
     """The value as written in `serving.properties`."""
     plain = jsonable(value)
     if plain is None:

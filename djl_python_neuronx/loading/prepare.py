@@ -28,7 +28,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import shown
+from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -544,7 +544,9 @@ def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
     for option, value, origin in resolved.explain():
         if (option, origin) not in before:
             level = logging.DEBUG if origin == "default" else logging.INFO
-            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+            logger.log(
+                level, "option name=%s value=%s origin=%r", option, as_property(value), origin
+            )
     for option, reason in resolved.ignored.items() if logged is None else ():
         logger.info("option_ignored name=%s reason=%r", option, reason)
 
