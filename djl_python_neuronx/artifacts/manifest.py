@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
-from djl_python_neuronx.artifacts.folder import is_plain_name, read_json, some, unreadable
+from djl_python_neuronx.artifacts.folder import is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
@@ -342,7 +342,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
         ArtifactError: the files that are missing, were changed, or are not listed.
     """
     expected = manifest.files
-    try:
+    with reading(folder):
         names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
@@ -354,8 +354,6 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
         actual = _sha256_of_each(folder / name for name in hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
-    except OSError as error:
-        raise unreadable(folder, error) from error
     missing, extra = expected.keys() - names, names - expected.keys()
     faults = [
         f"{what} {some(sorted(found))}"
@@ -404,16 +402,13 @@ def artifact_digest(folder: Path) -> str:
         ArtifactError: a safetensors file is damaged.
     """
     digest = hashlib.sha256()
-    path = folder
-    try:
-        for path in _sorted(folder, _SMALL_FILES):
-            _feed(digest, path.relative_to(folder).as_posix(), _sha256_of(path))
-        for path in next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), []):
-            _feed(digest, path.relative_to(folder).as_posix(), _sample(path))
-    except ArtifactError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(folder):
+        small = _sorted(folder, _SMALL_FILES)
+        weights = next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
+    for path in (*small, *weights):
+        with reading(path):
+            content = _sha256_of(path) if path in small else _sample(path)
+        _feed(digest, path.relative_to(folder).as_posix(), content)
     return f"sampled:{digest.hexdigest()}"
 
 

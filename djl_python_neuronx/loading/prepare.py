@@ -563,7 +563,7 @@ class _Preparation:
 
 
 def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> _Model:
-    artifact = Artifact(path, "huggingface", None, config, frozenset(), ())
+    artifact = Artifact(path, "huggingface", None, config, ())
     return _Model(name, source, artifact, whole=False)
 
 
