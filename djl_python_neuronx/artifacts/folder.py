@@ -141,6 +141,15 @@ def is_plain_name(name: object) -> bool:
     )
 
 
+def file_names(folder: Path) -> set[str]:
+    """The paths, with `/`, of all files and links in a folder."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+
+
 def some(names: Iterable[str], limit: int = 8) -> str:
     """The first names and the number of the others, for a message."""
     listed = list(names)
