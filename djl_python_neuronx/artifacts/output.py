@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ import javaproperties
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
+    flock,
     link_or_copy,
     remove,
     replace_folder,
@@ -187,30 +186,15 @@ def _is_interrupted(destination: Path) -> bool:
 def _staging(parent: Path, name: str) -> Iterator[Path]:
     """A temporary folder; removes those that killed processes left for `name`."""
     for left in parent.glob(f".{name}.output-*"):
-        with suppress(OSError), _locked(left):
+        with suppress(OSError), flock(left):
             shutil.rmtree(left, ignore_errors=True)
     staging = parent / f".{name}.output-{uuid.uuid4().hex[:12]}"
     staging.mkdir()
     try:
-        with _locked(staging):
+        with flock(staging):
             yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder itself, so that no lock file is left beside the user's files.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsInOutput) -> None:
