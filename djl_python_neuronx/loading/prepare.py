@@ -59,6 +59,7 @@ from djl_python_neuronx.planning.plan import (
     make_plan,
     stored_findings,
 )
+from djl_python_neuronx.planning.rules import library_conflicts
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -271,12 +272,15 @@ class _Preparation:
         options = settings.options
         try:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
-            if model is None:
-                return None
-            backend = self._choose_backend(options, model)
-            self._check_support(backend, model.artifact)
+            if model is not None:
+                backend = self._choose_backend(options, model)
+                self._check_support(backend, model.artifact)
         except ServingError as error:
             self.problems.add_error(error)
+            model = None
+        if model is None:
+            # The library that the user named limits the options whatever the model is.
+            settings.report(library_conflicts(options, options.model_loader), self.problems)
             return None
         self._check_vocabulary(model, options)
         # A draft model that an artifact records is relative to the artifact.

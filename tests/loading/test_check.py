@@ -328,6 +328,19 @@ def test_a_hub_id_is_a_target(environ, laptop):
     assert report.facts.num_parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize("backend", ["tnx", "nxdi"])
+def test_the_rules_of_a_named_library_need_no_model(environ, laptop, backend):
+    options = {
+        "tnx": {"qkv_tiling": "true", "cache_layout": "BSH"},
+        "nxdi": {"is_eagle3": "true", "padding_side": "left"},
+    }[backend]
+    missing, refused = run("nobody/nothing", environ, model_loader=backend, **options).errors
+    assert "nobody/nothing" in missing
+    # cache_layout and padding_side depend on values that are not filled in without a model.
+    assert next(iter(options)) in refused
+    assert len(run("nobody/nothing", environ, **options).errors) == 1
+
+
 def test_a_draft_model_counts(environ):
     options = {
         "model_loader": "tnx",
