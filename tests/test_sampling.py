@@ -391,9 +391,9 @@ class TestBatch:
         sampler.assign(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(top_p=0.3), [], 0)
-        assert sampler.device_row(1).tolist() == [7, 0.75, 0.5]
-        assert sampler.device_row(2).tolist() == [1, 1, 1]
-        assert sampler.device_row(1).dtype == np.float32
+        rows = sampler.device_rows(np.array([1, 2], np.int32))
+        assert rows.tolist() == [[7, 0.75, 0.5], [1, 1, 1]]
+        assert rows.dtype == np.float32
 
 
 def test_logprobs_are_the_log_softmax() -> None:
