@@ -140,7 +140,7 @@ _TIED_BY_DEFAULT = frozenset(
     ("bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "opt")
 )
 _FOUR_TIMES_WIDE = frozenset(("bloom", "gpt2", "gpt_bigcode", "gptj"))
-"""Architectures whose feed-forward network is four times the hidden size unless the configuration sets another width."""
+"""Architectures whose feed-forward network is by default four times the hidden size."""
 
 
 def first_size(config: Mapping[str, Any], *keys: str) -> int | None:

@@ -906,7 +906,7 @@ class TestLimit:
     def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):
         report = run(both[0], {name: "7-"}, "inf2.48xlarge", **LLAMA)
         assert report.plan.device.visible_cores == 24
-        assert any(f"{name}=7- is not understood" in warning for warning in report.warnings)
+        assert any(f"{name}=7- is ignored" in warning for warning in report.warnings)
 
     def test_all_cores_are_no_limit(self, both):
         report = run(both[0], {"NEURON_RT_NUM_CORES": "0"}, "inf2.48xlarge", **LLAMA)
