@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
@@ -72,6 +73,14 @@ class Problems:
             named = (NAMES.get(name, name),) if isinstance(name, str) else ()
             self._found["error", message] = Problem("error", options or named, message)
             self._errors.append(leaf)
+
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Add the error that ends the block, if there is one, and go on after it."""
+        try:
+            yield
+        except ServingError as error:
+            self.add_error(error)
 
     @property
     def errors(self) -> tuple[ServingError, ...]:
