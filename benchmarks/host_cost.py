@@ -279,6 +279,10 @@ def _num_tokens(case: Case) -> int:
     return max(60, min(400, 400 * 8 * 32_000 // (case.batch * case.vocab)))
 
 
+_Minima = dict[tuple[Any, ...], dict[str, float]]
+"""Case to the smallest value of each measure."""
+
+
 def compare(
     before: Path, after: Path, *, runs: int, arguments: list[str]
 ) -> Iterator[dict[str, Any]]:
@@ -286,15 +290,16 @@ def compare(
 
     The two checkouts share an interpreter, not an API: each runs its own copy of this file.
     """
-    minima: dict[Path, dict[tuple[Any, ...], dict[str, float]]] = {before: {}, after: {}}
-    for checkout in [before, after] * runs:
-        for row in _run(checkout, arguments):
-            case = tuple(row[name] for name in Case.__dataclass_fields__)
-            best = minima[checkout].setdefault(case, dict.fromkeys(COMPARED, float("inf")))
-            for name in COMPARED:
-                best[name] = min(best[name], row[name])
-    for case, old in minima[before].items():
-        new = minima[after][case]
+    minima: tuple[_Minima, _Minima] = ({}, {})
+    for _ in range(runs):
+        for checkout, found in zip((before, after), minima, strict=True):
+            for row in _run(checkout, arguments):
+                case = tuple(row[name] for name in Case.__dataclass_fields__)
+                best = found.setdefault(case, dict.fromkeys(COMPARED, float("inf")))
+                for name in COMPARED:
+                    best[name] = min(best[name], row[name])
+    for case, old in minima[0].items():
+        new = minima[1][case]
         row = dict(zip(Case.__dataclass_fields__, case, strict=True))
         for name in COMPARED:
             row[f"{name}_before"], row[f"{name}_after"] = old[name], new[name]

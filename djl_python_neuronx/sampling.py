@@ -37,7 +37,7 @@ def _rule(
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is sampled; the defaults are greedy, and so is top_k 1. A field is one sampling rule.
 

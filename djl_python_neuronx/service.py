@@ -110,17 +110,13 @@ class Service:
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         prepared = prepare_or_raise(
-            properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
+            properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
         tokenizer, draft = prepared.load_tokenizer(), prepared.draft
         # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled = obtain(prepared, tokenizer, environ=environ, listener=progress.compile)
-        compiled_draft = (
-            None
-            if draft is None
-            else obtain(draft, tokenizer, environ=environ, listener=progress.compile)
-        )
-        backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
+        compiled = obtain(prepared, tokenizer)
+        compiled_draft = None if draft is None else obtain(draft, tokenizer)
+        backend = backends.get(prepared.backend).load(compiled.plan, compiled.folder)
         try:
             proposer = _load_proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
@@ -128,7 +124,7 @@ class Service:
             raise
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
-            prepared.loader,
+            prepared.backend,
             prepared.artifact.model_type,
             backend.spec.num_slots,
             backend.spec.max_model_len,
@@ -228,7 +224,7 @@ def _load_proposer(
         return None
     if draft is None or compiled is None:
         return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
+    backend = backends.get(draft.backend).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (

@@ -85,7 +85,9 @@ def normal(vocab_size: int, seed: int = 0, scale: float = 2.0) -> Float32Array:
 
 class TestParams:
     def test_defaults_are_greedy_and_off(self) -> None:
-        assert SamplingParams() == SamplingParams(0.0, 0, 1.0, 0.0, 1.0, None)
+        assert SamplingParams() == SamplingParams(
+            temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=None
+        )
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -389,9 +391,9 @@ class TestBatch:
         sampler.assign(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(top_p=0.3), [], 0)
-        assert sampler.device_row(1).tolist() == [7, 0.75, 0.5]
-        assert sampler.device_row(2).tolist() == [1, 1, 1]
-        assert sampler.device_row(1).dtype == np.float32
+        rows = sampler.device_rows(np.array([1, 2], np.int32))
+        assert rows.tolist() == [[7, 0.75, 0.5], [1, 1, 1]]
+        assert rows.dtype == np.float32
 
 
 def test_logprobs_are_the_log_softmax() -> None:

@@ -142,7 +142,7 @@ def architectures_page() -> str:
 
 def metrics_page() -> str:
     """Text of docs/metrics.md."""
-    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
+    lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
     for name, metric in METRICS.items():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
@@ -156,7 +156,7 @@ def _notes(name: str) -> Iterator[str]:
         return
     entry = TNX[name]
     if not entry.continuous_batching:
-        yield "static batches: when a sequence joins, all are encoded anew"
+        yield "static batches: when a sequence joins, all are prefilled again"
     for defect in entry.defects:
         names = ", ".join(f"`{option}`" for option in defect.names)
         consequence = "refused" if defect.stops else _ACCEPTED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal
 
 from djl_python_neuronx.config.options import NAMES, ServingOptions
@@ -72,6 +74,14 @@ class Problems:
             self._found["error", message] = Problem("error", options or named, message)
             self._errors.append(leaf)
 
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Add the error that ends the block, if there is one, and go on after it."""
+        try:
+            yield
+        except ServingError as error:
+            self.add_error(error)
+
     @property
     def errors(self) -> tuple[ServingError, ...]:
         """The errors as exceptions."""
@@ -118,21 +128,70 @@ def asked(options: ServingOptions, name: str) -> bool:
     return value is not None and value is not False and value != default
 
 
-def lacking(name: str, other: str, problem: str, level: Level = "warning") -> Rule:
-    """The rule that `name` needs `other`."""
-    return Rule(
-        (name, other),
-        lambda options: asked(options, name) and not asked(options, other),
-        problem,
-        level,
+class State(Enum):
+    """A condition on an option, whatever its value."""
+
+    SET = auto()
+    """Neither off nor at its default."""
+    UNSET = auto()
+    ANY = auto()
+    """No condition: the message only lists the option."""
+
+
+SET, UNSET, ANY = State
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A combination of options, and the rules about it: errors, warnings or notes."""
+
+    names: tuple[str, ...]
+    holds: Callable[[ServingOptions], bool]
+
+    def refuse(self, problem: str) -> Rule:
+        """Make the combination an error."""
+        return Rule(self.names, self.holds, problem)
+
+    def warn(self, problem: str) -> Rule:
+        """Make the combination a warning."""
+        return Rule(self.names, self.holds, problem, "warning")
+
+    def note(self, problem: str) -> Rule:
+        """Make the combination a note."""
+        return Rule(self.names, self.holds, problem, "note")
+
+
+def when(
+    test: Callable[[ServingOptions], object] | None = None, /, **conditions: object
+) -> Combination:
+    """Return the combination in which all conditions hold, and `test` of all options together.
+
+    A condition is a `State`, a value, a set of values, or a function of the value, which is not called with None. The
+    messages list the options in the order of the conditions.
+    """
+    return Combination(
+        tuple(conditions),
+        lambda options: (
+            all(_holds(options, name, wanted) for name, wanted in conditions.items())
+            and (test is None or bool(test(options)))
+        ),
     )
 
 
-def excluding(name: str, other: str, problem: str) -> Rule:
-    """The rule that `name` and `other` exclude each other."""
-    return Rule(
-        (name, other), lambda options: asked(options, name) and asked(options, other), problem
-    )
+def _holds(options: ServingOptions, name: str, wanted: object) -> bool:
+    value = getattr(options, name)
+    if isinstance(wanted, State):
+        return wanted is ANY or asked(options, name) == (wanted is SET)
+    if isinstance(wanted, Set):
+        return value in wanted
+    if callable(wanted):
+        return value is not None and bool(wanted(value))
+    return bool(value == wanted)
+
+
+def above(limit: int) -> Callable[[int], bool]:
+    """Return the condition that a number is greater than `limit`."""
+    return lambda value: value > limit
 
 
 def listed(values: Sequence[int] | Sequence[str], last: str = "and") -> str:

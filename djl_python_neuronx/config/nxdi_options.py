@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from djl_python_neuronx.config.values import (
     SAME,
@@ -24,8 +24,10 @@ from djl_python_neuronx.config.values import (
     Object,
     Option,
     OptionGroup,
+    Positive,
     Sizes,
     Upper,
+    Word,
     Words,
 )
 
@@ -35,13 +37,15 @@ def _nxdi(allowed: str = "", *, keyword: str = SAME, tunes: bool = True, **facts
     return Option(allowed=allowed, to={"nxdi": keyword}, tunes=tunes, **facts)
 
 
-_Tuning = Annotated[bool | None, _nxdi()]
-_TuningCount = Annotated[Count | None, _nxdi()]
+_TUNING = _nxdi()
+_FEATURE = _nxdi(tunes=False)
+_Tuning = Annotated[bool | None, _TUNING]
+_TuningCount = Annotated[Count | None, _TUNING]
 _TuningObject = Annotated[Object | None, _nxdi(file=True)]
-_Feature = Annotated[bool | None, _nxdi(tunes=False)]
-_FeatureCount = Annotated[Count | None, _nxdi(tunes=False)]
+_Feature = Annotated[bool | None, _FEATURE]
+_FeatureCount = Annotated[Count | None, _FEATURE]
 _FeatureObject = Annotated[Object | None, _nxdi(tunes=False, file=True)]
-_FeatureWords = Annotated[Words | None, _nxdi(tunes=False)]
+_FeatureWords = Annotated[Words | None, _FEATURE]
 
 
 class NxdiOptions(OptionGroup):
@@ -54,7 +58,7 @@ class NxdiOptions(OptionGroup):
     attention_dp_degree: _TuningCount = None
     """Groups that the sequences of a decode step are divided into in attention. Must divide `tensor_parallel_degree`
     and `max_rolling_batch_size`; needs continuous batching."""
-    ep_degree: Annotated[Count, _nxdi(tunes=False, computed=True, derived=("ep_degree",))] = 1
+    ep_degree: Annotated[Count, _nxdi(tunes=False, computed=True)] = 1
     """Groups that experts are divided into, each with its own cores: the model takes tensor x pipeline x expert degree
     cores."""
     moe_tp_degree: _TuningCount = None
@@ -64,7 +68,7 @@ class NxdiOptions(OptionGroup):
     hybrid_sharding_config: _TuningObject = None
     """Expert degrees that differ between prompts and decoding: `moe_cte_tp_degree`, `moe_cte_ep_degree`,
     `moe_tkg_tp_degree` and `moe_tkg_ep_degree`."""
-    ep_dispatch_cc_option: Annotated[Literal["AR_AG", "RS_AG", "AG_AR"] | None, Upper, _nxdi()] = (
+    ep_dispatch_cc_option: Annotated[Literal["AR_AG", "RS_AG", "AG_AR"] | None, Upper, _TUNING] = (
         None
     )
     """Collectives that send tokens to their experts. Library default: `AR_AG`; `RS_AG` needs at least as many slots as
@@ -75,7 +79,6 @@ class NxdiOptions(OptionGroup):
             "1 or 2",
             tunes=False,
             env=("NEURON_LOGICAL_NC_CONFIG",),
-            derived=("logical_neuron_cores",),
         ),
     ] = None
     """Physical cores that act as one. Default: the platform's, 2 on Trn2, else 1. 1 on Trn2 gives twice as many cores
@@ -86,11 +89,9 @@ class NxdiOptions(OptionGroup):
     weight_gather_seq_len_threshold: _TuningCount = None
     """Prompt length in tokens from which weights are gathered instead of activations. Library default: 32768."""
 
-    cast_type: Annotated[
-        Literal["config", "as-declared"] | None, Hyphenated, _nxdi(tunes=False)
-    ] = None
+    cast_type: Annotated[Literal["config", "as-declared"] | None, Hyphenated, _FEATURE] = None
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
-    attention_dtype: Annotated[Dtype | None, _nxdi(tunes=False)] = None
+    attention_dtype: Annotated[Dtype | None, _FEATURE] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
         str | None, Field(min_length=1), _nxdi("a file or folder", graph=(), output="local")
@@ -106,39 +107,33 @@ class NxdiOptions(OptionGroup):
         ]
         | None,
         Lower,
-        _nxdi(tunes=False),
+        _FEATURE,
     ] = None
     """Scope of one scale of `quantize`. Default: `per_channel_symmetric`, as in TNX; the library's own default is
     `per_tensor_symmetric`."""
-    quantization_block_size: Annotated[
-        Sizes | None, _nxdi('sizes such as "128,128"', tunes=False)
-    ] = None
+    quantization_block_size: Annotated[Sizes | None, _FEATURE] = None
     """Sizes of the blocks of blockwise quantisation, one for each axis of `quantization_block_axis`."""
-    quantization_block_axis: Annotated[Axes | None, _nxdi('axes such as "0,1"', tunes=False)] = None
+    quantization_block_axis: Annotated[Axes | None, _FEATURE] = None
     """Axes of a weight that blockwise quantisation divides into blocks."""
-    quantization_scale_dtype: Annotated[
-        Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-        | None,
-        _nxdi("a type such as f32", tunes=False),
-    ] = None
+    quantization_scale_dtype: Annotated[Word | None, _nxdi("a type such as f32", tunes=False)] = (
+        None
+    )
     """Type of the scales of blockwise quantisation. Library default: `f32`."""
     modules_to_not_convert: _FeatureWords = None
     """Modules that `quantize` does not quantise. Needed with the QKV kernels."""
     draft_model_modules_to_not_convert: _FeatureWords = None
     """The same for the draft model."""
     activation_quantization_type: Annotated[
-        Literal["dynamic", "static"] | None, Lower, _nxdi(tunes=False)
+        Literal["dynamic", "static"] | None, Lower, _FEATURE
     ] = None
     """Quantise activations too, with scales computed at run time (`dynamic`) or stored (`static`). Excludes the MLP
     kernels. `fuse_qkv` is ignored with `dynamic` and excluded with `static`."""
-    quantize_clamp_bound: Annotated[Number | None, _nxdi("a number", tunes=False)] = None
+    quantize_clamp_bound: Annotated[Number | None, _FEATURE] = None
     """Bound that values are clamped to before they are quantised. Library default: none."""
     is_mxfp4_compute: _Feature = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
-    async_execution: Annotated[
-        bool | None, _nxdi(keyword="async_mode", derived=("async_mode",))
-    ] = None
+    async_execution: Annotated[bool | None, _nxdi(keyword="async_mode")] = None
     """Start each decode step before the host has read the previous one: the library's `async_mode`, unrelated to DJL
     Serving's. Needs on-device sampling; excludes Medusa."""
     output_logits: _Feature = None
@@ -149,7 +144,7 @@ class NxdiOptions(OptionGroup):
         _nxdi('ascending counts such as "256,512,1024", each a whole number of at least 1'),
     ] = None
     """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
-    prefix_buckets: Annotated[Buckets | None, _nxdi()] = None
+    prefix_buckets: Annotated[Buckets | None, _TUNING] = None
     """Lengths of cached prefixes to compile prompt graphs for; with `enable_prefix_caching`."""
     windowed_context_encoding_size: _TuningCount = None
     """Prompt tokens that are encoded at a time. For a sliding window model it must equal the window."""
@@ -223,10 +218,7 @@ class NxdiOptions(OptionGroup):
     shared_mlp_nki_kernel_enabled: _Tuning = None
     """Kernel for the shared experts."""
 
-    capacity_factor: Annotated[
-        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
-        _nxdi("a number above 0", tunes=False),
-    ] = None
+    capacity_factor: Annotated[Positive | None, _FEATURE] = None
     """Tokens that an expert takes, as a multiple of an even share; further tokens are dropped. Default: none are
     dropped."""
     early_expert_affinity_modulation: _Feature = None
@@ -248,9 +240,7 @@ class NxdiOptions(OptionGroup):
     router_config: _FeatureObject = None
     """Arguments of the router: `act_fn` and `dtype`."""
 
-    save_sharded_checkpoint: Annotated[bool | None, _nxdi(derived=("skip_sharding",), graph=())] = (
-        None
-    )
+    save_sharded_checkpoint: Annotated[bool | None, _nxdi(graph=())] = None
     """Store the weights divided among the cores beside the compiled graphs: loads are faster, and the artifact is as
     large as the model."""
     seq_len_threshold_for_cc_tiling: _TuningCount = None
@@ -259,15 +249,13 @@ class NxdiOptions(OptionGroup):
     """Use less memory for DMA rings, for long contexts."""
     scratchpad_page_size: _TuningCount = None
     """Page size of the scratch memory in MiB. Library default for prompts of 32768 tokens and more: 1024."""
-    weights_to_skip_layout_optimization: Annotated[Words | None, _nxdi()] = None
+    weights_to_skip_layout_optimization: Annotated[Words | None, _TUNING] = None
     """Regular expressions for weights whose layout the compiler does not change."""
     dma_order_config: _TuningObject = None
     """Order of transfers for the compiler, by submodel. Experimental in the library."""
-    compiler_target: Annotated[
-        Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-        | None,
-        _nxdi("a platform such as trn2", keyword="target"),
-    ] = None
+    compiler_target: Annotated[Word | None, _nxdi("a platform such as trn2", keyword="target")] = (
+        None
+    )
     """Platform to compile for. Default: this machine's."""
     switch_cc: _Tuning = None
     """Order the ranks for machines whose devices are connected by switches."""

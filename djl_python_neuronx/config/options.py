@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -32,7 +32,9 @@ from djl_python_neuronx.config.values import (
     Dtype,
     EightBits,
     Hyphenated,
+    Location,
     Lower,
+    ModelSource,
     Object,
     OneOrList,
     Option,
@@ -53,7 +55,16 @@ MAX_ROWS = 999
 _STORED: Final[Mapping[str, Literal["int8", "fp8"]]] = {"static_int8": "int8", "static_fp8": "fp8"}
 
 
-_Tuning = Annotated[bool | None, Option(to={"tnx": SAME}, tunes=True)]
+_TNX = Option(to={"tnx": SAME})
+_TNX_TUNING = Option(to={"tnx": SAME}, tunes=True)
+_Tuning = Annotated[bool | None, _TNX_TUNING]
+_DRAFTING = "enable_speculative_decoder()"
+_CACHE = "NEURON_COMPILE_CACHE_URL"
+
+
+def _both(nxdi: str, **facts: Any) -> Option:  # noqa: ANN401
+    """The marker of an option with TNX's name, whose name in NxD Inference is its alias."""
+    return Option(aliases=(nxdi,), to={"tnx": SAME, "nxdi": nxdi}, **facts)
 
 
 class OnDeviceGeneration(BaseModel):
@@ -99,13 +110,7 @@ class GeneralOptions(OptionGroup):
     """General."""
 
     model_id: Annotated[
-        str | None,
-        Option(
-            allowed="a folder, a Hugging Face model id or s3://bucket/key",
-            aliases=("s3url",),
-            env=("HF_MODEL_ID",),
-            output="local",
-        ),
+        ModelSource | None, Option(aliases=("s3url",), env=("HF_MODEL_ID",), output="local")
     ] = None
     """The model: a local folder (absolute, or relative to the model folder), a Hugging Face model id or an S3 URI. Ids
     and URIs are downloaded once for all processes, and again only where the source changed. Default: the model folder
@@ -130,7 +135,7 @@ class GeneralOptions(OptionGroup):
     model_loader: Annotated[
         Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"],
         Lower,
-        Option(derived=("on_cpu",), output="file"),
+        Option(output="file"),
     ] = "auto"
     """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library, else `cpu`
     if the machine has no Neuron device. This version has `cpu` and `tnx`; `nxdi` is an error. `optimum` and `vllm` are
@@ -144,7 +149,6 @@ class GeneralOptions(OptionGroup):
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
             computed=True,
-            derived=("tp_degree", "world_size", "start_rank_id", "local_ranks_size"),
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
@@ -156,7 +160,6 @@ class GeneralOptions(OptionGroup):
             aliases=("torch_dtype",),
             to={"tnx": "amp", "nxdi": "torch_dtype"},
             computed=True,
-            derived=("amp", "torch_dtype", "overrides_torch_dtype"),
             cpu=True,
             draft="same",
         ),
@@ -175,7 +178,7 @@ class GeneralOptions(OptionGroup):
     ] = 240.0
     """Longest time to load the model. DJL Serving stops a load that takes longer; the embedded server has no limit.
     Compiling on first use takes much longer than the default."""
-    skip_warmup: Annotated[bool, Option(derived=("skip_warmup",))] = False
+    skip_warmup: Annotated[bool, Option()] = False
     """Do not run every graph once before serving. The first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(draft="same")] = None
     """Threads of the cpu backend. Default: all physical cores but one, which is left to the server."""
@@ -192,14 +195,6 @@ class BatchingOptions(OptionGroup):
             aliases=("max_model_len",),
             to={"tnx": "n_positions", "nxdi": "seq_len"},
             computed=True,
-            derived=(
-                "n_positions",
-                "seq_len",
-                "max_length",
-                "max_new_tokens",
-                "token_generation_buckets",
-                "n_active_tokens",
-            ),
             cpu=True,
         ),
     ] = None
@@ -208,20 +203,10 @@ class BatchingOptions(OptionGroup):
     was trained for, at most 4096 and at most what fits into memory; at most 2048 on a CPU."""
     context_length_estimate: Annotated[
         Buckets | None,
-        Option(
-            aliases=("context_encoding_buckets",),
+        _both(
+            "context_encoding_buckets",
             env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
-            to={"tnx": "context_length_estimate", "nxdi": "context_encoding_buckets"},
             computed=True,
-            derived=(
-                "context_length_estimate",
-                "context_encoding_buckets",
-                "max_context_length",
-                "buckets",
-                "enable_bucketing",
-                "bucket_n_active_tokens",
-                "allow_input_truncation",
-            ),
             cpu=True,
         ),
     ] = None
@@ -244,17 +229,6 @@ class BatchingOptions(OptionGroup):
             aliases=("max_num_seqs",),
             to={"tnx": "batch_size", "nxdi": "batch_size"},
             computed=True,
-            derived=(
-                "batch_size",
-                "continuous_batching",
-                "ctx_batch_size",
-                "tkg_batch_size",
-                "max_batch_size",
-                "kv_cache_batch_size",
-                "kv_cache_padding_size",
-                "spec_batch_size",
-                "apply_seq_ids_mask",
-            ),
             cpu=True,
             draft="same",
             djl=Djl(fills_in=("32", "256"), sign=True),
@@ -285,34 +259,17 @@ class GraphOptions(OptionGroup):
         Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
         | None,
         Hyphenated,
-        Option(to={"tnx": "group_query_attention"}, tunes=True),
+        _TNX_TUNING,
     ] = None
     """How cores share KV heads if there are fewer than query heads. Default: the library's choice."""
-    fuse_qkv: Annotated[
-        bool | None,
-        Option(aliases=("fused_qkv",), to={"tnx": "fuse_qkv", "nxdi": "fused_qkv"}, tunes=True),
-    ] = None
+    fuse_qkv: Annotated[bool | None, _both("fused_qkv", tunes=True)] = None
     """One matrix product instead of three for queries, keys and values."""
     fuse_mlp: _Tuning = None
     """One matrix product instead of two at the input of the MLP. Needs `mlp_out_weight_transpose`."""
-    fused_rmsnorm_qkv: Annotated[
-        bool | None,
-        Option(
-            aliases=("qkv_kernel_enabled",),
-            to={"tnx": "fused_rmsnorm_qkv", "nxdi": "qkv_kernel_enabled"},
-            tunes=True,
-        ),
-    ] = None
+    fused_rmsnorm_qkv: Annotated[bool | None, _both("qkv_kernel_enabled", tunes=True)] = None
     """Kernel for the norm before attention and the QKV projections. TNX needs `fuse_qkv`, `attention_layout=BSH`,
     `group_query_attention=replicated-heads` and no `sequence_parallel` for it."""
-    fused_rmsnorm_mlp: Annotated[
-        bool | None,
-        Option(
-            aliases=("mlp_kernel_enabled",),
-            to={"tnx": "fused_rmsnorm_mlp", "nxdi": "mlp_kernel_enabled"},
-            tunes=True,
-        ),
-    ] = None
+    fused_rmsnorm_mlp: Annotated[bool | None, _both("mlp_kernel_enabled", tunes=True)] = None
     """Kernel for the norm before the MLP and the MLP. TNX needs `attention_layout=BSH` and
     `group_query_attention=replicated-heads` for it."""
     qkv_tiling: _Tuning = None
@@ -320,30 +277,20 @@ class GraphOptions(OptionGroup):
     `fuse_qkv`."""
     weight_tiling: _Tuning = None
     """Split the weights of the MLP into tiles of 128."""
-    mlp_in_weight_tiling_permute_order: Annotated[
-        Order | None, Option(to={"tnx": "mlp_in_weight_tiling_permute_order"}, tunes=True)
-    ] = None
+    mlp_in_weight_tiling_permute_order: Annotated[Order | None, _TNX_TUNING] = None
     """Order of the tiles' axes at the input of the MLP, axis 2 before axis 3; with `weight_tiling`. Library default:
     1,2,0,3."""
-    mlp_out_weight_tiling_permute_order: Annotated[
-        Order | None, Option(to={"tnx": "mlp_out_weight_tiling_permute_order"}, tunes=True)
-    ] = None
+    mlp_out_weight_tiling_permute_order: Annotated[Order | None, _TNX_TUNING] = None
     """The same at the output of the MLP."""
     mlp_out_weight_transpose: _Tuning = None
     """Store the weights at the output of the MLP transposed."""
     attn_output_transposed: _Tuning = None
     """Store the weights of the projection after attention transposed."""
-    attention_layout: Annotated[
-        Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "attention_layout"}, tunes=True)
-    ] = None
+    attention_layout: Annotated[Literal["HSB", "BSH"] | None, Upper, _TNX_TUNING] = None
     """Order of the axes in attention: hidden, sequence, batch. TNX default: HSB."""
-    collectives_layout: Annotated[
-        Literal["HSB", "BSH"] | None, Upper, Option(to={"tnx": "collectives_layout"}, tunes=True)
-    ] = None
+    collectives_layout: Annotated[Literal["HSB", "BSH"] | None, Upper, _TNX_TUNING] = None
     """Order of the axes of the values that cores exchange. TNX default: HSB."""
-    cache_layout: Annotated[
-        Literal["SBH", "BSH"] | None, Upper, Option(to={"tnx": "cache_layout"}, tunes=True)
-    ] = None
+    cache_layout: Annotated[Literal["SBH", "BSH"] | None, Upper, _TNX_TUNING] = None
     """Order of the axes of the KV cache. TNX default: SBH; BSH needs continuous batching and one bucket."""
     sequence_parallel: Annotated[
         bool | None,
@@ -355,18 +302,11 @@ class GraphOptions(OptionGroup):
         ),
     ] = None
     """Divide a prompt's tokens among the cores where tokens are independent (norms)."""
-    sequence_parallel_norm_threshold: Annotated[
-        Count | None, Option(to={"tnx": "sequence_parallel_norm_threshold"}, tunes=True)
-    ] = None
+    sequence_parallel_norm_threshold: Annotated[Count | None, _TNX_TUNING] = None
     """Prompt length in tokens above which `sequence_parallel` applies. TNX default: 2048."""
     shard_over_sequence: Annotated[
         bool | None,
-        Option(
-            aliases=("flash_decoding_enabled",),
-            env=("NEURON_SHARD_OVER_SEQUENCE",),
-            to={"tnx": "shard_over_sequence", "nxdi": "flash_decoding_enabled"},
-            tunes=True,
-        ),
+        _both("flash_decoding_enabled", env=("NEURON_SHARD_OVER_SEQUENCE",), tunes=True),
     ] = None
     """Divide the tokens of the KV cache among the cores (flash decoding), for a batch times length above 16384."""
     duplicate_q_weight_sos: _Tuning = None
@@ -375,7 +315,7 @@ class GraphOptions(OptionGroup):
         bool | None,
         Option(
             env=("NEURON_ON_DEVICE_EMBEDDING",),
-            to={"tnx": "on_device_embedding"},
+            to={"tnx": SAME},
             tunes=True,
             always={"nxdi": True},
         ),
@@ -384,33 +324,24 @@ class GraphOptions(OptionGroup):
     on_device_generation: Annotated[
         OnDeviceGeneration | None,
         BeforeValidator(_generation),
-        Option(
+        _both(
+            "on_device_sampling_config",
             allowed="true, false, a JSON object of do_sample, dynamic, top_k, top_p, temperature, top_p_min_tokens, "
             "global_top_k, per_batch_line and deterministic, or a file that holds one",
-            aliases=("on_device_sampling_config",),
             env=("NEURON_ON_DEV_GENERATION",),
-            to={"tnx": "on_device_generation", "nxdi": "on_device_sampling_config"},
             file=True,
             computed=True,
-            derived=("on_device_generation", "on_device_sampling_config"),
             draft="off",
         ),
     ] = None
     """Sample on the device, which saves the transfer of all logits: faster, but without seeds, penalties,
     log-probabilities and constraints. `true` samples with each request's own top_k, top_p and temperature."""
-    on_device_default_top_k: Annotated[
-        Literal["global_top_k"] | None, Lower, Option(allowed="global_top_k")
-    ] = None
+    on_device_default_top_k: Annotated[Literal["global_top_k"] | None, Lower, Option()] = None
     """top_k of requests that sample without one, if the device samples with each request's own parameters
     (`on_device_generation` with `dynamic`). The device cannot sample from the whole vocabulary: without this option
     such a request is an error; with `global_top_k` it samples from that many of the most likely tokens."""
     padding_side: Annotated[
-        Literal["left", "right"] | None,
-        Lower,
-        Option(
-            to={"tnx": "padding_side", "nxdi": "padding_side"},
-            derived=("use_2d_cache_ids", "lhs_aligned"),
-        ),
+        Literal["left", "right"] | None, Lower, Option(to={"tnx": SAME, "nxdi": SAME})
     ] = None
     """Side on which shorter prompts of a batch are padded. Continuous batching pads on the right."""
     is_block_kv_layout: Annotated[
@@ -419,7 +350,7 @@ class GraphOptions(OptionGroup):
             aliases=("optimized_paged_attention",),
             to={
                 "tnx": "continuous_batching.optimized_paged_attention",
-                "nxdi": "is_block_kv_layout",
+                "nxdi": SAME,
             },
             computed=True,
         ),
@@ -427,24 +358,19 @@ class GraphOptions(OptionGroup):
     """Store the KV cache in blocks instead of one row per slot (paged attention). NxDI uses it for prefix caching only,
     transformers-neuronx is served with it for `enable_chunked_prefill` only; both imply it."""
     pa_block_size: Annotated[
-        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": "pa_block_size"})
+        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": SAME})
     ] = None
     """Tokens in a block of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` a power of two below
     `n_positions`. Default: at least 128, and large enough for at most 256 blocks, because graphs grow with their
     number."""
     pa_num_blocks: Annotated[
-        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": "pa_num_blocks"})
+        Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": SAME})
     ] = None
     """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
     need at their full length, and fewer are an error."""
     enable_prefix_caching: Annotated[
         bool,
-        Option(
-            aliases=("is_prefix_caching",),
-            to={"nxdi": "is_prefix_caching"},
-            computed=True,
-            derived=("is_prefix_caching",),
-        ),
+        Option(aliases=("is_prefix_caching",), to={"nxdi": "is_prefix_caching"}, computed=True),
     ] = False
     """Keep the KV blocks of finished prompts and reuse them for prompts with the same beginning. Implies
     `is_block_kv_layout`."""
@@ -453,7 +379,6 @@ class GraphOptions(OptionGroup):
         Option(
             aliases=("is_chunked_prefill",),
             to={"tnx": "continuous_batching.enable_chunked_prefill"},
-            derived=("chunked_prefill_config",),
             cpu=True,
             draft="off",
         ),
@@ -469,7 +394,6 @@ class GraphOptions(OptionGroup):
             env=("PIPELINE_PARALLEL_DEGREE",),
             to={"nxdi": "pp_degree"},
             computed=True,
-            derived=("pp_degree",),
             djl=Djl(fills_in=("1",)),
         ),
     ] = 1
@@ -478,7 +402,7 @@ class GraphOptions(OptionGroup):
     rolling_batch_strategy: Annotated[
         Literal["continuous_batching", "naive_rolling_batch"] | None,
         Lower,
-        Option(derived=("is_continuous_batching",), graph=("cpu", "tnx", "nxdi")),
+        Option(graph=("cpu", "tnx", "nxdi")),
     ] = None
     """How sequences join a running batch: `continuous_batching` encodes the new prompt only, `naive_rolling_batch`
     encodes all sequences again. Default: the first if the model supports it."""
@@ -496,7 +420,6 @@ class PrecisionOptions(OptionGroup):
             env=("NEURON_QUANT",),
             to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},
             computed=True,
-            derived=("quant", "quantized", "quantization_dtype"),
         ),
     ] = None
     """Store weights in 8 bits and compute in `dtype`: half the memory, half the memory traffic. TNX quantises while
@@ -506,24 +429,17 @@ class PrecisionOptions(OptionGroup):
         Option(
             allowed="int8 (s8) or fp8 (f8e4m3fn)",
             to={"tnx": "kv_cache_quant.quant_dtype", "nxdi": "kv_quant_config.quant_dtype"},
-            derived=("kv_cache_quant", "kv_quant_config"),
             never={"nxdi": "int8"},
         ),
     ] = None
     """Store the KV cache in 8 bits: twice as many tokens in the same memory."""
-    all_reduce_dtype: Annotated[
-        Dtype | None,
-        Option(
-            aliases=("rpl_reduce_dtype",),
-            to={"tnx": "all_reduce_dtype", "nxdi": "rpl_reduce_dtype"},
-        ),
-    ] = None
+    all_reduce_dtype: Annotated[Dtype | None, _both("rpl_reduce_dtype")] = None
     """Type in which partial results are summed across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[
-        Dtype | None, Option(to={"tnx": "cast_logits_dtype"}, always={"nxdi": "float32"})
+        Dtype | None, Option(to={"tnx": SAME}, always={"nxdi": "float32"})
     ] = None
     """Type of the logits. TNX default: float32, the only type of NxDI."""
-    bf16_rms_norm: Annotated[bool | None, Option(to={"tnx": "bf16_rms_norm"})] = None
+    bf16_rms_norm: Annotated[bool | None, _TNX] = None
     """Compute RMS norms in bfloat16 instead of float32."""
 
 
@@ -531,16 +447,11 @@ class SpeculationOptions(OptionGroup):
     """Speculation."""
 
     speculative_draft_model: Annotated[
-        str | None,
+        ModelSource | None,
         Field(min_length=1),
         Option(
-            allowed="a folder, a Hugging Face model id or s3://bucket/key",
             aliases=("draft_model_id",),
-            to={
-                "tnx": "enable_speculative_decoder()",
-                "nxdi": "fused_spec_config.draft_model_path",
-            },
-            derived=("enable_fused_speculation",),
+            to={"tnx": _DRAFTING, "nxdi": "fused_spec_config.draft_model_path"},
             graph=(),
             cpu=True,
             draft="off",
@@ -551,9 +462,8 @@ class SpeculationOptions(OptionGroup):
         Amount,
         Option(
             aliases=("spec_length",),
-            to={"tnx": "enable_speculative_decoder()", "nxdi": "speculation_length"},
+            to={"tnx": _DRAFTING, "nxdi": "speculation_length"},
             computed=True,
-            derived=("speculation_length",),
             cpu=True,
         ),
     ] = 5
@@ -561,8 +471,7 @@ class SpeculationOptions(OptionGroup):
     proposed token is kept only if the model itself would have chosen it. NxDI also counts the large model's own token,
     which is added automatically."""
     ngram_prompt_lookup_max: Annotated[
-        Count | None,
-        Option(to={"tnx": "enable_speculative_decoder()"}, graph=(), cpu=True, draft="off"),
+        Count | None, Option(to={"tnx": _DRAFTING}, graph=(), cpu=True, draft="off")
     ] = None
     """Speculate without a draft model: propose what followed the newest tokens where they last occurred in the prompt
     or the output. The value is the longest run of tokens to look for; 3 suits summaries, code and answers from
@@ -575,12 +484,7 @@ class SpeculationOptions(OptionGroup):
     ] = None
     """NeuronCores that share the draft model. Default: `tensor_parallel_degree`."""
     enable_eagle_speculation: Annotated[
-        bool | None,
-        Option(
-            to={"tnx": "is_eagle_target", "nxdi": "enable_eagle_speculation"},
-            derived=("is_eagle_target", "is_eagle_draft", "enable_eagle_speculation"),
-            cpu=True,
-        ),
+        bool | None, Option(to={"tnx": "is_eagle_target", "nxdi": SAME}, cpu=True)
     ] = None
     """The draft model is an EAGLE model, which drafts from the large model's hidden states. NxDI only."""
 
@@ -589,38 +493,18 @@ class ArtifactOptions(OptionGroup):
     """Artifacts."""
 
     compiled_graph_path: Annotated[
-        str | None,
-        Field(min_length=1),
-        Option(
-            allowed="a folder or s3://bucket/key",
-            to={"tnx": "NEURON_COMPILE_CACHE_URL", "nxdi": "NEURON_COMPILE_CACHE_URL"},
-            tunes=True,
-            graph=(),
-            output="local",
-        ),
+        Location | None,
+        Option(to={"tnx": _CACHE, "nxdi": _CACHE}, tunes=True, graph=(), output="local"),
     ] = None
     """Cache of compiled graphs: a folder, or an S3 URI that is read before a compile and written after it. A folder of
     saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own cache."""
     draft_model_compiled_path: Annotated[
-        str | None,
-        Field(min_length=1),
-        Option(
-            allowed="a folder or s3://bucket/key",
-            to={"tnx": "load()"},
-            tunes=True,
-            graph=(),
-            output="local",
-        ),
+        Location | None, Option(to={"tnx": "load()"}, tunes=True, graph=(), output="local")
     ] = None
     """The same for the draft model. NxDI keeps both models in one artifact."""
     save_mp_checkpoint_path: Annotated[
-        str | None,
-        Field(min_length=1),
-        Option(
-            allowed="a folder or s3://bucket/key",
-            output="local",
-            unused="partition writes there; serving ignores it",
-        ),
+        Location | None,
+        Option(output="local", unused="partition writes there; serving ignores it"),
     ] = None
     """Where `partition` writes the compiled model."""
     partition_schema: Annotated[
@@ -669,14 +553,14 @@ class CompilerOptions(OptionGroup):
         Count | None,
         Option(
             env=("NEURON_COMPILATION_WORKER_COUNT",),
-            to={"tnx": "compilation_worker_count"},
+            to={"tnx": SAME},
             tunes=True,
             graph=(),
         ),
     ] = None
     """Graphs that are compiled at once. Each compiler process takes some GB of host memory: lower it if the machine
     runs out. Library default: one for each graph."""
-    unroll: Annotated[Count | None, Option(to={"tnx": "unroll"}, tunes=True, computed=True)] = None
+    unroll: Annotated[Count | None, Option(to={"tnx": SAME}, tunes=True, computed=True)] = None
     """Layers in one compiled graph. Default: all, which runs fastest and compiles longest. GPT-NeoX always takes
     all."""
     multi_node: Annotated[

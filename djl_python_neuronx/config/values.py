@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 COUNT = "a whole number of at least 1"
 POSITIONS = "a whole number of at least 2"
@@ -95,9 +103,6 @@ class Option:
     computed: bool = False
     """The library gets a value computed from this and other options. Without `computed` it gets the value as it is,
     if `to` names a keyword."""
-    derived: tuple[str, ...] = ()
-    """Keywords of the libraries' `NeuronConfig` that follow from the option: `override_neuron_config` must not set
-    them."""
     always: Mapping[str, object] = field(default_factory=dict)
     """Backend to the value that its library always uses: setting that value has no effect, any other is refused."""
     never: Mapping[str, object] = field(default_factory=dict)
@@ -325,7 +330,11 @@ Amount = Annotated[int, Field(ge=0, le=_LARGEST), Allowed("a whole number of at 
 Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
 Lower = BeforeValidator(_lower)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a number above 0")]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
+Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
+Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
+Location = Annotated[str, Field(min_length=1), Allowed("a folder or s3://bucket/key")]
+ModelSource = Annotated[str, Allowed("a folder, a Hugging Face model id or s3://bucket/key")]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype), Allowed(DTYPES)
 ]
@@ -355,8 +364,18 @@ Order = Annotated[
     BeforeValidator(_split),
     Allowed('an order of the four axes such as "1,2,0,3"'),
 ]
-Sizes = Annotated[tuple[Count, ...], Field(min_length=1), BeforeValidator(_split)]
-Axes = Annotated[tuple[Amount, ...], Field(min_length=1), BeforeValidator(_split)]
+Sizes = Annotated[
+    tuple[Count, ...],
+    Field(min_length=1),
+    BeforeValidator(_split),
+    Allowed('sizes such as "128,128"'),
+]
+Axes = Annotated[
+    tuple[Amount, ...],
+    Field(min_length=1),
+    BeforeValidator(_split),
+    Allowed('axes such as "0,1"'),
+]
 Object = Annotated[
     dict[str, Any],
     BeforeValidator(_object),

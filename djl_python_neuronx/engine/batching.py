@@ -50,11 +50,13 @@ class Batcher:
 
     def advance(self, batch: Batch, token_ids: Int32Array) -> None:
         """After a step: its tokens, int32[B, K], are the inputs of the next one if the batch stays the same."""
-        rows, token_ids = self._decode_rows, token_ids[len(batch.chunks) :]
+        rows = self._decode_rows
+        if batch.chunks:
+            token_ids = token_ids[len(batch.chunks) :]
         if rows is None or token_ids.shape != (len(rows.slots), 1):
             self.forget()
             return
-        rows.input_ids[:, 0] = token_ids[:, 0]
+        rows.input_ids[:] = token_ids
         rows.starts += 1
         self._longest += 1
 
@@ -69,15 +71,14 @@ class Batcher:
             for (sequence, num_tokens), start in zip(chunks, starts, strict=True)
         ]
         wants = self._wants if any(chunk.is_last for chunk in chunks) else Want.NOTHING
-        return self._rows([chunk.sequence for chunk in chunks], *_padded(tokens), starts, wants)
+        return self._rows([chunk.sequence for chunk in chunks], tokens, starts, wants)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:
         if self._decode_rows is None or sequences is not self._decoding:
             self._decoding = sequences
-            input_ids = np.array([[sequence.output_ids[-1]] for sequence in sequences], np.int32)
+            newest = [sequence.output_ids[-1:] for sequence in sequences]
             starts = [sequence.next_position for sequence in sequences]
-            ones = np.ones(len(sequences), np.int32)
-            self._decode_rows = self._rows(sequences, input_ids, ones, starts, self._wants)
+            self._decode_rows = self._rows(sequences, newest, starts, self._wants)
             self._longest = max(starts)
         return self._decode_rows
 
@@ -86,51 +87,47 @@ class Batcher:
             [sequence.output_ids[-1], *ids] for sequence, ids in zip(sequences, drafts, strict=True)
         ]
         starts = [sequence.next_position for sequence in sequences]
-        rows = self._rows(sequences, *_padded(tokens, self._width), starts, Want.ALL_LOGITS)
+        rows = self._rows(sequences, tokens, starts, Want.ALL_LOGITS, self._width)
         return Step(decode=rows), min(max(starts) + self._width, self._max_model_len)
 
     def _rows(
         self,
         sequences: list[Sequence],
-        input_ids: Int32Array,
-        lens: Int32Array,
+        tokens: list[list[int]],
         starts: list[int],
         wants: Want,
+        width: int = 0,
     ) -> Rows:
-        slots = [sequence.held_slot for sequence in sequences]
-        sampling = np.array([self._sampler.device_row(slot) for slot in slots], np.float32)
-        sampling[sampling[:, 0] == 0, 0] = self._default_top_k
-        return Rows(
-            input_ids=input_ids,
-            lens=lens,
-            starts=np.array(starts, np.int32),
-            slots=np.array(slots, np.int32),
-            adapters=np.array([sequence.request.adapter for sequence in sequences], np.int32),
-            wants=wants,
-            sampling=sampling,
+        rows = plain_rows(
+            [sequence.held_slot for sequence in sequences], tokens, starts, wants, width
         )
+        rows.adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
+        rows.sampling = self._sampler.device_rows(rows.slots)
+        rows.sampling[rows.sampling[:, 0] == 0, 0] = self._default_top_k
+        return rows
 
 
 def plain_rows(
-    slots: list[int], tokens: list[list[int]], starts: list[int], wants: Want = Want.LOGITS
+    slots: list[int],
+    tokens: list[list[int]],
+    starts: list[int],
+    wants: Want = Want.LOGITS,
+    width: int = 0,
 ) -> Rows:
-    """Rows without a request: `tokens[i]` after the first `starts[i]` tokens of `slots[i]`, greedy, base model."""
-    input_ids, lens = _padded(tokens)
+    """Rows without a request: `tokens[i]` after the first `starts[i]` tokens of `slots[i]`, greedy, base model.
+
+    They have as many columns as the longest of `tokens`, and at least `width`.
+    """
+    lens = [len(ids) for ids in tokens]
+    input_ids = np.zeros((len(lens), max([width, *lens])), np.int32)
+    for row, ids in enumerate(tokens):
+        input_ids[row, : lens[row]] = ids
     return Rows(
         input_ids=input_ids,
-        lens=lens,
+        lens=np.array(lens, np.int32),
         starts=np.array(starts, np.int32),
         slots=np.array(slots, np.int32),
         adapters=np.zeros(len(lens), np.int32),
         wants=wants,
         sampling=np.ones((len(lens), 3), np.float32),
     )
-
-
-def _padded(tokens: list[list[int]], width: int = 0) -> tuple[Int32Array, Int32Array]:
-    """int32[B, S] padded with 0, S the longest or `width`, and the numbers of tokens, int32[B]."""
-    lens = [len(ids) for ids in tokens]
-    input_ids = np.zeros((len(lens), max([width, *lens])), np.int32)
-    for row, ids in enumerate(tokens):
-        input_ids[row, : lens[row]] = ids
-    return input_ids, np.array(lens, np.int32)

@@ -166,7 +166,7 @@ class Engine:
             step, length = self._batcher.fill(batch, proposal.drafts)
             output, info = self.runner.run(step, length)
             sampled = batch.sampled
-            token_ids = self._sample(step, output, sampled)
+            token_ids = self._sample(step, output, info.rows, sampled)
         except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
             return StepResult(outputs + self._fail_call(batch.sequences, error))
         self._failed_steps = 0
@@ -206,19 +206,18 @@ class Engine:
         return outputs
 
     def _sample(
-        self, step: Step, output: StepOutput, sampled: list[tuple[int, Sequence]]
+        self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]
     ) -> Int32Array:
-        """int32[B, K]: the tokens of the step's rows; -1: none.
+        """int32[B, K]: the tokens of the step's `count` rows; -1: none.
 
         Raises:
             StepError: the output has another shape than the step wanted.
         """
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        count, vocab_size = sum([len(rows.slots) for rows in parts]), self.spec.vocab_size
         if not isinstance(output, HostLogits):
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             return output.ids
-        values = output.values
+        values, vocab_size = output.values, self.spec.vocab_size
         if parts[-1].wants == Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(values.shape[1], int(parts[-1].lens.max()))

@@ -59,16 +59,6 @@ class TextStream:
     all `Token.text`, except at an end without a token, where only `Delta.text` has the text held back so far.
     """
 
-    __slots__ = (
-        "_closed",
-        "_detokenizer",
-        "_held",
-        "_num_generated",
-        "_request",
-        "_special_ids",
-        "_stops",
-    )
-
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._special_ids = tokenizer.special_ids
@@ -146,8 +136,6 @@ class TextStream:
 class _StopString:
     """Finds a stop string in text that comes in parts (Knuth-Morris-Pratt: O(1) per character for any string)."""
 
-    __slots__ = ("_borders", "matched", "text")
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
@@ -197,8 +185,6 @@ def make_detokenizer(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> Detoken
 class _TableDetokenizer:
     """Looks up the bytes of each token and returns whole characters: 0.3 µs per token."""
 
-    __slots__ = ("_at_start", "_partial", "_pieces", "_tokenizer")
-
     def __init__(
         self, prompt_ids: Sequence[int], tokenizer: Tokenizer, pieces: Sequence[bytes]
     ) -> None:
@@ -242,8 +228,6 @@ class _WindowDetokenizer:
 
     The window is the latest tokens that became text, as context, and those that have not yet.
     """
-
-    __slots__ = ("_num_context", "_special_ids", "_tokenizer", "_window")
 
     def __init__(self, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -15,14 +15,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any, ParamSpec, Union
+from weakref import WeakValueDictionary
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.streams import (
-    AsyncQueues,
+    AsyncQueue,
     Generation,
     Observer,
     OutputQueue,
@@ -33,6 +34,8 @@ from djl_python_neuronx.errors import BackendUnavailableError, RequestAbortedErr
 from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
 
 FIRST_CALL_FACTOR = 10
 """The first call of a graph may take this many times longer than others."""
@@ -93,11 +96,11 @@ class EngineLoop:
         engine: Engine,
         tokenizer: Tokenizer,
         *,
+        observer: Observer,
         max_waiting: int = 1000,
         step_timeout_s: float = 120.0,
         queue_timeout_s: float | None = None,
         on_death: Callable[[ServingError], None] | None = None,
-        observer: Observer | None = None,
     ) -> None:
         """`on_death` is called on the output thread, after every waiting request has got the error."""
         self.engine = engine
@@ -112,7 +115,8 @@ class EngineLoop:
         self._closing = threading.Event()
         self._dead = threading.Event()
         self._dying = threading.Lock()
-        self._async_queues = AsyncQueues(self.abort)
+        # A queue lives as long as a request of its event loop, and holds that loop.
+        self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
         self._death: ServingError | None = None
         self._threads = [
             threading.Thread(
@@ -154,18 +158,15 @@ class EngineLoop:
             stream = Stream(request, self._tokenizer, output_queue)
             self.streams.open(stream, lambda: self._commands.put((Engine.add, (request,))))
         except ServingError as error:
-            self._reject(error)
+            self._notify(self._observer.rejected, error)
             raise
-
-    def _reject(self, error: ServingError) -> None:
-        self._notify(lambda observer: observer.rejected(error))
 
     def abort(self, request_id: str) -> None:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
         abort = (Engine.abort, (request_id,))
         stream = self.streams.end(request_id, lambda: self._commands.put(abort))
         if stream is not None:
-            self._notify(lambda observer: observer.given_up(stream))
+            self._notify(self._observer.given_up, stream)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -173,7 +174,8 @@ class EngineLoop:
         Raises:
             ServingError: see `submit`; after that an error is the last delta, never an exception.
         """
-        async_queue = self._async_queues.of(asyncio.get_running_loop())
+        event_loop = asyncio.get_running_loop()
+        async_queue = self._async_queues.setdefault(event_loop, AsyncQueue(event_loop, self.abort))
         self.submit(request, async_queue)
         # No delta can overtake the registration: both happen in this event loop's thread.
         return Generation(request.request_id, async_queue, self.abort)
@@ -260,8 +262,8 @@ class EngineLoop:
                 by_queue[stream.queue].append(delta)
         for output_queue, deltas in by_queue.items():
             self._hand_over(output_queue, deltas)
-        num_tokens = sum(len(output.token_ids) for output in message.outputs)
-        self._notify(lambda observer: observer.stepped(message.info, num_tokens))
+        num_tokens = sum([len(output.token_ids) for output in message.outputs])
+        self._notify(self._observer.stepped, message.info, num_tokens)
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; a failure of its text is an error of this request only."""
@@ -286,7 +288,7 @@ class EngineLoop:
         then = None if ended_by_engine else lambda: self._commands.put(abort)
         if self.streams.end(request_id, then) is None:
             return None
-        self._notify(lambda observer: observer.ended(stream, delta))
+        self._notify(self._observer.ended, stream, delta)
         return delta
 
     def _hand_over(self, output_queue: OutputQueue, deltas: list[Delta]) -> None:
@@ -305,16 +307,15 @@ class EngineLoop:
 
     def _end(self, stream: Stream, error: ServingError) -> None:
         delta = stream.failed(error)
-        self._notify(lambda observer: observer.ended(stream, delta))
+        self._notify(self._observer.ended, stream, delta)
         self._hand_over(stream.queue, [delta])
 
-    def _notify(self, event: Callable[[Observer], None]) -> None:
-        """Call the observer: a failure of metrics or logs must never cost a request."""
-        if self._observer is not None:
-            try:
-                event(self._observer)
-            except Exception:
-                logger.exception("observer_failed")
+    def _notify(self, event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Call a method of the observer: a failure of metrics or logs must never cost a request."""
+        try:
+            event(*args, **kwargs)
+        except Exception:
+            logger.exception("observer_failed")
 
     # Watchdog thread
 

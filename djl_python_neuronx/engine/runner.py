@@ -71,18 +71,20 @@ class Runner:
             Exception: any error of the backend.
         """
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        kind = _kind_of(step)
+        kind: GraphKind = "verification" if parts[-1].wants == Want.ALL_LOGITS else step.kind
         graph = self._graph(kind, length, parts)
         started_s = time.monotonic()
-        self.device_call = DeviceCall(started_s, graph not in self.graphs_run)
+        first = graph not in self.graphs_run
+        self.device_call = DeviceCall(started_s, first)
         try:
             output = self.backend.run(step)
         finally:
             self.device_call = None
         device_s = time.monotonic() - started_s
-        self.graphs_run.add(graph)
-        rows = sum(len(part.slots) for part in parts)
-        tokens = rows if kind == "decode" else sum(int(part.lens.sum()) for part in parts)
+        if first:
+            self.graphs_run.add(graph)
+        rows = sum([len(part.slots) for part in parts])
+        tokens = rows if kind == "decode" else sum([int(part.lens.sum()) for part in parts])
         if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
         return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reprefilled)
@@ -99,12 +101,6 @@ class Runner:
             blocks = sum(int((-(-(part.starts + part.lens) // size)).sum()) for part in parts)
             cache = choose_bucket(min(blocks * size, spec.cache_buckets[-1]), spec.cache_buckets)
         return Graph("mixed", choose_bucket(length, spec.prefill_buckets), cache)
-
-
-def _kind_of(step: Step) -> GraphKind:
-    if step.prefill is None and step.decode is not None and step.decode.wants == Want.ALL_LOGITS:
-        return "verification"
-    return step.kind
 
 
 def require_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:

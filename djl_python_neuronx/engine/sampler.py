@@ -228,6 +228,7 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         """No slot holds a sequence yet. Memory: see `_History`; touched for penalties only."""
         self._vocab_size = vocab_size
+        self._each = np.arange(num_slots)
         self._kinds = np.zeros(num_slots, np.int8)
         self._temperatures = np.ones(num_slots)
         self._top_ks = np.ones(num_slots, np.intp)
@@ -268,10 +269,10 @@ class Sampler:
         self._elaborate.discard(slot)
         self._history.clear(slot)
 
-    def device_row(self, slot: int) -> Float32Array:
-        """float32[3]: top_k (0: off), top_p, temperature, for a device that samples; greedy is (1, 1.0, 1.0)."""
-        row: Float32Array = self._device_rows[slot].copy()
-        return row
+    def device_rows(self, slots: Int32Array) -> Float32Array:
+        """float32[B, 3]: top_k (0: off), top_p, temperature, for a device that samples; greedy is (1, 1.0, 1.0)."""
+        rows: Float32Array = self._device_rows[slots]
+        return rows
 
     def sample(
         self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True
@@ -285,7 +286,7 @@ class Sampler:
         if not self._elaborate:
             # argmax finds the first NaN, if there is one.
             best = logits.argmax(axis=1)
-            valid = np.isfinite(logits[np.arange(len(best)), best])
+            valid = np.isfinite(logits[self._each[: len(best)], best])
             return np.where(valid, best, -1).astype(np.int32)
         tokens = np.full(len(slots), -1, np.int32)
         kinds = self._kinds[slots]

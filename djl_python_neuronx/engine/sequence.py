@@ -10,18 +10,6 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 class Sequence:
     """The tokens of one request and its state; owned by the engine thread."""
 
-    __slots__ = (
-        "arrived_s",
-        "finish_reason",
-        "max_new_tokens",
-        "num_cached",
-        "output_ids",
-        "request",
-        "seed",
-        "slot",
-        "stop_ids",
-    )
-
     def __init__(
         self, request: GenerationRequest, *, max_model_len: int, eos_ids: frozenset[int], seed: int
     ) -> None:

@@ -70,28 +70,6 @@ class AsyncQueue:
                 waiting.put_nowait(delta)
 
 
-class AsyncQueues:
-    """One queue for each event loop."""
-
-    def __init__(self, abort: Callable[[str], None]) -> None:
-        self._abort = abort
-        self._of: dict[asyncio.AbstractEventLoop, AsyncQueue] = {}
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def of(self, loop: asyncio.AbstractEventLoop) -> AsyncQueue:
-        """The queue of a running event loop; those of closed loops are dropped."""
-        with self._lock:
-            if loop not in self._of:
-                self._of = {
-                    known: queue for known, queue in self._of.items() if not known.is_closed()
-                }
-                self._of[loop] = AsyncQueue(loop, self._abort)
-            return self._of[loop]
-
-
 class Generation:
     """The deltas of one request, for ``async for``.
 
@@ -132,8 +110,6 @@ class Generation:
 
 class Stream:
     """One request, its text and the queue for its deltas."""
-
-    __slots__ = ("first_token_s", "last_token_s", "queue", "request", "submitted_s", "text")
 
     def __init__(
         self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue

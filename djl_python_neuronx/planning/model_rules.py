@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from djl_python_neuronx.config.findings import Finding, asked
+from djl_python_neuronx.config.keywords import DERIVED, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
@@ -17,18 +17,6 @@ from djl_python_neuronx.planning.tnx.rules import shape_findings
 
 DJL_ROWS = 32
 """Rows that DJL Serving's rolling batch sends unless max_rolling_batch_size is set. Source: RollingBatch.java."""
-DERIVED: Final = {
-    keyword: name for name in ServingOptions.model_fields for keyword in option(name).derived
-}
-"""Keywords of `NeuronConfig` to the option that they follow from; `override_neuron_config` must not set them."""
-_SHAPE = "it changes what a call returns, which the server relies on"
-RESERVED: Final = {
-    **dict.fromkeys(("output_all_logits", "log_softmax_scores"), _SHAPE),
-    **dict.fromkeys(("return_expert_index", "return_router_logits"), _SHAPE),
-    "sparse_attn": "it is an object, which no file can hold",
-    "lora_config": "adapters are not served",
-}
-"""Keywords of `NeuronConfig` that no configuration may set, to the reason."""
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"

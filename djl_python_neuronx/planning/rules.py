@@ -1,7 +1,7 @@
-"""Rules about combinations of options, whatever the model and the machine.
+"""Rules about combinations of options, independent of the model and the machine.
 
-A rule is judged as soon as all that it reads is known: a general one when the settings are read (`conflicts`), one of a
-backend's library when the backend is chosen and the options are filled in (`model_rules.findings`).
+General rules are checked when the settings are read (`conflicts`), those of a backend's library when the backend is
+chosen and the options are filled in (`model_rules.findings`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from djl_python_neuronx.config.findings import Finding, Rule, excluding, lacking
-from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
+from djl_python_neuronx.config.options import MAX_ROWS, OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.planning.nxdi.rules import NXDI_RULES
 from djl_python_neuronx.planning.tnx.rules import TNX_RULES
 
@@ -20,11 +20,25 @@ OPEN: Final = frozenset({"auto", "optimum", "vllm"})
 """Values of model_loader that leave the backend open."""
 
 _BY_ROWS = frozenset({"tnx", "vllm"})
+_FILLED_IN = (
+    *("dtype", "tensor_parallel_degree"),
+    *("n_positions", "max_rolling_batch_size", "context_length_estimate"),
+)
 
 
 def conflicts(options: ServingOptions) -> Iterator[Finding]:
     """Yield the findings of the rules that hold with every backend."""
     return broken_rules(RULES, options)
+
+
+def library_conflicts(options: ServingOptions, backend: str) -> Iterator[Finding]:
+    """Yield the findings of a library's rules about options that are not filled in yet.
+
+    Rules about one that is still to be filled in are left out. No findings for a backend without a library.
+    """
+    unset = {name for name in _FILLED_IN if getattr(options, name) in (None, "auto", "max")}
+    rules = BACKEND_RULES.get(backend, ())
+    return broken_rules((rule for rule in rules if unset.isdisjoint(rule.names)), options)
 
 
 def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Finding]:
@@ -34,7 +48,7 @@ def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Fin
             yield Finding(rule.names, rule.problem, rule.level)
 
 
-def _paged(options: ServingOptions) -> bool:
+def _in_blocks(options: ServingOptions) -> bool:
     return bool(
         options.is_block_kv_layout
         or options.enable_prefix_caching
@@ -47,256 +61,160 @@ def _prompts_too_long(options: ServingOptions) -> bool:
     return bool(buckets and limit and buckets[-1] > limit)
 
 
-def _useless_sampling(options: ServingOptions) -> bool:
-    sampled = options.on_device_generation
-    return (
-        sampled is not None
-        and not sampled.do_sample
-        and not sampled.dynamic
-        and ((sampled.top_p, sampled.temperature) != (1.0, 1.0))
-    )
+def _unused_sampling(sampled: OnDeviceGeneration) -> bool:
+    changed = (sampled.top_p, sampled.temperature) != (1.0, 1.0)
+    return changed and not sampled.do_sample and not sampled.dynamic
 
 
-def _too_many_candidates(options: ServingOptions) -> bool:
-    sampled = options.on_device_generation
-    return (
-        sampled is not None
-        and sampled.global_top_k is not None
-        and sampled.top_k > sampled.global_top_k
-    )
-
-
-_DRAFT = "speculative_draft_model"
-_NO_DRAFT = "nothing is drafted without speculative_draft_model; set that, or leave this out"
-_LOOKUP = "ngram_prompt_lookup_max"
-_NO_BLOCKS = "the KV cache is not kept in blocks; set is_block_kv_layout=true, or leave this out"
-_NO_8_BITS = "no weight is quantised; set quantize, or leave this out"
-_NEEDS_BLOCKS = "it keeps the KV cache in blocks; leave is_block_kv_layout out or set it to true"
-_NEEDS_CONTINUOUS = "it needs continuous batching; leave rolling_batch_strategy out or set it to continuous_batching"
-
-
-def _without_blocks(name: str) -> Rule:
-    return Rule(
-        (name, "is_block_kv_layout"),
-        lambda options: getattr(options, name) is not None and not _paged(options),
-        _NO_BLOCKS,
-        "warning",
-    )
-
-
-def _whole_rows(name: str) -> Rule:
-    return Rule(
-        (name, "is_block_kv_layout"),
-        lambda options: getattr(options, name) and options.is_block_kv_layout is False,
-        _NEEDS_BLOCKS,
-    )
-
-
-def _continuous_only(name: str) -> Rule:
-    return Rule(
-        (name, "rolling_batch_strategy"),
-        lambda options: (
-            getattr(options, name) and options.rolling_batch_strategy == "naive_rolling_batch"
-        ),
-        _NEEDS_CONTINUOUS,
-    )
-
-
+_BLOCK_OPTIONS = ("enable_prefix_caching", "enable_chunked_prefill")
 _REQUESTS = (
-    Rule(
-        ("model_id", "model_dir"),
-        lambda options: options.model_id is None and options.model_dir is None,
-        "there is no model to serve; give a model folder or set option.model_id",
+    when(model_id=None, model_dir=None).refuse(
+        "no model to serve; give a model folder or set option.model_id"
     ),
-    Rule(
-        ("batch_size", "rolling_batch"),
-        lambda options: options.batch_size > 1 and options.rolling_batch in _BY_ROWS,
-        "batch_size is for rolling_batch=disable; set only one of them",
+    when(batch_size=above(1), rolling_batch=_BY_ROWS).refuse(
+        "batch_size is for rolling_batch=disable; set only one of them"
     ),
-    Rule(
-        ("async_mode", "rolling_batch"),
-        lambda options: options.async_mode and options.rolling_batch in _BY_ROWS,
-        "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false",
+    when(async_mode=True, rolling_batch=_BY_ROWS).refuse(
+        "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
     ),
-    Rule(
-        ("batch_size", "async_mode"),
-        lambda options: options.batch_size > 1 and options.async_mode,
-        "with async_mode each request comes alone and shares the device anyway; leave batch_size out",
-        "warning",
+    when(batch_size=above(1), async_mode=True).warn(
+        "async_mode delivers requests one by one, so batch_size has no effect; leave it out"
     ),
-    Rule(
-        ("batch_size", "max_rolling_batch_size"),
+    when(
         lambda options: options.batch_size > (options.max_rolling_batch_size or options.batch_size),
-        "requests of one batch would wait for each other's slots; raise max_rolling_batch_size or lower batch_size",
-        "warning",
+        batch_size=ANY,
+        max_rolling_batch_size=ANY,
+    ).warn(
+        "requests of one batch would wait for free slots; raise max_rolling_batch_size or lower batch_size"
     ),
-    Rule(
-        ("max_join_wait_ms", "predict_timeout"),
+    when(
         lambda options: options.max_join_wait_ms / 1000 >= options.predict_timeout,
-        "requests would time out while they gather; lower max_join_wait_ms, or raise predict_timeout",
+        max_join_wait_ms=ANY,
+        predict_timeout=ANY,
+    ).refuse(
+        "requests would time out while they wait to join a batch; lower max_join_wait_ms, or raise predict_timeout"
     ),
     # Source: djl-serving, inputs.py get_batches: the keys batch_iii.* have three digits.
-    Rule(
-        ("max_rolling_batch_size", "rolling_batch"),
-        lambda options: (
-            options.rolling_batch in _BY_ROWS and (options.max_rolling_batch_size or 0) > MAX_ROWS
-        ),
-        f"DJL Serving's rolling batch has at most {MAX_ROWS} rows; lower it or use async_mode=true",
+    when(max_rolling_batch_size=above(MAX_ROWS), rolling_batch=_BY_ROWS).refuse(
+        f"DJL Serving's rolling batch has at most {MAX_ROWS} rows; lower it or use async_mode=true"
     ),
-    Rule(
-        ("context_length_estimate", "n_positions"),
-        _prompts_too_long,
-        "prompts of the longest length would not fit; lower it or raise n_positions",
+    when(_prompts_too_long, context_length_estimate=ANY, n_positions=ANY).refuse(
+        "the longest prompt does not fit into n_positions; lower it or raise n_positions"
     ),
-    Rule(
-        ("rolling_batch_strategy", "rolling_batch"),
-        lambda options: (
-            options.rolling_batch_strategy is not None
-            and options.rolling_batch == "disable"
-            and not options.async_mode
-        ),
-        "DJL Serving sends one call at a time, so nobody joins a running batch; set rolling_batch=tnx or "
-        "async_mode=true, or leave rolling_batch_strategy out",
-        "note",
+    when(rolling_batch_strategy=SET, rolling_batch="disable", async_mode=False).note(
+        "no effect: DJL Serving sends one call at a time, so no request joins a running batch; set rolling_batch=tnx "
+        "or async_mode=true, or leave rolling_batch_strategy out"
     ),
-    Rule(
-        ("model_loader",),
-        lambda options: options.model_loader in {"optimum", "vllm"},
-        "a loader of the old engine that is not here; taken as auto, and the library's own class loads the model",
-        "note",
+    when(model_loader={"optimum", "vllm"}).note(
+        "a loader of the former engine, which is not available; taken as auto, and the Neuron library loads the model"
     ),
-    Rule(
-        ("pipeline_parallel_degree",),
-        lambda options: options.pipeline_parallel_degree > 1,
-        "DJL Serving starts no Neuron worker with more than 1 (Connection.java raises); set 1, or use the embedded "
-        "server",
-        "warning",
+    when(pipeline_parallel_degree=above(1)).warn(
+        "DJL Serving cannot start a Neuron worker with more than 1 (Connection.java raises); set 1, or use the "
+        "embedded server"
     ),
 )
 _SPECULATION = (
-    Rule(
-        (_DRAFT, "speculative_length"),
-        lambda options: (
-            options.speculative_draft_model is not None and options.speculative_length == 0
-        ),
-        "speculative_length=0 drafts nothing; set at least 1, or leave the draft model out",
+    when(speculative_draft_model=SET, speculative_length=0).refuse(
+        "speculative_length=0 switches speculation off; set at least 1, or leave the draft model out"
     ),
-    Rule(
-        ("speculative_length", _DRAFT, _LOOKUP),
-        # 5 is the default and 0 asks for none.
-        lambda options: (
-            options.speculative_length not in {0, 5}
-            and options.speculative_draft_model is None
-            and options.ngram_prompt_lookup_max is None
-            and not options.is_medusa
-        ),
-        f"nothing is drafted without {_DRAFT} or {_LOOKUP}; set one of them, or leave this out",
-        "warning",
+    # 5 is the default, and 0 switches speculation off.
+    when(
+        lambda options: not options.is_medusa and options.speculative_length not in {0, 5},
+        speculative_length=ANY,
+        speculative_draft_model=UNSET,
+        ngram_prompt_lookup_max=UNSET,
+    ).warn(
+        "no effect without a source of drafts; set speculative_draft_model or ngram_prompt_lookup_max, or leave this "
+        "out"
     ),
-    lacking("draft_model_tp_size", _DRAFT, _NO_DRAFT),
-    lacking("draft_model_compiled_path", _DRAFT, _NO_DRAFT),
-    lacking("draft_model_modules_to_not_convert", _DRAFT, _NO_DRAFT),
-    lacking(
-        "enable_eagle_speculation",
-        _DRAFT,
-        "EAGLE needs its draft model; set speculative_draft_model",
-        "error",
+    *(
+        when(**{name: SET}, speculative_draft_model=UNSET).warn(
+            "no effect without a draft model; set speculative_draft_model, or leave this out"
+        )
+        for name in (
+            "draft_model_tp_size",
+            "draft_model_compiled_path",
+            "draft_model_modules_to_not_convert",
+        )
     ),
-    Rule(
-        (_LOOKUP, "speculative_length"),
-        lambda options: (
-            options.ngram_prompt_lookup_max is not None and options.speculative_length == 0
-        ),
-        "speculative_length=0 drafts nothing; set at least 1, or leave the lookup out",
+    when(enable_eagle_speculation=SET, speculative_draft_model=UNSET).refuse(
+        "EAGLE needs its draft model; set speculative_draft_model"
     ),
-    excluding(_LOOKUP, _DRAFT, "drafts come from one of them; leave the other out"),
-    excluding(
-        _LOOKUP,
-        "enable_chunked_prefill",
-        "a step with chunks of prompts has no room for drafts; leave one of them out",
+    when(ngram_prompt_lookup_max=SET, speculative_length=0).refuse(
+        "speculative_length=0 switches speculation off; set at least 1, or leave the lookup out"
     ),
-    excluding(
-        _DRAFT,
-        "enable_chunked_prefill",
-        "a step with chunks of prompts has no room for drafts; leave one of them out",
+    when(ngram_prompt_lookup_max=SET, speculative_draft_model=SET).refuse(
+        "only one source of drafts is possible; leave one of them out"
+    ),
+    *(
+        when(**{name: SET}, enable_chunked_prefill=SET).refuse(
+            "speculation and chunked prefill exclude each other; leave one of them out"
+        )
+        for name in ("ngram_prompt_lookup_max", "speculative_draft_model")
     ),
 )
 _CACHE = (
-    _whole_rows("enable_prefix_caching"),
-    _whole_rows("enable_chunked_prefill"),
-    _without_blocks("pa_block_size"),
-    _without_blocks("pa_num_blocks"),
-    _continuous_only("enable_prefix_caching"),
-    _continuous_only("enable_chunked_prefill"),
-    _continuous_only("is_block_kv_layout"),
-    Rule(
-        ("padding_side", "rolling_batch_strategy"),
-        lambda options: (
-            options.padding_side == "left"
-            and options.rolling_batch_strategy == "continuous_batching"
-        ),
-        "continuous batching pads on the right; leave padding_side out",
+    *(
+        when(**{name: True}, is_block_kv_layout=False).refuse(
+            "it needs the KV cache in blocks; leave is_block_kv_layout out or set it to true"
+        )
+        for name in _BLOCK_OPTIONS
+    ),
+    *(
+        when(lambda options: not _in_blocks(options), **{name: SET}, is_block_kv_layout=ANY).warn(
+            "no effect: the KV cache is not in blocks; set is_block_kv_layout=true, or leave this out"
+        )
+        for name in ("pa_block_size", "pa_num_blocks")
+    ),
+    *(
+        when(**{name: True}, rolling_batch_strategy="naive_rolling_batch").refuse(
+            "it needs continuous batching; leave rolling_batch_strategy out or set it to continuous_batching"
+        )
+        for name in (*_BLOCK_OPTIONS, "is_block_kv_layout")
+    ),
+    when(padding_side="left", rolling_batch_strategy="continuous_batching").refuse(
+        "continuous batching pads on the right; leave padding_side out"
     ),
 )
 _SAMPLING = (
-    Rule(
-        ("on_device_generation",),
-        _too_many_candidates,
-        "top_k is above global_top_k, the most that is ever sampled from; lower it or raise global_top_k",
+    when(on_device_generation=lambda it: it.global_top_k and it.top_k > it.global_top_k).refuse(
+        "top_k is above global_top_k, the most candidates of any request; lower it or raise global_top_k"
     ),
-    Rule(
-        ("on_device_generation",),
-        lambda options: (
-            options.on_device_generation is not None
-            and options.on_device_generation.per_batch_line
-            and not options.on_device_generation.dynamic
-        ),
-        "per_batch_line gives every row parameters that requests set, which needs dynamic=true; set it, or leave "
-        "per_batch_line out",
+    when(
+        on_device_generation=lambda sampled: sampled.per_batch_line and not sampled.dynamic
+    ).refuse(
+        "per_batch_line takes each row's parameters from its request, which needs dynamic=true; set it, or leave "
+        "per_batch_line out"
     ),
-    Rule(
-        ("on_device_generation",),
-        _useless_sampling,
-        "top_p and temperature do nothing without do_sample or dynamic; set do_sample=true, or leave them out",
-        "warning",
+    when(on_device_generation=_unused_sampling).warn(
+        "top_p and temperature have no effect without do_sample or dynamic; set do_sample=true, or leave them out"
     ),
-    Rule(
-        ("on_device_default_top_k", "on_device_generation"),
-        lambda options: (
-            options.on_device_default_top_k is not None
-            and not (options.on_device_generation and options.on_device_generation.dynamic)
-        ),
-        "it is for devices that sample with each request's own top_k; set on_device_generation=true, or leave it out",
-        "warning",
+    when(
+        lambda options: not (options.on_device_generation and options.on_device_generation.dynamic),
+        on_device_default_top_k=SET,
+        on_device_generation=ANY,
+    ).warn(
+        "no effect unless the device samples with each request's top_k; set on_device_generation=true, or leave it out"
     ),
 )
 _FILES = (
-    Rule(
-        ("partition_schema", "save_mp_checkpoint_path"),
-        lambda options: (
-            options.partition_schema == "optimum" and options.save_mp_checkpoint_path is not None
-        ),
-        "the layout of optimum-neuron is read and not written; set safetensors or compile_only",
+    when(partition_schema="optimum", save_mp_checkpoint_path=SET).refuse(
+        "the layout of optimum-neuron can be read but not written; set safetensors or compile_only"
     ),
-    Rule(
-        ("load_split_model", "partition_schema"),
-        lambda options: options.load_split_model and options.partition_schema == "safetensors",
-        "weights are stored either split or as safetensors; leave one of them out",
+    when(load_split_model=True, partition_schema="safetensors").refuse(
+        "weights are stored either split or as safetensors; leave one of them out"
     ),
-    Rule(
-        ("load_split_model", "save_mp_checkpoint_path"),
-        lambda options: options.load_split_model and options.save_mp_checkpoint_path is not None,
-        "a split checkpoint cannot be partitioned again; give the original model, or leave save_mp_checkpoint_path out",
+    when(load_split_model=True, save_mp_checkpoint_path=SET).refuse(
+        "a split checkpoint cannot be partitioned again; give the original model, or leave save_mp_checkpoint_path out"
     ),
-    Rule(
-        ("quantize", "dtype"),
-        lambda options: options.quantize is not None and options.dtype == "float32",
-        "8-bit weights are computed in float32 then, and all else takes four bytes; set dtype=bf16 for the gain in "
-        "speed and memory",
-        "warning",
+    when(quantize=SET, dtype="float32").warn(
+        "8-bit weights are then computed in float32, and all other tensors take four bytes a number; set dtype=bf16 "
+        "to save time and memory"
     ),
     *(
-        lacking(name, "quantize", _NO_8_BITS)
+        when(**{name: SET}, quantize=UNSET).warn(
+            "no effect: no weight is quantised; set quantize, or leave this out"
+        )
         for name in (
             "modules_to_not_convert",
             "quantization_block_axis",

@@ -41,7 +41,7 @@ LONG = replace(TOY_SPEC, num_slots=1, max_model_len=4096, token_buckets=(4096,))
 
 @contextmanager
 def running(backend: ToyBackend, **settings: Any) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(backend), TOKENIZER, **settings)
+    loop = EngineLoop(Engine(backend), TOKENIZER, **{"observer": Recorder(), **settings})
     loop.start()
     try:
         yield loop

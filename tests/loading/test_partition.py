@@ -201,7 +201,7 @@ def test_djls_partition(tmp_path):
     ("properties", "error", "words"),
     [
         ({}, InvalidOptionError, "save_mp_checkpoint_path"),
-        ({"partition_schema": "optimum"}, IncompatibleOptionsError, "read and not written"),
+        ({"partition_schema": "optimum"}, IncompatibleOptionsError, "read but not written"),
     ],
 )
 def test_what_partition_refuses(tmp_path, properties, error, words):

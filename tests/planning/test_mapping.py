@@ -8,15 +8,11 @@ import shlex
 
 import pytest
 
+from djl_python_neuronx.config.keywords import DERIVED, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
-from djl_python_neuronx.planning.model_rules import (
-    DERIVED,
-    RESERVED,
-    overrides,
-    unsupported_options,
-)
+from djl_python_neuronx.planning.model_rules import overrides, unsupported_options
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 from tests.planning.settings import library_arguments

@@ -748,8 +748,8 @@ def test_a_rule_names_options_and_the_way_out(rule):
         "taken as",
         "has to",
     )
-    assert any(way in rule.problem for way in ways)
-    assert not rule.problem.endswith(".")
+    assert any(way in rule.problem for way in ways), f"say what to do, with one of {ways}"
+    assert not rule.problem.endswith("."), "part of a sentence: no full stop"
 
 
 @pytest.mark.parametrize("loader", BACKEND_RULES)

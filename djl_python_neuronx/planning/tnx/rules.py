@@ -1,4 +1,4 @@
-"""Combinations of options that transformers-neuronx refuses, mixes up or drops.
+"""Combinations of options that transformers-neuronx refuses, gets wrong or ignores.
 
 Source: transformers-neuronx 0.13, config.py and, where stated, another file. Limits of architectures are in
 capabilities.py; `shape_findings` compares options with the model's sizes.
@@ -6,26 +6,30 @@ capabilities.py; `shape_findings` compares options with the model's sizes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
-from djl_python_neuronx.config.findings import Finding, Rule, asked, excluding, lacking, listed
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, listed, when
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
 from djl_python_neuronx.planning.tnx.arguments import context_lengths
 
-_USELESS = "it does nothing without the other; set that, or leave it out"
-_SILENT = "transformers-neuronx switches it off without a word unless"
+_NO_EFFECT = "no effect without the other; set that, or leave it out"
+_DISABLED = "transformers-neuronx disables it without a message unless"
+_TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 
 
-def _paged(options: ServingOptions) -> bool:
+def _in_blocks(options: ServingOptions) -> bool:
     return bool(options.is_block_kv_layout or options.enable_chunked_prefill)
 
 
-def _shards_by_tokens(options: ServingOptions) -> bool:
+def _divided_by_tokens(options: ServingOptions) -> bool:
     override = options.override_neuron_config or {}
-    return bool(override.get("shard_over_sequence", options.shard_over_sequence))
+    divided = override.get("shard_over_sequence", options.shard_over_sequence)
+    several = len(options.token_buckets or ()) > 1
+    return bool(divided and several and options.continuous_batching)
 
 
 def _whole_heads(options: ServingOptions) -> bool:
@@ -42,146 +46,88 @@ def _half_fused(options: ServingOptions) -> bool:
 
 def _several_buckets(options: ServingOptions) -> bool:
     limit = options.max_model_len
-    prompts, lengths = options.context_length_estimate, options.token_buckets
-    return (
-        options.cache_layout == "BSH"
-        and not _paged(options)
-        and limit is not None
-        and (prompts not in {None, (limit,)} or lengths not in {None, (limit,)})
-    )
+    if limit is None or _in_blocks(options):
+        return False
+    one = {None, (limit,)}
+    return options.context_length_estimate not in one or options.token_buckets not in one
 
 
-def _out_of_order(order: tuple[int, ...] | None) -> bool:
-    return order is not None and (sorted(order) != [0, 1, 2, 3] or order.index(2) > order.index(3))
-
-
-def _unbounded(options: ServingOptions) -> bool:
-    sampled = options.on_device_generation
-    return sampled is not None and sampled.global_top_k is not None and not sampled.dynamic
-
-
-_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
-_NO_TILES = "no weight of the MLP is tiled; set weight_tiling=true, or leave the order out"
-
-
-def _order(name: str) -> Rule:
-    return Rule(
-        (name,),
-        lambda options: _out_of_order(getattr(options, name)),
-        "expected each of 0, 1, 2 and 3 once, 2 before 3, such as 1,2,0,3",
-    )
-
-
-def _uneven_blocks(options: ServingOptions) -> bool:
-    size = options.pa_block_size
-    return options.enable_chunked_prefill and size is not None and size.bit_count() != 1
+def _out_of_order(order: tuple[int, ...]) -> bool:
+    return sorted(order) != [0, 1, 2, 3] or order.index(2) > order.index(3)
 
 
 def _one_block(options: ServingOptions) -> bool:
     size, limit = options.pa_block_size, options.max_model_len
-    return bool(options.enable_chunked_prefill and size and limit and size >= limit)
+    return bool(size and limit and size >= limit)
 
 
 # Seen on the real library, tiny llamas; Source: llama/hlo.py, layers/attention_utils.py and generation.py.
 _CHUNKS: tuple[Rule, ...] = (
-    Rule(
-        ("is_block_kv_layout", "enable_chunked_prefill"),
-        lambda options: options.is_block_kv_layout and not options.enable_chunked_prefill,
-        "blocks of the KV cache are served with prompts in chunks only; set enable_chunked_prefill=true, or leave "
-        "is_block_kv_layout out",
+    when(is_block_kv_layout=True, enable_chunked_prefill=UNSET).refuse(
+        "only chunked prefill uses a KV cache in blocks; set enable_chunked_prefill=true, or leave is_block_kv_layout "
+        "out"
     ),
-    Rule(
-        ("enable_chunked_prefill", "cache_layout"),
-        lambda options: options.enable_chunked_prefill and options.cache_layout == "SBH",
-        "blocks of the KV cache are laid out as BSH; leave cache_layout out",
+    when(enable_chunked_prefill=True, cache_layout="SBH").refuse(
+        "blocks of the KV cache need the BSH layout; leave cache_layout out"
     ),
-    Rule(
-        ("pa_block_size", "enable_chunked_prefill"),
-        _uneven_blocks,
-        "transformers-neuronx counts blocks by a division that is exact for powers of two alone (41 and 47 gave wrong "
-        "tokens); set one of these",
+    when(
+        pa_block_size=lambda size: size.bit_count() != 1,
+        enable_chunked_prefill=True,
+    ).refuse(
+        "transformers-neuronx divides positions by it, exactly for powers of two only (41 and 47 gave wrong tokens); "
+        "set a power of two"
     ),
-    Rule(
-        ("pa_block_size", "n_positions"),
-        _one_block,
-        "a block that holds a whole slot is none to transformers-neuronx; set a smaller one, or raise n_positions",
+    when(_one_block, pa_block_size=ANY, n_positions=ANY, enable_chunked_prefill=True).refuse(
+        "pa_block_size must be smaller than n_positions; lower it, or raise n_positions"
     ),
-    Rule(
-        ("enable_chunked_prefill", "group_query_attention"),
-        lambda options: (
-            options.enable_chunked_prefill and options.group_query_attention == "shard-over-batch"
-        ),
-        "a cache divided by rows has no blocks (decoder.py asserts it); leave one of them out",
+    when(enable_chunked_prefill=True, group_query_attention="shard-over-batch").refuse(
+        "a cache divided by rows cannot have blocks (decoder.py asserts it); leave one of them out"
     ),
-    excluding(
-        "kv_cache_quantize",
-        "enable_chunked_prefill",
-        "transformers-neuronx joins cached and new values of one type; leave one of them out",
+    when(kv_cache_quantize=SET, enable_chunked_prefill=SET).refuse(
+        "transformers-neuronx joins cached and new values, which must have one type; leave one of them out"
     ),
-    excluding(
-        "shard_over_sequence",
-        "enable_chunked_prefill",
-        "flash decoding asks for blocks of 128 positions more in every slot, which are not provided; leave one of them "
-        "out",
+    when(shard_over_sequence=SET, enable_chunked_prefill=SET).refuse(
+        "flash decoding needs blocks for 128 more positions in every slot, which are not allocated; leave one of them "
+        "out"
     ),
-    Rule(
-        ("on_device_generation", "enable_chunked_prefill"),
-        lambda options: (
-            options.enable_chunked_prefill
-            and options.on_device_generation is not None
-            and options.on_device_generation.dynamic
-        ),
-        "transformers-neuronx looks a row's parameters up by its place in the KV cache, and finds another's; leave one "
-        'of them out, or set on_device_generation={"do_sample": false}',
+    when(on_device_generation=lambda sampled: sampled.dynamic, enable_chunked_prefill=True).refuse(
+        "transformers-neuronx looks up a row's parameters by its place in the KV cache, and gets those of another row; "
+        'leave one of them out, or set on_device_generation={"do_sample": false}'
     ),
     # Source: layers/generation.py, where the token of a row of NaN is one that others may draw too.
-    Rule(
-        ("on_device_generation", "enable_chunked_prefill"),
-        lambda options: (
-            options.enable_chunked_prefill
-            and options.on_device_generation is not None
-            and options.on_device_generation.do_sample
-            and not options.on_device_generation.dynamic
-        ),
-        "a step is run again where a row's token may stand for NaN, and draws anew, which changes the distribution; "
-        'leave one of them out, or set on_device_generation={"do_sample": false}',
+    when(
+        on_device_generation=lambda sampled: sampled.do_sample and not sampled.dynamic,
+        enable_chunked_prefill=True,
+    ).refuse(
+        "a step is repeated where a row's token may stand for NaN, and samples again, which changes the distribution; "
+        'leave one of them out, or set on_device_generation={"do_sample": false}'
     ),
 )
 
 
 def _with_drafts(source: str) -> Iterator[Rule]:
-    """What does not go with speculation, drafts coming from the option `source`."""
-    yield Rule(
-        ("rolling_batch_strategy", source),
-        lambda options: (
-            asked(options, source)
-            and options.speculating
-            and options.rolling_batch_strategy == "naive_rolling_batch"
-        ),
-        "the sequences of a static batch share a position, so that all of them would wait for the one whose drafts "
-        "stand least; leave rolling_batch_strategy out",
+    """Yield the rules of speculation with drafts from the option `source`."""
+    yield when(_speculating, rolling_batch_strategy="naive_rolling_batch", **{source: SET}).refuse(
+        "sequences of a static batch share a position, so all would wait for the one with the fewest accepted drafts; "
+        "leave rolling_batch_strategy out"
     )
-    yield Rule(
-        ("cache_layout", source),
-        lambda options: (
-            asked(options, source) and options.speculating and options.cache_layout == "BSH"
-        ),
-        "transformers-neuronx builds steps of several tokens a row for an SBH cache alone; leave cache_layout out",
+    yield when(_speculating, cache_layout="BSH", **{source: SET}).refuse(
+        "transformers-neuronx verifies several tokens a row only with an SBH cache; leave cache_layout out"
     )
-    yield excluding(
-        source,
-        "shard_over_sequence",
-        "flash decoding takes one token a step and speculation several; leave one of them out",
+    yield when(**{source: SET}, shard_over_sequence=SET).refuse(
+        "flash decoding takes one token a step and speculation several; leave one of them out"
     )
-    yield excluding(
-        source,
-        "on_device_generation",
-        "drafts are judged by logits, which a device that samples does not give; leave on_device_generation out",
+    yield when(**{source: SET}, on_device_generation=SET).refuse(
+        "drafts are verified by logits, which a device that samples does not return; leave on_device_generation out"
     )
+
+
+def _speculating(options: ServingOptions) -> bool:
+    return options.speculating
 
 
 def _verified(options: ServingOptions) -> int:
-    """Tokens of a row in a step that verifies drafts; 0: there is none."""
+    """Return the tokens of a row in a step that verifies drafts; 0 without speculation."""
     return options.speculative_length + 1 if options.speculating else 0
 
 
@@ -196,147 +142,123 @@ def _too_few_positions(options: ServingOptions) -> bool:
 _SPECULATION: tuple[Rule, ...] = (
     *_with_drafts("speculative_draft_model"),
     *_with_drafts("ngram_prompt_lookup_max"),
-    Rule(
-        ("speculative_length", "context_length_estimate"),
+    when(
         lambda options: (
-            _verified(options) > (options.context_length_estimate or (_verified(options),))[-1]
+            _verified(options) > (options.context_length_estimate or (sys.maxsize,))[-1]
         ),
-        "a step that verifies drafts is no longer than the longest prompt (base.py asserts it); lower "
-        "speculative_length",
+        speculative_length=ANY,
+        context_length_estimate=ANY,
+    ).refuse(
+        "a step that verifies drafts must not be longer than the longest prompt (base.py asserts it); lower "
+        "speculative_length"
     ),
     # As long as a slot, a step is taken for a prompt and gives wrong tokens; above the first length no graph is built.
-    Rule(
-        ("speculative_length", "n_positions"),
-        _too_few_positions,
-        "a step that verifies drafts has one token more than speculative_length, and has to be shorter than a slot and "
-        "no longer than the smallest of n_positions (128 where one number is written); lower speculative_length, or "
-        "raise n_positions or its first length",
+    when(_too_few_positions, speculative_length=ANY, n_positions=ANY).refuse(
+        "a step that verifies drafts has one token more than speculative_length, and must be shorter than a slot and "
+        "no longer than the smallest of n_positions (128 if one number is set); lower speculative_length, or raise "
+        "n_positions or its first length"
     ),
-    Rule(
-        ("sequence_parallel", "sequence_parallel_norm_threshold", "speculative_length"),
-        lambda options: (
-            options.sequence_parallel
-            and _verified(options) > (options.sequence_parallel_norm_threshold or 2048)
-        ),
-        "a step that verifies drafts is not divided among cores, and has one token more than speculative_length; raise "
-        "sequence_parallel_norm_threshold to that at least (2048 unless set), or lower speculative_length",
+    when(
+        lambda options: _verified(options) > (options.sequence_parallel_norm_threshold or 2048),
+        sequence_parallel=True,
+        sequence_parallel_norm_threshold=ANY,
+        speculative_length=ANY,
+    ).refuse(
+        "a step that verifies drafts cannot be divided among cores, and has one token more than speculative_length; "
+        "raise sequence_parallel_norm_threshold to at least that (2048 unless set), or lower speculative_length"
     ),
-    Rule(
-        ("enable_eagle_speculation",),
-        lambda options: options.enable_eagle_speculation,
-        "this backend drives no EAGLE model, whose drafts need the hidden states of the large one; leave it out, and "
-        "give a draft model that drafts by itself",
+    when(enable_eagle_speculation=True).refuse(
+        "this backend does not support EAGLE models, which need the hidden states of the target model; leave it out, "
+        "and give an independent draft model"
     ),
 )
 
 TNX_RULES: tuple[Rule, ...] = (
-    lacking(
-        "qkv_tiling",
-        "fuse_qkv",
-        "only the fused projection is tiled; set fuse_qkv=true, or leave qkv_tiling out",
-        "error",
+    when(qkv_tiling=SET, fuse_qkv=UNSET).refuse(
+        "only the fused projection can be tiled; set fuse_qkv=true, or leave qkv_tiling out"
     ),
-    Rule(
-        (
-            *("fused_rmsnorm_qkv", "fuse_qkv", "attention_layout"),
-            *("group_query_attention", "sequence_parallel"),
-        ),
+    when(
         lambda options: (
-            options.fused_rmsnorm_qkv
-            and not (options.fuse_qkv and _whole_heads(options) and not options.sequence_parallel)
+            not (options.fuse_qkv and _whole_heads(options)) or options.sequence_parallel
         ),
-        f"{_SILENT} fuse_qkv=true, attention_layout=BSH, group_query_attention=replicated-heads and no "
-        "sequence_parallel; set these, or leave fused_rmsnorm_qkv out",
-        "warning",
+        fused_rmsnorm_qkv=True,
+        fuse_qkv=ANY,
+        attention_layout=ANY,
+        group_query_attention=ANY,
+        sequence_parallel=ANY,
+    ).warn(
+        f"{_DISABLED} fuse_qkv=true, attention_layout=BSH, group_query_attention=replicated-heads and no "
+        "sequence_parallel; set these, or leave fused_rmsnorm_qkv out"
     ),
-    Rule(
-        ("fused_rmsnorm_mlp", "attention_layout", "group_query_attention"),
-        lambda options: options.fused_rmsnorm_mlp and not _whole_heads(options),
-        f"{_SILENT} attention_layout=BSH and group_query_attention=replicated-heads; set these, or leave "
-        "fused_rmsnorm_mlp out",
-        "warning",
+    when(
+        lambda options: not _whole_heads(options),
+        fused_rmsnorm_mlp=True,
+        attention_layout=ANY,
+        group_query_attention=ANY,
+    ).warn(
+        f"{_DISABLED} attention_layout=BSH and group_query_attention=replicated-heads; set these, or leave "
+        "fused_rmsnorm_mlp out"
     ),
-    *map(_order, _ORDERS),
-    *(lacking(name, "weight_tiling", _NO_TILES) for name in _ORDERS),
+    *(
+        when(**{name: _out_of_order}).refuse(
+            "expected each of 0, 1, 2 and 3 once, 2 before 3, such as 1,2,0,3"
+        )
+        for name in _TILE_ORDERS
+    ),
+    *(
+        when(**{name: SET}, weight_tiling=UNSET).warn(
+            "no effect: no weight of the MLP is tiled; set weight_tiling=true, or leave the order out"
+        )
+        for name in _TILE_ORDERS
+    ),
     # Source: llama/model.py, where the weights of the other layout are forgotten: a TypeError.
-    Rule(
-        ("fuse_mlp", "mlp_out_weight_transpose"),
-        _half_fused,
-        "the exit of a fused MLP is built transposed or not at all; set mlp_out_weight_transpose=true, or leave "
-        "fuse_mlp out",
+    when(_half_fused, fuse_mlp=ANY, mlp_out_weight_transpose=ANY).refuse(
+        "a fused MLP needs its output projection transposed; set mlp_out_weight_transpose=true, or leave fuse_mlp out"
     ),
     # Source: llama/model.py.
-    Rule(
-        ("mlp_out_weight_transpose", "weight_tiling", "fuse_mlp"),
-        lambda options: (
-            options.mlp_out_weight_transpose and options.weight_tiling and not options.fuse_mlp
-        ),
-        "weights in tiles are not transposed; set fuse_mlp=true, or leave one of them out",
-        "warning",
+    when(mlp_out_weight_transpose=True, weight_tiling=True, fuse_mlp=UNSET).warn(
+        "tiled weights are not transposed; set fuse_mlp=true, or leave one of them out"
     ),
-    Rule(
-        ("cache_layout", "rolling_batch_strategy"),
-        lambda options: (
-            options.cache_layout == "BSH"
-            and options.rolling_batch_strategy == "naive_rolling_batch"
-        ),
-        "the BSH cache needs continuous batching; leave one of them out",
+    when(cache_layout="BSH", rolling_batch_strategy="naive_rolling_batch").refuse(
+        "the BSH cache needs continuous batching; leave one of them out"
     ),
-    Rule(
-        ("cache_layout", "max_rolling_batch_size"),
-        lambda options: (
-            options.cache_layout == "BSH"
-            and not _paged(options)
-            and options.rolling_batch_strategy is None
-            and options.max_rolling_batch_size == 1
-        ),
-        "the BSH cache needs continuous batching, which one slot has no use for; raise max_rolling_batch_size, set "
-        "rolling_batch_strategy=continuous_batching, or leave cache_layout out",
+    when(
+        lambda options: not _in_blocks(options) and options.rolling_batch_strategy is None,
+        cache_layout="BSH",
+        max_rolling_batch_size=1,
+    ).refuse(
+        "the BSH cache needs continuous batching, which is off for one slot; raise max_rolling_batch_size, set "
+        "rolling_batch_strategy=continuous_batching, or leave cache_layout out"
     ),
-    Rule(
-        ("cache_layout", "context_length_estimate", "n_positions"),
-        _several_buckets,
-        "the BSH cache takes one length; set n_positions to one number, and context_length_estimate to the same",
+    when(_several_buckets, cache_layout="BSH", context_length_estimate=ANY, n_positions=ANY).refuse(
+        "the BSH cache supports one length; set n_positions to one number, and context_length_estimate to the same"
     ),
     *_CHUNKS,
-    Rule(
-        ("cache_layout", "group_query_attention"),
-        lambda options: (
-            options.cache_layout == "BSH" and options.group_query_attention == "shard-over-batch"
-        ),
-        "a cache divided by rows has no BSH layout (decoder.py asserts it); leave one of them out",
+    when(cache_layout="BSH", group_query_attention="shard-over-batch").refuse(
+        "a cache divided by rows cannot have the BSH layout (decoder.py asserts it); leave one of them out"
     ),
-    Rule(
-        ("shard_over_sequence", "cache_layout"),
-        lambda options: (
-            options.shard_over_sequence and options.cache_layout == "BSH" and not _paged(options)
-        ),
-        "a cache divided by tokens has no BSH layout; leave cache_layout out",
-    ),
+    when(
+        lambda options: not _in_blocks(options), shard_over_sequence=True, cache_layout="BSH"
+    ).refuse("a cache divided by tokens cannot have the BSH layout; leave cache_layout out"),
     # See `tnx.arguments`.
-    Rule(
-        ("shard_over_sequence", "n_positions"),
-        lambda options: (
-            _shards_by_tokens(options)
-            and len(options.token_buckets or ()) > 1
-            and options.continuous_batching
-        ),
+    when(_divided_by_tokens, shard_over_sequence=ANY, n_positions=ANY).warn(
         "with continuous batching transformers-neuronx loses tokens between the lengths of a cache that is divided by "
-        "tokens: decode graphs are compiled for the longest alone; set n_positions to that one, or leave "
-        "shard_over_sequence out",
-        "warning",
+        "tokens, so decode graphs are compiled for the longest only; set n_positions to that one, or leave "
+        "shard_over_sequence out"
     ),
-    lacking("duplicate_q_weight_sos", "shard_over_sequence", _USELESS),
-    lacking("sequence_parallel_norm_threshold", "sequence_parallel", _USELESS),
+    when(duplicate_q_weight_sos=SET, shard_over_sequence=UNSET).warn(_NO_EFFECT),
+    when(sequence_parallel_norm_threshold=SET, sequence_parallel=UNSET).warn(_NO_EFFECT),
     *_SPECULATION,
     # Source: layers/generation.py.
-    Rule(
-        ("on_device_generation",),
-        _unbounded,
-        "global_top_k needs dynamic=true (transformers-neuronx asserts it); set it, or use top_k alone",
+    when(
+        on_device_generation=lambda sampled: (
+            sampled.global_top_k is not None and not sampled.dynamic
+        )
+    ).refuse(
+        "global_top_k needs dynamic=true (transformers-neuronx asserts it); set it, or use top_k alone"
     ),
 )
-"""Judged in this order."""
+"""Checked in this order."""
 
 
 def shape_findings(case: Case) -> Iterator[Finding]:
