@@ -15,7 +15,7 @@ from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model_rules import unsupported_options
-from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN
+from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,6 @@ _MODULES: Final = {
     "torch-neuronx": "torch_neuronx",
     "neuronx-cc": "neuronxcc",
 }
-_UNSET = (None, "auto", "max")
-_FILLED_IN = frozenset(
-    {
-        *("dtype", "tensor_parallel_degree", "n_positions", "max_rolling_batch_size"),
-        "context_length_estimate",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -152,11 +145,7 @@ def _refuses(backend: str, options: ServingOptions, model_type: str | None) -> b
             return True
         if options.speculating and not capability.speculation:
             return True
-    return any(
-        rule.level == "error" and rule.broken(options)
-        for rule in BACKEND_RULES[backend]
-        if not any(getattr(options, name) in _UNSET for name in _FILLED_IN.intersection(rule.names))
-    )
+    return any(finding.level == "error" for finding in library_conflicts(options, backend))
 
 
 def _obstacle(
