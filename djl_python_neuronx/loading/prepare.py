@@ -527,10 +527,9 @@ def _without_weights(path: Path, name: str, source: str, config: Mapping[str, An
 
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
-    degrees = [options.tensor_parallel_degree]
-    if options.drafting:
-        degrees.append(options.draft_model_tp_size)
+    of_draft = options.draft_model_tp_size if options.drafting else None
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
+    degrees = (options.tensor_parallel_degree, of_draft)
     numbers = [degree for degree in degrees if isinstance(degree, int)]
     return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
 
