@@ -233,8 +233,7 @@ def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterat
     elif memory.capacity and memory.fits:
         yield "          it fits"
     elif memory.capacity:
-        need, there = gib(memory.needed), gib(memory.capacity)
-        yield f"          does not fit: needs {need} GiB, has {there}"
+        yield f"          does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
 
 
 def _verdict(report: Report) -> str:
