@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -51,6 +52,21 @@ def hold_lock(path: Path, *, what: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def flock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file or folder itself, so that no lock file is left beside the user's files.
+
+    Raises:
+        OSError: another process has one, or `path` cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _acquire(lock: FileLock, holder: Path, what: str) -> None:

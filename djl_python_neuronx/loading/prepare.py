@@ -28,7 +28,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import shown
+from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -66,6 +66,7 @@ from djl_python_neuronx.planning.plan import (
     make_plan,
     stored_findings,
 )
+from djl_python_neuronx.planning.rules import library_conflicts
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -221,20 +222,23 @@ class Preparation:
         options = settings.options
         try:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
-            if model is None:
-                return None
-            backend = choose_backend(
-                options,
-                self.machine,
-                model.facts.model_type,
-                installed=libraries() if self.fetch_weights or self._here else None,
-                backends=backends.names(),
-                artifact_backend=model.artifact.backend,
-                dry_run=not self.fetch_weights,
-            )
-            self._check_support(backend, model.artifact)
+            if model is not None:
+                backend = choose_backend(
+                    options,
+                    self.machine,
+                    model.facts.model_type,
+                    installed=libraries() if self.fetch_weights or self._here else None,
+                    backends=backends.names(),
+                    artifact_backend=model.artifact.backend,
+                    dry_run=not self.fetch_weights,
+                )
+                self._check_support(backend, model.artifact)
         except ServingError as error:
             self.problems.add_error(error)
+            model = None
+        if model is None:
+            # The library that the user named limits the options whatever the model is.
+            settings.report(library_conflicts(options, options.model_loader), self.problems)
             return None
         self._check_vocabulary(model, options)
         # A draft model that an artifact records is relative to the artifact.
@@ -517,7 +521,7 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
 
 
 def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> _Model:
-    artifact = Artifact(path, "huggingface", None, config, frozenset(), ())
+    artifact = Artifact(path, "huggingface", None, config, ())
     return _Model(name, source, artifact, whole=False)
 
 
@@ -539,7 +543,9 @@ def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
     for option, value, origin in resolved.explain():
         if (option, origin) not in before:
             level = logging.DEBUG if origin == "default" else logging.INFO
-            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+            logger.log(
+                level, "option name=%s value=%s origin=%r", option, as_property(value), origin
+            )
     for option, reason in resolved.ignored.items() if logged is None else ():
         logger.info("option_ignored name=%s reason=%r", option, reason)
 

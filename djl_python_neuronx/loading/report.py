@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import jsonable, shown
+from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.loading.check import Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
@@ -98,7 +98,7 @@ def blocks(
     """The sections of the report: settings, plan, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
-            (name, shown(value), origin)
+            (name, as_property(value), origin)
             for name, value, origin in report.resolved.explain()
             if everything or origin != "default"
         )

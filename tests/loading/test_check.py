@@ -22,7 +22,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.report import as_json, bar, gib, render, shown
+from djl_python_neuronx.loading.report import as_json, as_property, bar, gib, render
 from djl_python_neuronx.planning import backend_choice, machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -332,6 +332,21 @@ def test_a_hub_id_is_a_target(environ, laptop):
     assert report.prepared.case.model.num_parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize("backend", ["tnx", "nxdi"])
+def test_the_rules_of_a_named_library_need_no_model(environ, laptop, backend):
+    options = {
+        "tnx": {"qkv_tiling": "true", "cache_layout": "BSH"},
+        "nxdi": {"is_eagle3": "true", "padding_side": "left"},
+    }[backend]
+    report = run("nobody/nothing", environ, model_loader=backend, **options)
+    missing, refused = report.findings.messages("error")
+    assert "nobody/nothing" in missing
+    # cache_layout and padding_side depend on values that are not filled in without a model.
+    assert next(iter(options)) in refused
+    unnamed = run("nobody/nothing", environ, **options)
+    assert len(unnamed.findings.messages("error")) == 1
+
+
 def test_a_draft_model_counts(environ):
     options = {
         "model_loader": "tnx",
@@ -602,7 +617,7 @@ def test_the_bar_is_to_scale(sizes, line):
     ],
 )
 def test_values_are_shown_as_they_are_written(value, text):
-    assert shown(value) == text
+    assert as_property(value) == text
 
 
 def test_a_part_below_nothing_makes_no_endless_bar():
@@ -912,8 +927,7 @@ class TestLimit:
         report = run(both[0], {name: "7-"}, "inf2.48xlarge", **LLAMA)
         assert report.prepared.planned.device.visible_cores == 24
         assert any(
-            f"{name}=7- is not understood" in warning
-            for warning in report.findings.messages("warning")
+            f"{name}=7- is ignored" in warning for warning in report.findings.messages("warning")
         )
 
     def test_all_cores_are_no_limit(self, both):

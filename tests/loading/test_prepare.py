@@ -152,7 +152,7 @@ def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
         None, TINY, environ=environ, overrides=options, machine=machines.named("inf2.48xlarge")
     )
     assert prepared.machine.limited_by is None
-    assert "NEURON_RT_VISIBLE_CORES=zero is not understood" in caplog.text
+    assert "NEURON_RT_VISIBLE_CORES=zero is ignored" in caplog.text
 
 
 def test_what_the_compiler_says_arrives(machine, options):
