@@ -362,7 +362,7 @@ def _compiled_for(recorded: Mapping[str, object], keys: Mapping[str, str]) -> di
     found: dict[str, object] = {}
     for key, option in keys.items():
         value = recorded.get(key)
-        if option == "dtype":
+        if option == "dtype" and isinstance(value, str):
             value = long_dtype(value)
         if value is not None:
             found[option] = tuple(value) if isinstance(value, list) else value
