@@ -110,24 +110,21 @@ class Service:
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         prepared = prepare_or_raise(
-            properties, model_dir, environ=environ, overrides=overrides, progress=progress.transfer
+            properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
-        tokenizer = prepared.load_tokenizer()
-        # The draft model too, before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled, *drafts = [
-            obtain(model, tokenizer, environ=environ, listener=progress.compile)
-            for model in (prepared, prepared.draft)
-            if model is not None
-        ]
-        backend = backends.get(prepared.loader).load(compiled.plan, compiled.folder)
+        tokenizer, draft = prepared.load_tokenizer(), prepared.draft
+        # Both before either is loaded: a compilation needs the cores that a loaded model holds.
+        compiled = obtain(prepared, tokenizer)
+        compiled_draft = None if draft is None else obtain(draft, tokenizer)
+        backend = backends.get(prepared.backend).load(compiled.plan, compiled.folder)
         try:
-            proposer = _load_proposer(prepared, backend.spec, drafts)
+            proposer = _load_proposer(prepared, backend.spec, compiled_draft)
         except BaseException:
             backend.close()
             raise
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
-            prepared.loader,
+            prepared.backend,
             prepared.artifact.model_type,
             backend.spec.num_slots,
             backend.spec.max_model_len,
@@ -143,8 +140,8 @@ class Service:
             warm_up=not options.skip_warmup,
             on_death=on_death,
         )
-        for graphs in (compiled, *drafts):
-            if graphs.cache_hit is not None:
+        for graphs in (compiled, compiled_draft):
+            if graphs is not None and graphs.cache_hit is not None:
                 outcome = "hits" if graphs.cache_hit else "misses"
                 service.metrics[f"compile_cache_{outcome}_total"].inc()
         service.metrics["load_seconds"].set(time.monotonic() - started_s)
@@ -215,18 +212,19 @@ def _warm_up(engine: Engine) -> None:
     logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
 
 
-def _load_proposer(prepared: Prepared, spec: ModelSpec, drafts: list[Compiled]) -> Proposer | None:
+def _load_proposer(
+    prepared: Prepared, spec: ModelSpec, compiled: Compiled | None
+) -> Proposer | None:
     """The source of proposed tokens for a model that verifies them, or None.
 
-    A draft model, whose graphs `drafts` holds, is loaded here.
+    A draft model, whose graphs are `compiled`, is loaded here.
     """
     draft = prepared.draft
     if not spec.num_speculative_tokens:
         return None
-    if draft is None:
+    if draft is None or compiled is None:
         return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    [compiled] = drafts
-    backend = backends.get(draft.loader).load(compiled.plan, compiled.folder)
+    backend = backends.get(draft.backend).load(compiled.plan, compiled.folder)
     problem = None
     if backend.spec.vocab_size != spec.vocab_size:
         problem = (

@@ -5,7 +5,8 @@ No weights are read or downloaded, and neither torch nor transformers is importe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,12 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
-from djl_python_neuronx.loading.prepare import Prepared, prepare
+from djl_python_neuronx.loading.prepare import Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import ServingPlan, examine
+from djl_python_neuronx.planning.plan import examine
 
 
 @dataclass(frozen=True)
@@ -44,40 +44,9 @@ class Report:
         return self.settings if self.prepared is None else self.prepared.resolved
 
     @property
-    def facts(self) -> ModelFacts | None:
-        """The model's facts; None: its configuration could not be read."""
-        return None if self.prepared is None else self.prepared.case.model
-
-    @property
-    def plan(self) -> ServingPlan | None:
-        """The model's plan; None: its configuration could not be read."""
-        return None if self.prepared is None else self.prepared.planned
-
-    @property
-    def draft_plan(self) -> ServingPlan | None:
-        """The draft model's plan; None: there is none, or one of the two models has errors."""
-        draft = None if self.prepared is None else self.prepared.draft
-        return None if draft is None else draft.planned
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """What prevents a start."""
-        return self.findings.messages("error")
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What costs time, memory or speed, or may go wrong."""
-        return self.findings.messages("warning")
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Further remarks."""
-        return self.findings.messages("note")
-
-    @property
     def ok(self) -> bool:
         """True if there are no errors."""
-        return not self.errors
+        return not self.findings.errors
 
     @property
     def loadable(self) -> bool:
@@ -113,24 +82,20 @@ def check(
     # The process that serves will have the variables of `option.env` too.
     process = sources.with_worker_variables(environ, settings.worker_variables)
     here = machines.detect(environ=process) if machine is None else machine
-    prepared = prepare(
-        settings,
-        here,
-        problems,
-        environ=process,
-        fetch_weights=False,
-        named=machine is not None,
+    preparation = Preparation(
+        here, process, problems, fetch_weights=False, named=machine is not None
     )
+    prepared = preparation.prepare(settings)
     if prepared is None:
         return Report(name, problems, settings)
     serves_here = machine is None and here.has_neuron
-    for obstacle in _missing_here(prepared.loader):
+    for obstacle in _missing_here(prepared.backend):
         problems.add("warning" if serves_here else "note", obstacle)
-    if prepared.loader == "cpu" and prepared.case.model.num_parameters is None:
+    if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
         problems.add("warning", f"the model_type {kind} is not known here: {doubt}")
-    return Report(name, problems, settings, prepared, tuple(_lacking(prepared, process)))
+    return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
 
 
 def _read_settings(
@@ -140,21 +105,20 @@ def _read_settings(
     problems: Problems,
 ) -> Resolved:
     """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name."""
-    path = _path(str(sources.MODEL_DIR) if target is None else target)
-    folder: Path | None = None
-    file: Path | None = None
-    if _is(path, Path.is_dir):
-        folder = path
-    elif _is(path, Path.is_file):
-        folder, file = path.parent, path
-    elif target is not None and (fetch.uri_scheme(target) or _names_hub_model(target)):
+    # Not pathlib, which raises for the home of an unknown user, for a NUL and for a name that is too long.
+    name = os.path.expanduser(str(sources.MODEL_DIR) if target is None else target)  # noqa: PTH111
+    path = Path(name)
+    file = path if os.path.isfile(name) else None  # noqa: PTH113
+    folder = path.parent if file else path if os.path.isdir(name) else None  # noqa: PTH112
+    if folder is None and target is not None:
+        is_hub_model = fetch.is_hub_id(target) and not target.endswith(".properties")
+        if not is_hub_model and not fetch.uri_scheme(target):
+            msg = (
+                f"there is no {target!r}; expected a model folder, a .properties file, a Hugging Face id "
+                "('owner/name') or s3://bucket/folder"
+            )
+            raise ArtifactNotFoundError(msg)
         overrides = {"model_id": target, **overrides}
-    elif target is not None:
-        msg = (
-            f"there is no {target!r}; expected a model folder, a .properties file, a Hugging Face id ('owner/name') "
-            "or s3://bucket/folder"
-        )
-        raise ArtifactNotFoundError(msg)
     settings = examine(None, folder, environ, problems, overrides, file=file)
     if folder is None and settings.options.model_id is None:
         msg = (
@@ -163,24 +127,6 @@ def _read_settings(
         )
         raise ArtifactNotFoundError(msg)
     return settings
-
-
-def _path(target: str) -> Path:
-    try:
-        return Path(target).expanduser()
-    except RuntimeError:  # the home of an unknown user
-        return Path(target)
-
-
-def _is(path: Path, question: Callable[[Path], bool]) -> bool:
-    try:
-        return question(path)
-    except (OSError, ValueError):
-        return False
-
-
-def _names_hub_model(target: str) -> bool:
-    return fetch.is_hub_id(target) and not target.endswith(".properties")
 
 
 def _missing_here(backend: str) -> Iterator[str]:
@@ -193,16 +139,12 @@ def _missing_here(backend: str) -> Iterator[str]:
         yield f"this version of djl_python_neuronx plans for {backend} but cannot load with it yet"
 
 
-def _lacking(prepared: Prepared, environ: Mapping[str, str]) -> Iterator[str]:
+def _lacking(prepared: Prepared) -> Iterator[str]:
     """Reasons why a valid plan cannot be loaded."""
-    backend, degree = prepared.loader, prepared.options.tensor_parallel_degree
+    case, backend = prepared.case, prepared.backend
     if backend not in backends.names():
         yield f"this version cannot load with {backend} yet"
-    if (
-        backend != "cpu"
-        and isinstance(degree, int)
-        and (found := machines.spanning(degree, environ))
-    ):
+    if not case.on_cpu and (found := machines.spanning(case.degree, prepared.environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if not prepared.artifact.weights:
         yield "the weights were not downloaded or checked"

@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,25 +113,28 @@ def compile_guarded(
         level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
         path = tuple(map(str, backends.__path__))
         job = _Job(backend, path, plan, target, outcome, level)
-        with _Watch(target, neff_cache, forecast):
-            status = _run(job, environ)
+        status = _run(job, environ, _Watch(target, neff_cache, forecast))
         if status != 0:
             raise _failure(backend, outcome, status)
 
 
-def _run(job: _Job, environ: Mapping[str, str]) -> int:
+def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
+    """Run the job in a process of its own, and report its progress. Returns the process's status."""
     command = guarded([sys.executable, "-I", "-c", _START])
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(environ))  # noqa: S603
+    with tempfile.TemporaryFile() as content:
+        content.write(json.dumps(sys.path).encode() + b"\n" + pickle.dumps(job))
+        content.seek(0)
+        process = subprocess.Popen(command, stdin=content, env=dict(environ))  # noqa: S603
     try:
-        content = json.dumps(sys.path).encode() + b"\n" + pickle.dumps(job)
-        try:
-            process.communicate(content)
-        except BrokenPipeError:
-            process.wait()  # it ended before it read; the status is the result
+        while process.poll() is None:
+            watch.report()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_EVERY_S)
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait()
+    watch.report()
     return process.returncode
 
 
@@ -139,11 +142,9 @@ def _failure(backend: str, outcome: Path, status: int) -> ServingError:
     if outcome.exists():
         found = json.loads(outcome.read_bytes())
         return _ERRORS.get(found["code"], CompileError)(found["message"])
-    ended = (
-        f"was killed ({signal.Signals(status - 128).name})"
-        if status > 128
-        else f"ended with status {status}"
-    )
+    ended = f"ended with status {status}"
+    if status > 128:
+        ended = f"was killed ({signal.Signals(status - 128).name})"
     return CompileError(
         f"the compile for the backend {backend} {ended} without an error message; see its output above. "
         "If the system killed it, memory ran out: lower compilation_worker_count. Finished graphs are kept; start again"
@@ -167,37 +168,20 @@ def _main() -> None:
 
 
 class _Watch:
-    """Reports the number of finished graphs periodically, which the libraries do not."""
+    """Counts the finished graphs of a compile and reports them, which the libraries do not."""
 
     def __init__(self, target: Path, neff_cache: Path | None, forecast: Forecast) -> None:
         self._target, self._cache, self._forecast = target, neff_cache, forecast
         self._started_s, self._since = time.monotonic(), time.time()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="compile-watch", daemon=True)
         self._reported = -1
         self._logged_s = self._started_s
 
-    def __enter__(self) -> _Watch:
-        self._report()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self._report()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(_LOOK_EVERY_S):
-            self._report()
-
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Report the progress to the listener, and log it if a graph is done or it is time."""
         now_s, total = time.monotonic(), self._forecast.num_graphs
         elapsed_s, done = now_s - self._started_s, min(self._num_done(), total)
-        expected_s = (
-            elapsed_s / done * (total - done) if done else self._forecast.seconds - elapsed_s
-        )
-        progress = CompileProgress(done, total, elapsed_s, max(0.0, expected_s))
+        left_s = elapsed_s / done * (total - done) if done else self._forecast.seconds - elapsed_s
+        progress = CompileProgress(done, total, elapsed_s, max(0.0, left_s))
         if self._forecast.listener is not None:
             self._forecast.listener(progress)
         if done != self._reported or now_s - self._logged_s >= _LOG_EVERY_S:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,18 +21,16 @@ from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
     CompileStore,
-    OnMismatch,
     copy_once,
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendError
-from djl_python_neuronx.loading.compile_process import CompileProgress, Forecast, compile_guarded
-from djl_python_neuronx.loading.fitting import compiled_here, graph_target
+from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
+from djl_python_neuronx.loading.mismatch import graph_target, has_own_graphs
 from djl_python_neuronx.loading.prepare import Prepared, load_plan
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.plan import (
-    ServingPlan,
     flag_facts,
     graph_options,
     library_arguments,
@@ -64,14 +63,7 @@ class Compiled:
     """Whether the compile store had the graphs; None: they were not looked up there."""
 
 
-def obtain(
-    prepared: Prepared,
-    tokenizer: Tokenizer,
-    *,
-    environ: Mapping[str, str],
-    listener: Callable[[CompileProgress], None] | None = None,
-    required: bool = False,
-) -> Compiled:
+def obtain(prepared: Prepared, tokenizer: Tokenizer, *, required: bool = False) -> Compiled:
     """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
 
     `tokenizer`: the model's own; a draft model has that of the model that it drafts for. `required`: refuse a model
@@ -83,9 +75,9 @@ def obtain(
         BackendError: the backend cannot compile the model.
     """
     plan = load_plan(prepared, tokenizer)
-    options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.loader}
-    compiled = Compiled(None, plan, _facts(prepared, plan, environ), options, _packages())
-    compiler = backends.compiler(prepared.loader)
+    options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.backend}
+    compiled = Compiled(None, plan, _facts(prepared, plan), options, _packages())
+    compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
     if reason := compiler.uncompilable(plan):
@@ -94,55 +86,50 @@ def obtain(
             raise BackendError(msg)
         logger.warning("graphs_not_kept reason=%r", reason)
         return compiled
-    folder = prepared.artifact.compiled if prepared.fits else None
-    cache_hit: bool | None = None
-    named = _named(prepared, environ)
-    if isinstance(named, Path):
-        if folder is None:
-            folder = _checked(named, compiled.facts)
-            plan = _for_graphs(prepared, plan, folder)
-    elif folder is None:
+    named = _resolve_path(prepared)
+    if prepared.fits and prepared.artifact.compiled is not None:
+        compiled = replace(compiled, folder=prepared.artifact.compiled)
+    elif isinstance(named, Path):
+        _check(named, compiled.facts)
+        compiled = replace(compiled, folder=named, plan=_adapt_plan(prepared, plan, named))
+    else:
         origin = prepared.resolved.origins.get("compiled_graph_path", _OPTION)
-        place = locate(named, origin, environ, NEURON_CACHE)
-        folder, cache_hit = _from_store(prepared, compiled, place, environ, listener)
-    logger.info("compiled folder=%s", folder)
-    return replace(compiled, folder=folder, plan=plan, cache_hit=cache_hit)
+        place = locate(named, origin, prepared.environ, NEURON_CACHE)
+        compiled = _build(prepared, compiled, place)
+    logger.info("compiled folder=%s", compiled.folder)
+    return compiled
 
 
-def _facts(prepared: Prepared, plan: LoadPlan, environ: Mapping[str, str]) -> CompileFacts:
-    loader = prepared.loader
+def _facts(prepared: Prepared, plan: LoadPlan) -> CompileFacts:
+    backend = prepared.backend
     wanted: dict[str, Any] = {}
     package, version = "none", ""
-    if (compiler := backends.compiler(loader)) is not None:
-        wanted = graph_options(prepared.options, loader)
-        wanted |= library_facts(loader) | flag_facts(environ)
+    if (compiler := backends.compiler(backend)) is not None:
+        wanted = graph_options(prepared.options, backend)
+        wanted |= library_facts(backend) | flag_facts(prepared.environ)
         package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
         artifact_digest=artifact_digest(plan.model_dir),
         compiler=package,
         compiler_version=version,
-        target=graph_target(prepared.machine, loader),
+        target=graph_target(prepared.machine, backend),
         role=prepared.role,
     )
 
 
 def _packages() -> dict[str, str]:
-    installed = [(one.name, one.version) for one in libraries().values()]
-    installed += [(name, _version(name)) for name in _PACKAGES]
-    return {name: version for name, version in installed if version is not None}
+    """Return the versions of the packages that are installed."""
+    versions = {library.name: library.version for library in libraries().values()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {name: version for name, version in versions.items() if version is not None}
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
+def _resolve_path(prepared: Prepared) -> Path | str | None:
     """Resolve `compiled_graph_path`: a `Path` is a local folder of saved graphs, a `str` a place to store compiles."""
-    value = prepared.options.compiled_graph_path
+    value, environ = prepared.options.compiled_graph_path, prepared.environ
     if value is None:
         return None
     if fetch.uri_scheme(value) == "s3":
@@ -157,18 +144,17 @@ def _named(prepared: Prepared, environ: Mapping[str, str]) -> Path | str | None:
     return folder if holds_graphs(folder) else str(folder)
 
 
-def _checked(folder: Path, facts: CompileFacts) -> Path:
-    """Return the folder, after a check of what this package stored there: it must be whole and fit."""
+def _check(folder: Path, facts: CompileFacts) -> None:
+    """Refuse a folder that this package stored and that is not whole, or was compiled for other facts."""
     if (folder / manifests.FILE_NAME).is_file():
         manifest = manifests.read(folder)
         manifests.verify(folder, manifest, exact=False)
         check_facts(facts, manifest.facts, where=str(folder))
-    return folder
 
 
-def _for_graphs(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
+def _adapt_plan(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
     """Return the plan that loads the graphs in a folder that an option names."""
-    if compiled_here(folder):
+    if has_own_graphs(folder):
         return plan
     case = replace(prepared.case, foreign_graphs=True)
     for finding in stored_findings(case):
@@ -176,17 +162,9 @@ def _for_graphs(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
     return replace(plan, arguments=library_arguments(case))
 
 
-def _from_store(
-    prepared: Prepared,
-    compiled: Compiled,
-    place: CompilePlace,
-    environ: Mapping[str, str],
-    listener: Callable[[CompileProgress], None] | None,
-) -> tuple[Path, bool]:
-    """Return the folder of the graphs in the compile store, and whether it held them already."""
-    store = _open_store(place, prepared.options.on_mismatch, environ)
-    forecast = _forecast(prepared.planned, listener)
-    made = []
+def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compiled:
+    """Return `compiled` with the folder of the graphs in the compile store, which makes them if it has none."""
+    environ, made = prepared.environ, []
 
     def compile_into(target: Path) -> None:
         cache = place.neff_cache if place.is_remote else _writable_cache(place, environ)
@@ -194,30 +172,30 @@ def _from_store(
         # The library gets the cache that can be written, not the option as it is set.
         placed = {**arguments.environment, URL_VARIABLE: cache}
         compile_guarded(
-            prepared.loader,
+            prepared.backend,
             replace(compiled.plan, arguments=replace(arguments, environment=placed)),
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),
-            forecast=forecast,
+            forecast=_forecast(prepared),
         )
         made.append(target)
 
-    folder = store.build(
+    folder = _open_store(prepared, place).build(
         compiled.facts,
         compile_into,
         effective_options=compiled.options,
         packages=compiled.packages,
     )
-    return folder, not made
+    return replace(compiled, folder=folder, cache_hit=not made)
 
 
-def _open_store(
-    place: CompilePlace, on_mismatch: OnMismatch, environ: Mapping[str, str]
-) -> CompileStore:
+def _open_store(prepared: Prepared, place: CompilePlace) -> CompileStore:
     """Open the compile store at a place; what cannot be written there goes below the download root."""
     logger.info("compile_store place=%s origin=%r", place.store, place.origin)
-    own = _own_store(environ)
+    environ, own = prepared.environ, _own_store(prepared.environ)
+    # Graphs of a draft model in the store are never the user's choice: they are of other lengths, or for another model.
+    on_mismatch = "recompile" if prepared.role == "draft" else prepared.options.on_mismatch
     if place.is_remote:
         mirror = Mirror(place.store, fetch.download_root(environ), environ)
         return CompileStore(own, mirror=mirror, on_mismatch=on_mismatch)
@@ -225,11 +203,12 @@ def _open_store(
     return CompileStore(root, fallback=None if root == own else own, on_mismatch=on_mismatch)
 
 
-def _forecast(planned: ServingPlan, listener: Callable[[CompileProgress], None] | None) -> Forecast:
+def _forecast(prepared: Prepared) -> Forecast:
     """Forecast the compile of the model alone: a draft model is compiled separately."""
+    planned = prepared.planned
     own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
     share = len(own) / max(1, len(planned.graphs))
-    return Forecast(len(own), share * planned.estimated_compile_s, listener)
+    return Forecast(len(own), share * planned.estimated_compile_s, prepared.progress.compile)
 
 
 def _writable_cache(place: CompilePlace, environ: Mapping[str, str]) -> str:

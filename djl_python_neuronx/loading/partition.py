@@ -67,10 +67,9 @@ def compile_model(
         environ=environ,
         overrides=overrides,
         machine=machine,
-        progress=progress.transfer,
+        progress=progress,
     )
-    writer = _Writer(environ, prepared.load_tokenizer(), weights, progress, overwrite)
-    return writer.write(prepared, output)
+    return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
 
 
 def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> Manifest:
@@ -82,12 +81,9 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
-        raise InvalidOptionError(
-            name="save_mp_checkpoint_path",
-            value=None,
-            origin="default",
-            allowed="the folder or s3://bucket/key that the compiled model is to be written to",
-        )
+        name = "save_mp_checkpoint_path"
+        allowed = "the folder or s3://bucket/key that the compiled model is to be written to"
+        raise InvalidOptionError(name, None, "default", allowed)
     schema = options.partition_schema or "safetensors"
     held = prepared.weights
     if schema == "safetensors" and held and held.kind not in {"safetensors", "presharded", "ranks"}:
@@ -97,7 +93,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
         )
         raise ArtifactError(msg)
     weights: WeightsInOutput = "none" if schema == "compile_only" else "link"
-    writer = _Writer(environ, prepared.load_tokenizer(), weights, own_properties=False)
+    writer = _Writer(prepared.load_tokenizer(), weights, own_properties=False)
     return writer.write(prepared, options.save_mp_checkpoint_path)
 
 
@@ -105,10 +101,8 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
 class _Writer:
     """How one output is written."""
 
-    environ: Mapping[str, str]
     tokenizer: Tokenizer
     weights: WeightsInOutput
-    progress: LoadProgress = SILENT
     overwrite: bool = False
     own_properties: bool = True
     """False: another program writes `serving.properties` later, which the manifest then must not list."""
@@ -117,29 +111,17 @@ class _Writer:
         """Compile a model and write it to a folder or to S3."""
         started_s = time.monotonic()
         to_s3 = self._check_s3(prepared, output)
-        compiled = self._compile(prepared)
+        compiled = obtain(prepared, self.tokenizer, required=True)
         if to_s3:
             made = self._upload(prepared, compiled, output)
         else:
             made = self._write_folder(prepared, compiled, Path(output).expanduser().absolute())
-        size = sum(entry.bytes for entry in made.files.values())
+        num_bytes = sum(entry.bytes for entry in made.files.values())
         logger.info(
             "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
-            output,
-            len(made.files),
-            size,
-            time.monotonic() - started_s,
-        )
+            output, len(made.files), num_bytes, time.monotonic() - started_s,
+        )  # fmt: skip
         return made
-
-    def _compile(self, prepared: Prepared) -> Compiled:
-        return obtain(
-            prepared,
-            self.tokenizer,
-            environ=self.environ,
-            listener=self.progress.compile,
-            required=True,
-        )
 
     def _check_s3(self, prepared: Prepared, output: str) -> bool:
         """Check that an output in S3 may be written. Returns False for a folder, which `write_output` checks."""
@@ -154,19 +136,19 @@ class _Writer:
         if source is not None and fetch.uri_scheme(source) == "s3":
             s3.check_apart(output, source)
         if not self.overwrite:
-            s3.check_free(output, self.environ)
+            s3.check_free(output, prepared.environ)
         return True
 
     def _upload(self, prepared: Prepared, compiled: Compiled, output: str) -> Manifest:
-        root = fetch.download_root(self.environ)
+        environ, s3 = prepared.environ, fetch.s3_module(output)
+        root = fetch.download_root(environ)
         with storing("the compiled model", root):
             root.mkdir(parents=True, exist_ok=True)
         # Beside the downloads, so that weights are links and take no room.
         with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
             folder = Path(temporary, "output")
             made = self._write_folder(prepared, compiled, folder)
-            s3 = fetch.s3_module(output)
-            s3.upload(folder, output, self.environ, progress=self.progress.transfer)
+            s3.upload(folder, output, environ, progress=prepared.progress.transfer)
         return made
 
     def _write_folder(self, prepared: Prepared, compiled: Compiled, destination: Path) -> Manifest:
@@ -195,7 +177,8 @@ class _Writer:
         draft = prepared.draft
         if draft is None or self.weights == "none":
             return None
-        replace(self, own_properties=True)._write_folder(draft, self._compile(draft), folder)
+        compiled = obtain(draft, self.tokenizer, required=True)
+        replace(self, own_properties=True)._write_folder(draft, compiled, folder)
         return folder
 
 
@@ -206,9 +189,9 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     """
     options, origins = prepared.options, prepared.resolved.origins
     values = options.model_dump(mode="json")
-    names = {*origins, *graph_options(options, prepared.loader)} & {*values} - {"model_dir"}
+    names = {*origins, *graph_options(options, prepared.backend)} & {*values} - {"model_dir"}
     found = {name: _text(values[name]) for name in sorted(names) if values[name] is not None}
-    found["model_loader"] = prepared.loader
+    found["model_loader"] = prepared.backend
     if _HANDOVER.isdisjoint(origins):
         found["async_mode"] = True
     return found

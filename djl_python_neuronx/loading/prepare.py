@@ -1,6 +1,7 @@
 """Preparation of a model: find it, choose the backend, fill in the options, plan, and judge all of it.
 
-A start, `compile`, DJL's partition script and `check` call `prepare`. Nothing is loaded onto a device.
+A start, `compile` and DJL's partition script call `prepare_or_raise`, `check` a `Preparation` of its own. Nothing is
+loaded onto a device.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
@@ -27,7 +28,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import shown
+from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -36,8 +37,14 @@ from djl_python_neuronx.errors import (
     ConfigError,
     ServingError,
 )
-from djl_python_neuronx.loading import fitting
 from djl_python_neuronx.loading.compile_process import CompileProgress
+from djl_python_neuronx.loading.mismatch import (
+    FLAGS,
+    fill_recorded,
+    find_mismatch,
+    graph_target,
+    has_own_graphs,
+)
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
@@ -59,6 +66,7 @@ from djl_python_neuronx.planning.plan import (
     make_plan,
     stored_findings,
 )
+from djl_python_neuronx.planning.rules import library_conflicts
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,6 +74,7 @@ logger = logging.getLogger(__name__)
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines that a dry run plans for without a Neuron device: the first one whose runtime takes the degrees."""
 _DRAFT = "speculative_draft_model"
+_DRAFT_PREFIX = "the draft model: "
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,9 @@ class Prepared:
     """The weights to load; None: they are absent or unusable, which only a dry run accepts."""
     fits: bool
     """True if the folder holds graphs that were compiled for exactly these settings, versions and flags."""
+    environ: Mapping[str, str] = field(repr=False)
+    """Variables of the process that will serve."""
+    progress: LoadProgress
     draft: Prepared | None = None
     """The draft model, for the same slots and lengths."""
     role: Role = "model"
@@ -111,8 +123,8 @@ class Prepared:
         return self.resolved.options
 
     @property
-    def loader(self) -> str:
-        """The backend."""
+    def backend(self) -> str:
+        """The backend that serves the model."""
         return self.case.backend
 
     @property
@@ -126,12 +138,8 @@ class Prepared:
         Raises:
             ArtifactError: it is missing or damaged.
         """
-        options = self.options
-        return load_tokenizer(
-            self.artifact.path,
-            trust_remote_code=options.trust_remote_code,
-            revision=options.revision,
-        )
+        code, revision = self.options.trust_remote_code, self.options.revision
+        return load_tokenizer(self.artifact.path, trust_remote_code=code, revision=revision)
 
 
 def prepare_or_raise(
@@ -141,11 +149,11 @@ def prepare_or_raise(
     environ: Mapping[str, str],
     overrides: Mapping[str, str] = MappingProxyType({}),
     machine: DeviceInfo | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress = SILENT,
 ) -> Prepared:
     """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `machine`: the one that will serve, if it is not this one. `progress`: callback for downloads.
+    `machine`: the one that will serve, if it is not this one.
 
     Raises:
         ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
@@ -154,14 +162,14 @@ def prepare_or_raise(
     settings = examine(properties, model_dir, environ, problems, overrides)
     _log_settings(settings)
     logged = _log_problems(problems)
-    prepared = prepare(
-        settings,
-        machines.detect(environ=environ) if machine is None else machine,
+    preparation = Preparation(
+        machine or machines.detect(environ=environ),
+        environ,
         problems,
-        environ=environ,
         named=machine is not None,
         progress=progress,
     )
+    prepared = preparation.prepare(settings)
     if prepared is not None:
         _log_settings(prepared.resolved, logged=settings)
     _log_problems(problems, logged)
@@ -173,74 +181,6 @@ def prepare_or_raise(
     return prepared
 
 
-def prepare(
-    settings: Resolved,
-    machine: DeviceInfo,
-    problems: Problems,
-    *,
-    environ: Mapping[str, str],
-    fetch_weights: bool = True,
-    named: bool = False,
-    progress: Progress | None = None,
-) -> Prepared | None:
-    """Find the model, choose the backend, fill in the options, plan graphs and memory, and judge all of it.
-
-    Adds every error, warning and note to `problems`. Returns None if the model's configuration cannot be read.
-
-    Args:
-        settings: from `assess.examine`, with the options that are set.
-        machine: the machine that will serve.
-        problems: the collection for everything that is found.
-        environ: variables of the process that will serve.
-        fetch_weights: False for a dry run. It downloads no more than config.json, accepts absent weights, plans for
-            a Neuron machine where there is none, and imports no library.
-        named: `machine` is not this one, so that the libraries that are installed there are unknown.
-        progress: callback for downloads.
-    """
-    return _Preparation(machine, problems, environ, fetch_weights, named, progress).run(settings)
-
-
-def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
-    """Write the backend's plan for a prepared model.
-
-    Raises:
-        ConfigError: options are not filled in.
-        ArtifactError: the weights are absent or lie apart from their configuration.
-        IncompatibleOptionsError: the shapes contradict each other.
-    """
-    artifact, options = prepared.artifact, prepared.options
-    arguments = prepared.planned.arguments
-    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    if max_model_len is None or num_slots is None or options.dtype == "auto":
-        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
-        raise ConfigError(msg)
-    # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
-    prefill_buckets = options.context_length_estimate or (max_model_len,)
-    weights = prepared.weights
-    if weights is None:
-        msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
-        raise ArtifactNotFoundError(msg)
-    return LoadPlan(
-        model_dir=_folder_to_load(artifact, weights),
-        kind=weights.kind,
-        num_slots=num_slots,
-        max_model_len=max_model_len,
-        prefill_buckets=prefill_buckets,
-        token_buckets=options.token_buckets or make_buckets(max_model_len),
-        dtype=options.dtype,
-        tensor_parallel_degree=prepared.case.degree,
-        process_cores=prepared.process_cores,
-        trust_remote_code=options.trust_remote_code,
-        revision=options.revision,
-        num_threads=options.cpu_threads,
-        eos_ids=_eos_ids(artifact, tokenizer),
-        num_speculative_tokens=options.speculative_length if options.speculating else 0,
-        mixed_steps=bool(options.enable_chunked_prefill),
-        default_top_k=options.on_device_default_top_k,
-        arguments=arguments or LibraryArguments(),
-    )
-
-
 @dataclass(frozen=True)
 class _Model:
     """A model that was found; see `Prepared`."""
@@ -248,7 +188,7 @@ class _Model:
     name: str
     source: str
     artifact: Artifact
-    whole: bool
+    whole: bool = True
     """False: config.json only."""
 
     @cached_property
@@ -257,34 +197,67 @@ class _Model:
 
 
 @dataclass(frozen=True)
-class _Preparation:
-    """The arguments of one `prepare` that every step needs."""
+class Preparation:
+    """What the preparation of a model and of its draft model have in common."""
 
     machine: DeviceInfo
+    """The machine that will serve."""
+    environ: Mapping[str, str] = field(repr=False)
+    """Variables of the process that will serve."""
     problems: Problems
-    environ: Mapping[str, str]
-    fetch_weights: bool
-    named: bool
-    progress: Progress | None
+    """The collection for every error, warning and note."""
+    fetch_weights: bool = True
+    """False for a dry run. It downloads no more than config.json, accepts absent weights, plans for a Neuron machine
+    where there is none, and imports no library."""
+    named: bool = False
+    """`machine` is not this one, so that the libraries that are installed there are unknown."""
+    progress: LoadProgress = SILENT
 
-    def run(self, settings: Resolved) -> Prepared | None:
+    def prepare(self, settings: Resolved) -> Prepared | None:
+        """Find the model, choose the backend, fill in the options, plan graphs and memory, and judge all of it.
+
+        `settings`: from `examine`, with the options that are set. Returns None if the model's configuration cannot be
+        read or nothing can serve it.
+        """
         options = settings.options
         try:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
-            if model is None:
-                return None
-            backend = self._choose_backend(options, model)
-            self._check_support(backend, model.artifact)
+            if model is not None:
+                backend = choose_backend(
+                    options,
+                    self.machine,
+                    model.facts.model_type,
+                    installed=libraries() if self.fetch_weights or self._here else None,
+                    backends=backends.names(),
+                    artifact_backend=model.artifact.backend,
+                    dry_run=not self.fetch_weights,
+                )
+                self._check_support(backend, model.artifact)
         except ServingError as error:
             self.problems.add_error(error)
+            model = None
+        if model is None:
+            # The library that the user named limits the options whatever the model is.
+            settings.report(library_conflicts(options, options.model_loader), self.problems)
             return None
         self._check_vocabulary(model, options)
         # A draft model that an artifact records is relative to the artifact.
         base = options.model_dir if _DRAFT in settings.origins else model.artifact.path
-        settings = self._with_recorded(settings, model.artifact, backend)
-        draft = self._find_draft(settings, base, weights_needed=model.whole)
-        machine = self._serving_machine(settings, backend)
-        return self._plan(settings, model, backend, machine, draft)
+        with self.problems.catch():
+            settings = fill_recorded(settings, model.artifact, backend)
+        own, draft = replace(self, problems=Problems()), None
+        if (name := settings.options.speculative_draft_model) is not None:
+            with own.problems.catch():
+                draft = own._find(name, base, _DRAFT, settings, weights_needed=model.whole)
+        self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
+        machine = self._choose_machine(settings, backend)
+        draft_facts = None if draft is None else draft.facts
+        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        prepared = self._plan(settings, model, case)
+        if draft is not None and prepared.options.drafting and not self.problems.errors:
+            prepared = own._prepare_draft(prepared, draft)
+            self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
+        return prepared
 
     @property
     def _here(self) -> bool:
@@ -308,20 +281,22 @@ class _Preparation:
         origin = f"option.{option}, {settings.origins.get(option, 'default')}"
         revision = settings.options.revision if option == "model_id" else None
         folder = fetch.local_folder(model_id, base)
-        if model_id is not None and self.fetch_weights:
+        if model_id is None:
+            if folder is None:
+                return None
+            return self._detect(folder, str(folder), "model_dir", weights_needed=weights_needed)
+        if self.fetch_weights:
             folder = fetch.fetch(
                 model_id,
                 environ=self.environ,
                 root=fetch.download_root(self.environ),
                 model_dir=base,
                 revision=revision,
-                progress=self.progress,
+                progress=self.progress.transfer,
                 origin=origin,
             )
         if folder is not None:
             return self._detect(folder, model_id, origin, weights_needed=weights_needed)
-        if model_id is None:
-            return None
         config = fetch.fetch_config(model_id, revision, self.environ, origin=origin)
         if not isinstance(config.get("model_type"), str):
             msg = f"{fetch.CONFIG} of {model_id!r} has no model_type; expected one such as 'llama'"
@@ -329,13 +304,9 @@ class _Preparation:
         source = f"{fetch.CONFIG} from {fetch.uri_scheme(model_id) or 'the hub'}"
         return _without_weights(Path(model_id), model_id, source, config)
 
-    def _detect(
-        self, folder: Path, model_id: str | None, origin: str, *, weights_needed: bool
-    ) -> _Model:
-        name = model_id or str(folder)
+    def _detect(self, folder: Path, name: str, origin: str, *, weights_needed: bool) -> _Model:
         try:
-            artifact = formats.detect(folder, origin="model_dir" if model_id is None else origin)
-            return _Model(name, str(folder), artifact, whole=True)
+            return _Model(name, str(folder), formats.detect(folder, origin=origin))
         except ArtifactNotFoundError as error:
             path = folder / fetch.CONFIG
             if self.fetch_weights or not path.is_file():
@@ -345,17 +316,6 @@ class _Preparation:
             else:
                 self.problems.add("warning", f"{error} It is only planned")
             return _without_weights(folder, name, str(path), read_json(path))
-
-    def _choose_backend(self, options: ServingOptions, model: _Model) -> str:
-        return choose_backend(
-            options,
-            self.machine,
-            model.facts.model_type,
-            installed=libraries() if self.fetch_weights or self._here else None,
-            backends=backends.names(),
-            artifact_backend=model.artifact.backend,
-            dry_run=not self.fetch_weights,
-        )
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
         """Refuse a model that the backend's own code rules out. A dry run skips it: it imports the library."""
@@ -371,27 +331,20 @@ class _Preparation:
         if not has_vocabulary(entry.name for entry in folder.iterdir()):
             self.problems.add("error", no_tokenizer(folder))
 
-    def _with_recorded(self, settings: Resolved, artifact: Artifact, backend: str) -> Resolved:
-        try:
-            return fitting.with_recorded(settings, artifact, backend)
-        except ServingError as error:
-            self.problems.add_error(error)
-            return settings
-
-    def _serving_machine(self, settings: Resolved, backend: str) -> DeviceInfo:
-        """The machine with the cores that the environment leaves to this process, or an assumed machine."""
+    def _choose_machine(self, settings: Resolved, backend: str) -> DeviceInfo:
+        """Return the machine with the cores that the environment leaves to this process, or an assumed machine."""
         if backend == "cpu":
             return machines.for_process(self.machine, self.environ)
         machine = self.machine
         if machine.assumed:
             self.problems.add("note", machine.assumed)
         if not machine.has_neuron and not self.fetch_weights:
-            machine = self._assumed_machine(settings.options)
+            machine = self._assume_machine(settings.options)
         machine = machines.for_process(machine, self.environ)
         self._check_core_limit(machine, settings)
         return machine
 
-    def _assumed_machine(self, options: ServingOptions) -> DeviceInfo:
+    def _assume_machine(self, options: ServingOptions) -> DeviceInfo:
         candidates = [
             machines.for_process(machines.named(name), self.environ) for name in ASSUMED_INSTANCES
         ]
@@ -421,28 +374,22 @@ class _Preparation:
             )
 
     def _plan(
-        self,
-        settings: Resolved,
-        model: _Model,
-        backend: str,
-        machine: DeviceInfo,
-        draft: _Model | None,
-        role: Role = "model",
+        self, settings: Resolved, model: _Model, case: Case, role: Role = "model"
     ) -> Prepared:
-        """Fill in the options, judge them and what the folder holds, and plan."""
-        draft_facts = None if draft is None else draft.facts
-        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        """Fill in the options, judge them and what the folder holds, and plan.
+
+        `case`: with the options of `settings`.
+        """
         resolved, case = assess(settings, case, self.problems)
         weights, fits = self._judge_graphs(model.artifact, case, role)
         compiled = model.artifact.compiled if fits else None
         case = replace(
             case,
             presharded=weights is not None and weights.kind == "presharded",
-            foreign_graphs=compiled is not None and not fitting.compiled_here(compiled),
+            foreign_graphs=compiled is not None and not has_own_graphs(compiled),
         )
-        for finding in stored_findings(case):
-            self.problems.add(finding.level, resolved.describe(finding), finding.names)
-        prepared = Prepared(
+        resolved.report(stored_findings(case), self.problems)
+        return Prepared(
             resolved=resolved,
             name=model.name,
             source=model.source,
@@ -451,11 +398,10 @@ class _Preparation:
             planned=make_plan(case, artifact_format=model.artifact.format),
             weights=weights,
             fits=fits,
+            environ=self.environ,
+            progress=self.progress,
             role=role,
         )
-        if draft is None or not case.options.drafting or self.problems.errors:
-            return prepared
-        return self._with_draft(prepared, draft)
 
     def _judge_graphs(
         self, artifact: Artifact, case: Case, role: Role
@@ -464,49 +410,31 @@ class _Preparation:
 
         Returns the weights, and whether the folder's graphs can be used.
         """
-        on_mismatch = case.options.on_mismatch
-        fits, refused = False, False
-        weights: Weights | None = None
-        try:
+        weights, fits = None, False
+        with self.problems.catch():
             flags = {} if case.on_cpu else flag_facts(self.environ)
+            others: set[str] = set()
+            refused = False
             if artifact.backend == case.backend and not case.on_cpu:
-                known = self._surroundings(case)
-                mismatch = fitting.mismatch(artifact, case.options, case.backend, known)
-                self._report_mismatch(mismatch, artifact, on_mismatch)
+                mismatch = find_mismatch(artifact, case, {**self._surroundings(case), **flags})
                 fits = mismatch is None
-                refused = not fits and on_mismatch == "error"
-            if not refused and (artifact.weights or self.fetch_weights):
-                weights = fitting.weights_to_load(artifact, case.backend, fits=fits)
-            if fits:
-                mismatch = fitting.flags_mismatch(artifact, flags)
-                # Flags are the machine's, not the folder's: a draft model is compiled again for them.
-                on_mismatch = "recompile" if role == "draft" else on_mismatch
-                self._report_mismatch(mismatch, artifact, on_mismatch)
-                fits = mismatch is None
-        except ServingError as error:
-            self.problems.add_error(error)
+                if mismatch is not None:
+                    others = mismatch.differences.keys() - {FLAGS}
+                    # Flags are the machine's, not the folder's: a draft model is compiled again for them.
+                    own_flags = role == "draft" and not others
+                    refused = case.options.on_mismatch == "error" and not own_flags
+                    self._report_mismatch(mismatch, artifact, refused=refused)
+            if not (refused and others) and (artifact.weights or self.fetch_weights):
+                kinds = READS.get(case.backend, WHOLE)
+                # Weights that are cut were cut for the graphs beside them.
+                weights = artifact.weights_for(case.backend, kinds - CUT if others else kinds)
         return weights, fits
 
-    def _surroundings(self, case: Case) -> dict[str, object]:
-        """What graphs depend on beside options, as far as it is known of the machine that will serve."""
-        known: dict[str, object] = {}
-        if self.fetch_weights or self.machine.has_neuron:
-            known["target"] = fitting.graph_target(case.machine, case.backend)
-        if self.fetch_weights:
-            known["library_version"] = None
-            if (compiler := backends.compiler(case.backend)) is not None:
-                known["compiler_version"] = compiler.compiler_version()
-        elif self._here and (version := libraries()["neuronx-cc"].version) is not None:
-            known["compiler_version"] = version
-        return known | library_facts(case.backend) if self.fetch_weights or self._here else known
-
     def _report_mismatch(
-        self, mismatch: ArtifactMismatchError | None, artifact: Artifact, on_mismatch: str
+        self, mismatch: ArtifactMismatchError, artifact: Artifact, *, refused: bool
     ) -> None:
-        if mismatch is None:
-            return
         names = tuple(sorted(mismatch.differences))
-        if on_mismatch == "error":
+        if refused:
             self.problems.add_error(mismatch, names)
         else:
             message = (
@@ -515,64 +443,93 @@ class _Preparation:
             )
             self.problems.add("warning", message, names)
 
-    def _find_draft(
-        self, settings: Resolved, base: Path | None, *, weights_needed: bool
-    ) -> _Model | None:
-        """Find the draft model. Returns None if none is named, or if it cannot be read."""
-        name = settings.options.speculative_draft_model
-        if name is None:
-            return None
-        own = replace(self, problems=Problems())
-        try:
-            return own._find(name, base, _DRAFT, settings, weights_needed=weights_needed)
-        except ServingError as error:
-            own.problems.add_error(error)
-            return None
-        finally:
-            self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
+    def _surroundings(self, case: Case) -> dict[str, object]:
+        """What graphs depend on beside options, as far as it is known of the machine that will serve."""
+        known: dict[str, object] = {}
+        if self.fetch_weights or self.machine.has_neuron:
+            known["target"] = graph_target(case.machine, case.backend)
+        if self.fetch_weights:
+            known["library_version"] = None
+            if (compiler := backends.compiler(case.backend)) is not None:
+                known["compiler_version"] = compiler.compiler_version()
+        elif self._here and (version := libraries()["neuronx-cc"].version) is not None:
+            known["compiler_version"] = version
+        return known | library_facts(case.backend) if self.fetch_weights or self._here else known
 
-    def _with_draft(self, prepared: Prepared, draft: _Model) -> Prepared:
+    def _prepare_draft(self, prepared: Prepared, draft: _Model) -> Prepared:
         """Prepare the draft model as every model; its folder's `serving.properties` is for serving it and unread."""
-        own = replace(self, problems=Problems())
-        wanted = draft_settings(prepared.options, prepared.loader, draft.name)
+        backend = prepared.backend
         settings = examine(
             None,
             None,
             sources.without_options(self.environ),
-            own.problems,
-            wanted,
+            self.problems,
+            draft_settings(prepared.options, backend, draft.name),
             overrides_from=DRAFT_ORIGIN,
         )
-        try:
-            own._check_support(prepared.loader, draft.artifact)
-        except ServingError as error:
-            own.problems.add_error(error)
-        settings = own._with_recorded(settings, draft.artifact, prepared.loader)
+        with self.problems.catch():
+            self._check_support(backend, draft.artifact)
+        with self.problems.catch():
+            settings = fill_recorded(settings, draft.artifact, backend)
         settings = replace(settings, options=as_draft_model(settings.options))
-        other = own._plan(settings, draft, prepared.loader, prepared.machine, None, role="draft")
-        self.problems.include(own.problems, "the draft model: ", (_DRAFT,))
-        if own.problems.errors:
+        case = Case(settings.options, draft.facts, prepared.machine, backend)
+        other = self._plan(settings, draft, case, "draft")
+        if self.problems.errors:
             return prepared
-        # Graphs in a folder are the user's choice. Those in the store are ours, of other lengths, or for another model.
-        options = other.options.model_copy(update={"on_mismatch": "recompile"})
         cores = max(prepared.case.degree, other.case.degree)
-        other = replace(
-            other, resolved=replace(other.resolved, options=options), process_cores=cores
-        )
+        other = replace(other, process_cores=cores)
         return replace(prepared, draft=other, process_cores=cores)
 
 
+def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
+    """Write the backend's plan for a prepared model.
+
+    Raises:
+        ConfigError: options are not filled in.
+        ArtifactError: the weights are absent or lie apart from their configuration.
+        IncompatibleOptionsError: the shapes contradict each other.
+    """
+    artifact, options = prepared.artifact, prepared.options
+    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
+    if max_model_len is None or num_slots is None or options.dtype == "auto":
+        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
+        raise ConfigError(msg)
+    weights = prepared.weights
+    if weights is None:
+        msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
+        raise ArtifactNotFoundError(msg)
+    return LoadPlan(
+        model_dir=_folder_to_load(artifact, weights),
+        kind=weights.kind,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
+        prefill_buckets=options.context_length_estimate or (max_model_len,),
+        token_buckets=options.token_buckets or make_buckets(max_model_len),
+        dtype=options.dtype,
+        tensor_parallel_degree=prepared.case.degree,
+        process_cores=prepared.process_cores,
+        trust_remote_code=options.trust_remote_code,
+        revision=options.revision,
+        num_threads=options.cpu_threads,
+        eos_ids=_eos_ids(artifact, tokenizer),
+        num_speculative_tokens=options.speculative_length if options.speculating else 0,
+        mixed_steps=bool(options.enable_chunked_prefill),
+        default_top_k=options.on_device_default_top_k,
+        arguments=prepared.planned.arguments or LibraryArguments(),
+    )
+
+
 def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> _Model:
-    artifact = Artifact(path, "huggingface", None, config, frozenset(), ())
+    artifact = Artifact(path, "huggingface", None, config, ())
     return _Model(name, source, artifact, whole=False)
 
 
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
-    degrees = [options.tensor_parallel_degree]
-    if options.drafting:
-        degrees.append(options.draft_model_tp_size)
+    of_draft = options.draft_model_tp_size if options.drafting else None
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
+    degrees = (options.tensor_parallel_degree, of_draft)
     numbers = [degree for degree in degrees if isinstance(degree, int)]
     return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
 
@@ -586,7 +543,9 @@ def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
     for option, value, origin in resolved.explain():
         if (option, origin) not in before:
             level = logging.DEBUG if origin == "default" else logging.INFO
-            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+            logger.log(
+                level, "option name=%s value=%s origin=%r", option, as_property(value), origin
+            )
     for option, reason in resolved.ignored.items() if logged is None else ():
         logger.info("option_ignored name=%s reason=%r", option, reason)
 
@@ -629,12 +588,9 @@ def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
     if artifact.eos_ids:
         return artifact.eos_ids
-    vocab_size = artifact.config.get("vocab_size")
-    beyond = tokenizer.eos_id is not None and tokenizer.eos_id >= (vocab_size or sys.maxsize)
-    if tokenizer.eos_id is None or beyond:
-        logger.warning(
-            "no_eos path=%s reason='no id of the vocabulary in configuration or tokenizer'",
-            artifact.path,
-        )
-        return frozenset()
-    return frozenset({tokenizer.eos_id})
+    vocab_size = artifact.config.get("vocab_size") or sys.maxsize
+    if tokenizer.eos_id is not None and tokenizer.eos_id < vocab_size:
+        return frozenset({tokenizer.eos_id})
+    reason = "no id of the vocabulary in configuration or tokenizer"
+    logger.warning("no_eos path=%s reason=%r", artifact.path, reason)
+    return frozenset()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import jsonable, shown
+from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.loading.check import Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 _GIB = 2**30
 _BAR_WIDTH = 60
@@ -31,7 +28,6 @@ PARTS = (
     ("headroom", "headroom", "░", "-", "yellow"),
 )
 """The parts of a core's memory, in the order of the bar."""
-_COLOURS = {mark: colour for _, _, mark, _, colour in PARTS}
 _FILE_WIDTH = 160
 """Columns of a table in a file or a pipe, which have no width of their own."""
 _LEVELS: tuple[tuple[str, Level, str], ...] = (
@@ -43,70 +39,57 @@ _LEVELS: tuple[tuple[str, Level, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows under a heading."""
+class Block:
+    """Rows under a heading. Those of a single cell are never wrapped, so that they can be searched for."""
 
     title: str
-    columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Lines under a heading. They are never wrapped, so that they can be searched for."""
-
-    title: str
-    lines: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    """Names of the columns of a table."""
     style: str = ""
 
-
-Block = Table | Lines
+    @classmethod
+    def of_lines(cls, title: str, lines: Iterable[str], style: str = "") -> Block:
+        """A block without columns."""
+        return cls(title, tuple((line,) for line in lines), style=style)
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as JSON values, under the keys that docs/check.md lists."""
-    resolved, facts, plan = report.resolved, report.facts, report.plan
-    explained = resolved.explain() if resolved else []
+    resolved, prepared, findings = report.resolved, report.prepared, report.findings
+    model = plan = None
+    if prepared is not None:
+        facts = jsonable(prepared.case.model)
+        model = {"name": prepared.name, "config": prepared.source, "facts": facts}
+        plan = _plan_json(prepared)
     return {
         "target": report.target,
         "ok": report.ok,
         "loadable": report.loadable,
-        "errors": list(report.errors),
-        "warnings": list(report.warnings),
-        "notes": list(report.notes),
-        "findings": jsonable(tuple(report.findings)),
+        "errors": list(findings.messages("error")),
+        "warnings": list(findings.messages("warning")),
+        "notes": list(findings.messages("note")),
+        "findings": jsonable(tuple(findings)),
         "options": {
-            name: {"value": jsonable(value), "origin": origin} for name, value, origin in explained
+            name: {"value": jsonable(value), "origin": origin}
+            for name, value, origin in (resolved.explain() if resolved else ())
         },
         "ignored": dict(resolved.ignored) if resolved else {},
-        "model": None
-        if report.prepared is None
-        else {
-            "name": report.prepared.name,
-            "config": report.prepared.source,
-            "facts": jsonable(facts),
-        },
-        "plan": None if plan is None else _plan_json(plan, report),
+        "model": model,
+        "plan": plan,
     }
 
 
 def render(report: Report, stream: TextIO, *, everything: bool = False) -> None:
     """Write the report to `stream`. `everything`: options at their default too."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    ascii_only = not _takes(encoding, "".join(_COLOURS))
-    found = [
-        _printable(block, encoding)
-        for block in blocks(report, everything=everything, ascii_only=ascii_only)
-    ]
-    try:
-        from rich.console import Console
-    except ImportError:
-        _render_plain(found, stream)
-        return
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    _render_rich(found, console)
+    ascii_only = not _encodes(encoding, "".join(mark for _, _, mark, _, _ in PARTS))
+    write = _plain_writer(stream)
+    with suppress(ImportError):
+        write = _rich_writer(stream)
+    for block in blocks(report, everything=everything, ascii_only=ascii_only):
+        rows = (tuple(_escape(cell, encoding) for cell in row) for row in block.rows)
+        write(replace(block, rows=tuple(rows)))
 
 
 def blocks(
@@ -115,20 +98,23 @@ def blocks(
     """The sections of the report: settings, plan, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
-            (name, shown(value), origin)
+            (name, as_property(value), origin)
             for name, value, origin in report.resolved.explain()
             if everything or origin != "default"
         )
-        yield Table("Options", ("option", "value", "from"), rows)
-        if report.resolved.ignored:
-            ignored = tuple(sorted(report.resolved.ignored.items()))
-            yield Table("Not for this handler", ("name", "why"), ignored)
-    yield Lines("Plan", tuple(_plan_lines(report, ascii_only=ascii_only)))
-    yield from _handed_over(report)
+        yield Block("Options", rows, ("option", "value", "from"))
+        if ignored := tuple(sorted(report.resolved.ignored.items())):
+            yield Block("Not for this handler", ignored, ("name", "why"))
+    prepared = report.prepared
+    if prepared is None:
+        yield Block.of_lines("Plan", ["none: config.json is missing"])
+    else:
+        yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
+        yield from _argument_blocks(prepared)
     for title, level, style in _LEVELS:
         if messages := report.findings.messages(level):
-            yield Lines(title, tuple(f"- {message}" for message in messages), style)
-    yield Lines("Result", (_verdict(report),), "green" if report.ok else "red")
+            yield Block.of_lines(title, [f"- {message}" for message in messages], style)
+    yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
 
 
 def gib(size_bytes: int) -> str:
@@ -153,11 +139,7 @@ def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False
     return f"[{line[:end]}|{line[end:]}]"
 
 
-def _plan_lines(report: Report, *, ascii_only: bool) -> Iterator[str]:
-    prepared = report.prepared
-    if prepared is None:
-        yield "none: config.json is missing"
-        return
+def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
     plan, model, options = prepared.planned, prepared.case.model, prepared.options
     size = _count(model.num_parameters)
     yield f"model     {prepared.name}: {model.model_type}, {size} parameters ({prepared.source})"
@@ -220,15 +202,11 @@ def _machine(prepared: Prepared) -> str:
     size = device.core_memory_bytes
     capacity = f"of {gib(size)} GiB" if size else "of unknown memory"
     both = _two_degrees(prepared)
-    return "".join(
-        (
-            f"{machines} x {name}" if machines > 1 else name,
-            f": {max(both) if both else degree} of {machines * device.visible_cores} NeuronCores",
-            f" ({device.limited_by})" if device.limited_by else "",
-            f" {capacity}",
-            f"; the model takes {both[0]}, the draft model {both[1]}" if both else "",
-        )
-    )
+    whole = f"{machines} x {name}" if machines > 1 else name
+    cores = f"{max(both) if both else degree} of {machines * device.visible_cores} NeuronCores"
+    limit = f" ({device.limited_by})" if device.limited_by else ""
+    parts = f"; the model takes {both[0]}, the draft model {both[1]}" if both else ""
+    return f"{whole}: {cores}{limit} {capacity}{parts}"
 
 
 def _graphs(plan: ServingPlan) -> str:
@@ -255,16 +233,12 @@ def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterat
     elif memory.capacity and memory.fits:
         yield "          it fits"
     elif memory.capacity:
-        needs = f"needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
-        yield f"          does not fit: {needs}"
+        yield f"          does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
 
 
 def _verdict(report: Report) -> str:
-    counts = [
-        f"{len(messages)} {word if len(messages) == 1 else word + 's'}"
-        for messages, word in ((report.errors, "error"), (report.warnings, "warning"))
-        if messages
-    ]
+    found = {word: len(report.findings.messages(word)) for word in ("error", "warning")}
+    counts = [f"{count} {word}{'s' * (count > 1)}" for word, count in found.items() if count]
     verdict = "ready"
     if not report.ok:
         verdict = "cannot be served like this"
@@ -273,13 +247,13 @@ def _verdict(report: Report) -> str:
     return verdict + (f": {', '.join(counts)}" if counts else "")
 
 
-def _handed_over(report: Report) -> Iterator[Table]:
+def _argument_blocks(prepared: Prepared) -> Iterator[Block]:
     """What the library is given, for the model and for its draft model."""
-    for plan, whose in ((report.plan, ""), (report.draft_plan, ", for the draft model")):
-        if plan is not None and plan.arguments is not None:
-            title = f"Handed to the {plan.backend} library{whose}"
-            rows = tuple(_argument_rows(plan.arguments))
-            yield Table(title, ("where", "name", "value"), rows)
+    for one, whose in ((prepared, ""), (prepared.draft, ", for the draft model")):
+        if one is not None and one.planned.arguments is not None:
+            title = f"Handed to the {one.backend} library{whose}"
+            rows = tuple(_argument_rows(one.planned.arguments))
+            yield Block(title, rows, ("where", "name", "value"))
 
 
 def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]]:
@@ -295,29 +269,30 @@ def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]
         yield "compiler", flag, ""
 
 
-def _plan_json(plan: ServingPlan, report: Report) -> dict[str, Any]:
-    memory, draft = plan.memory, report.draft_plan
+def _plan_json(prepared: Prepared) -> dict[str, Any]:
+    plan, draft = prepared.planned, prepared.draft
+    memory = None
+    if plan.memory is not None:
+        memory = {
+            **{f"{attribute}_bytes": getattr(plan.memory, attribute) for attribute, *_ in PARTS},
+            "needed_bytes": plan.memory.needed,
+            "capacity_bytes": plan.memory.capacity,
+            "fits": plan.memory.fits,
+        }
     return {
         "loader": plan.backend,
         "format": plan.format,
         "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,
-        "memory_per_core": None
-        if memory is None
-        else {
-            **{f"{attribute}_bytes": getattr(memory, attribute) for attribute, *_ in PARTS},
-            "needed_bytes": memory.needed,
-            "capacity_bytes": memory.capacity,
-            "fits": memory.fits,
-        },
+        "memory_per_core": memory,
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
         "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
-        "draft_arguments": None if draft is None else jsonable(draft.arguments),
+        "draft_arguments": None if draft is None else jsonable(draft.planned.arguments),
     }
 
 
-def _takes(encoding: str, text: str) -> bool:
+def _encodes(encoding: str, text: str) -> bool:
     try:
         text.encode(encoding)
     except (LookupError, UnicodeEncodeError):
@@ -325,15 +300,8 @@ def _takes(encoding: str, text: str) -> bool:
     return True
 
 
-def _printable(block: Block, encoding: str) -> Block:
+def _escape(text: str, encoding: str) -> str:
     """Escape what the stream cannot encode and what would control the terminal."""
-    if isinstance(block, Lines):
-        return replace(block, lines=tuple(_escaped(line, encoding) for line in block.lines))
-    rows = (tuple(_escaped(cell, encoding) for cell in row) for row in block.rows)
-    return replace(block, rows=tuple(rows))
-
-
-def _escaped(text: str, encoding: str) -> str:
     shown = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
@@ -341,48 +309,50 @@ def _escaped(text: str, encoding: str) -> str:
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _render_plain(found: Iterable[Block], stream: TextIO) -> None:
-    for block in found:
+def _plain_writer(stream: TextIO) -> Callable[[Block], None]:
+    def write(block: Block) -> None:
+        rows = [block.columns, *block.rows] if block.columns else block.rows
+        # The last column has the long texts and no width.
+        widths = [max(map(len, column)) for column in [*zip(*rows, strict=True)][:-1]] + [0]
         stream.write(f"{block.title}\n")
-        if isinstance(block, Lines):
-            lines: Iterable[str] = block.lines
-        else:
-            rows = [block.columns, *block.rows]
-            # The last column has the long texts and no width.
-            widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-            lines = ("  ".join(_padded(row, widths)).rstrip() for row in rows)
-        stream.writelines(f"  {line}\n" for line in lines)
+        for row in rows:
+            cells = "  ".join(map(str.ljust, row, widths)).rstrip()
+            stream.write(f"  {cells}\n")
         stream.write("\n")
 
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
+    return write
 
 
-def _render_rich(found: Iterable[Block], console: Console) -> None:
+def _rich_writer(stream: TextIO) -> Callable[[Block], None]:
+    """Return a function that writes blocks with rich.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    for block in found:
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+
+    def write(block: Block) -> None:
         console.print(Text(block.title, style="bold"))
-        if isinstance(block, Lines):
-            for line in block.lines:
-                text = Text(f"  {line}", style=block.style)
-                _colour(text)
-                console.print(text, soft_wrap=True)
-        else:
+        if block.columns:
             table = Table(box=box.SIMPLE_HEAD)
             for column in block.columns:
                 table.add_column(column, overflow="fold")
             for row in block.rows:
                 table.add_row(*map(Text, row))
             console.print(table)
+        else:
+            for (line,) in block.rows:
+                text = Text(f"  {line}", style=block.style)
+                for _, _, mark, _, colour in PARTS:
+                    text.highlight_words([mark], colour)
+                console.print(text, soft_wrap=True)
         console.print()
 
-
-def _colour(text: Text) -> None:
-    """Colour the marks of the memory bar."""
-    for index, character in enumerate(text.plain):
-        if colour := _COLOURS.get(character):
-            text.stylize(colour, index, index + 1)
+    return write

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from typing import Final, Literal
 
-from djl_python_neuronx.config.findings import asked
+from djl_python_neuronx.config.findings import is_set
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model_rules import unsupported_options
-from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN
+from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,6 @@ _MODULES: Final = {
     "torch-neuronx": "torch_neuronx",
     "neuronx-cc": "neuronxcc",
 }
-_UNSET = (None, "auto", "max")
-_FILLED_IN = frozenset(
-    {
-        *("dtype", "tensor_parallel_degree", "n_positions", "max_rolling_batch_size"),
-        "context_length_estimate",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -148,15 +141,11 @@ def _refuses(backend: str, options: ServingOptions, model_type: str | None) -> b
     capability = capability_of(backend, model_type)
     if capability is not None:
         ignored = (name for name in capability.ignored_options if not option(name).tunes)
-        if any(asked(options, name) for name in (*ignored, *capability.unsupported_options)):
+        if any(is_set(options, name) for name in (*ignored, *capability.unsupported_options)):
             return True
         if options.speculating and not capability.speculation:
             return True
-    return any(
-        rule.level == "error" and rule.broken(options)
-        for rule in BACKEND_RULES[backend]
-        if not any(getattr(options, name) in _UNSET for name in _FILLED_IN.intersection(rule.names))
-    )
+    return any(finding.level == "error" for finding in library_conflicts(options, backend))
 
 
 def _obstacle(

@@ -1,7 +1,7 @@
-"""Machines with Neuron devices: instance types, what this machine has, and the cores that a process may use.
+"""Machines with Neuron devices: instance types, detection of this machine, and the cores that a process may use.
 
 Detection never raises; `DeviceInfo.seen` and `assumed` describe what was found and what was assumed.
-Sources: AWS Neuron documentation, "Neuron Runtime configuration"; of several machines, transformers-neuronx 0.13,
+Sources: AWS Neuron documentation, "Neuron Runtime configuration"; for several machines, transformers-neuronx 0.13,
 config.py (`NeuronConfig` reads the variables), decoder.py and base.py `pp_forward`.
 """
 
@@ -24,34 +24,34 @@ _AS_MANY_AS_THERE_ARE = -1
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts of a machine, as far as they can be seen."""
+    """The properties of a machine that were detected or looked up."""
 
     instance_type: str | None
     """Such as ``inf2.xlarge``."""
     neuron_devices: int
     """Chips, each with one or more cores."""
     neuron_cores: int
-    """Logical cores. 0 with `neuron_devices` > 0: the devices are there but nothing tells their cores."""
+    """Logical cores. 0 with `neuron_devices` > 0: the number is unknown."""
     memory_bytes: int
-    """Of all Neuron devices, or, on a machine without any, of the host; 0: unknown."""
+    """Memory of all Neuron devices, or of the host if there are none; 0 if unknown."""
     cpus: int
     """CPUs that this process may use."""
     seen: str
-    """What was looked at and found, for messages."""
+    """Where the machine was looked for and what was found, for messages."""
     family: str | None = None
-    """``inf2``, ``trn1`` (also Trn1n) or ``trn2`` (also Trn2 UltraServers); None: not known."""
+    """``inf2``, ``trn1`` (also Trn1n) or ``trn2`` (also Trn2 UltraServers); None if unknown."""
     core_memory_bytes: int = 0
-    """Of each logical core; 0: unknown."""
+    """Memory of each logical core; 0 if unknown."""
     visible_cores: int = _AS_MANY_AS_THERE_ARE
-    """Logical cores that this process may use; all of `neuron_cores` unless told otherwise."""
+    """Logical cores that this process may use; by default all of `neuron_cores`."""
     limited_by: str | None = None
-    """The variable, with its value, that limits `visible_cores`; None: none does."""
+    """The variable, with its value, that limits `visible_cores`; None without a limit."""
     allowed_cores: int | None = None
-    """What it allows, whether or not there are as many."""
+    """The number of cores that this variable allows, which may exceed `neuron_cores`."""
     assumed: str | None = None
-    """What was assumed because it could not be seen, as a sentence; None: nothing."""
+    """Assumptions about values that could not be detected, as a sentence; None without any."""
     local_degree: int | None = None
-    """Cores that each of several machines gives to one tensor parallel group; None: a group lies on one machine."""
+    """Cores of each machine in a tensor parallel group that spans several; None: one machine."""
 
     def __post_init__(self) -> None:
         if self.visible_cores == _AS_MANY_AS_THERE_ARE:
@@ -59,21 +59,21 @@ class DeviceInfo:
 
     @property
     def has_neuron(self) -> bool:
-        """True on a machine with a Neuron device, whether or not it works."""
+        """Whether the machine has a Neuron device, working or not."""
         return self.neuron_devices > 0
 
     def machines(self, degree: int) -> int:
-        """Machines like this one that a tensor parallel group of so many cores lies on."""
+        """Return the number of machines like this one that a tensor parallel group of `degree` cores spans."""
         return -(-degree // self.local_degree) if self.local_degree else 1
 
     def cores_for(self, degree: int) -> int:
-        """Cores that such a group can be laid on, on all of its machines; 0: not known."""
+        """Return the cores available to such a group on all of its machines; 0 if unknown."""
         return self.visible_cores * self.machines(degree)
 
 
 @dataclass(frozen=True)
 class Family:
-    """What all instances of one kind of chip have in common."""
+    """The common properties of all instances with one kind of chip."""
 
     name: str
     degrees: tuple[int, ...]
@@ -83,7 +83,7 @@ class Family:
     core_memory_bytes: int
     """Device memory of a chip divided by its logical cores."""
     used_degrees: tuple[int, ...] = ()
-    """Degrees that are not documented and that guides use nevertheless."""
+    """Undocumented degrees that guides use."""
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -97,12 +97,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             used_degrees=(12,),  # all cores of an inf2.24xlarge
         ),
         Family("trn1", (1, 2, 8, 16, 32), cores_per_device=2, core_memory_bytes=16 * GIB),
-        Family(
-            "trn2",
-            (1, 2, 4, 8, 16, 32, 64),
-            cores_per_device=4,
-            core_memory_bytes=24 * GIB,
-        ),
+        Family("trn2", (1, 2, 4, 8, 16, 32, 64), cores_per_device=4, core_memory_bytes=24 * GIB),
     )
 }
 """Kinds of chips by name. Trn2 is counted with two physical cores to a logical one (LNC 2), its default.
@@ -114,7 +109,7 @@ architecture pages of Inferentia2, Trainium and Trainium2, and "Logical NeuronCo
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance type as AWS sells it."""
+    """An EC2 instance type."""
 
     name: str
     family: str
@@ -147,19 +142,19 @@ INSTANCES: Final[Mapping[str, Instance]] = {
 
 
 def known(instance_type: str | None) -> Instance | None:
-    """The instance type of this name, written for EC2 or for SageMaker (``ml.inf2.xlarge``); None: not one of ours."""
+    """Return the instance type of an EC2 or SageMaker (``ml.inf2.xlarge``) name; None if it is not in `INSTANCES`."""
     return INSTANCES.get((instance_type or "").strip().lower().removeprefix("ml."))
 
 
 def named(instance_type: str) -> DeviceInfo:
-    """The machine that an instance type is, all of its cores free.
+    """Return the machine of an instance type, with all of its cores visible.
 
     Raises:
-        ConfigError: no such instance type has Neuron devices that we know.
+        ConfigError: the instance type is not in `INSTANCES`.
     """
     instance = known(instance_type)
     if instance is None:
-        message = f"{instance_type!r} is no instance type with Neuron devices; expected one of {', '.join(INSTANCES)}"
+        message = f"{instance_type!r} is not a Neuron instance type; expected one of {', '.join(INSTANCES)}"
         raise ConfigError(message)
     family = FAMILIES[instance.family]
     return DeviceInfo(
@@ -175,9 +170,9 @@ def named(instance_type: str) -> DeviceInfo:
 
 
 def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
-    """The machine with each physical core a logical one, if `cores_in_one` (logical_nc_config) is 1 and it has pairs.
+    """Return a Trn2 machine with one physical core per logical core if `cores_in_one` (logical_nc_config) is 1.
 
-    Only Trn2 has pairs. A machine that was seen with `NEURON_LOGICAL_NC_CONFIG=1` is divided already.
+    Other machines are returned unchanged, and one that was detected with `NEURON_LOGICAL_NC_CONFIG=1`.
     """
     family = FAMILIES.get(device.family or "")
     if cores_in_one != 1 or family is None or family.name != "trn2":
@@ -186,7 +181,7 @@ def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
         return device
     cores, visible = 2 * device.neuron_cores, device.visible_cores
     if device.allowed_cores is not None:
-        # A limit counts logical cores as they are going to be.
+        # The limit counts logical cores after the division.
         visible = min(device.allowed_cores, cores)
     elif visible == device.neuron_cores:
         visible = cores
@@ -199,9 +194,9 @@ def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
 
 
 def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tuple[int, ...]:
-    """Documented tensor parallel degrees within `cores`, ascending; all families' where the family is not known.
+    """Return the documented tensor parallel degrees up to `cores`, ascending; of all families if it is unknown.
 
-    `used`: those that guides use beside them, too.
+    `used`: include undocumented degrees that guides use.
     """
     known_family = FAMILIES.get(family or "")
     chosen = [known_family] if known_family else FAMILIES.values()
@@ -217,35 +212,35 @@ def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tupl
 _VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 _TIMEOUT_S = 20.0
 _SHOWN = 60
-"""Characters of a value that is not understood."""
+"""Characters of an invalid value that messages show."""
 _MOST_CORES = 4096
-"""More than any machine has; a longer list of cores is a typing error, not a wish."""
+"""More than any machine has; a longer list of cores is a typing error."""
 
 
 class CoreLimit(NamedTuple):
-    """What a variable lets the Neuron runtime take; as text, the variable and its value."""
+    """The cores that a variable leaves to the Neuron runtime; as text, the variable and its value."""
 
     name: str
     value: str
     num_cores: int | None
-    """None: the value is not understood, or asks for all cores."""
+    """None: the value is invalid, or allows all cores."""
     last_core: int | None = None
-    """The greatest number that is listed; None: none is, any cores will do."""
+    """The highest core number in the list; None without a list."""
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the value, in words; None: it is understood."""
+        """The problem with the value; None if it is valid."""
         if self.num_cores is not None or (self.name == _NUM_CORES and not self.value.strip("0")):
             return None
         expected = "a number" if self.name == _NUM_CORES else "cores such as 0-7 or 0,1,4-5"
         value = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}…"
-        return f"{self.name}={value} is not understood and left aside; expected {expected}"
+        return f"{self.name}={value} is ignored: expected {expected}"
 
     def beyond(self, machine: DeviceInfo) -> str | None:
-        """What is wrong with the value on a machine that has no such cores; None: nothing, or nobody knows."""
+        """Return the problem with the value on a machine that lacks these cores; None if it has them, or is unknown."""
         cores = machine.neuron_cores
         if cores and machine.family == "trn2":
             # As many as there are if each physical core is a logical one.
@@ -258,12 +253,12 @@ class CoreLimit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Listing:
-    """What `neuron-ls` said."""
+    """The output of `neuron-ls`."""
 
     devices: list[dict[str, Any]]
     instance_type: str | None
-    told: str
-    """What became of the call, in words."""
+    outcome: str
+    """The outcome of the call, for messages."""
 
 
 def detect(
@@ -271,30 +266,30 @@ def detect(
     search_path: str | None = None,
     environ: Mapping[str, str] = {},
 ) -> DeviceInfo:
-    """The machine's facts from `/dev/neuron*`, `neuron-ls -j`, the firmware's product name and the host's memory.
+    """Detect the machine from `/dev/neuron*`, `neuron-ls -j`, the firmware's product name and the host's memory.
 
-    Never raises. `root` and `search_path` (None: `$PATH`) tell where to look; of `environ` the variables that limit
-    the cores of this process count: that of `core_limit`, and `NEURON_LOGICAL_NC_CONFIG`.
+    Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: the
+    variables of `core_limit` and `NEURON_LOGICAL_NC_CONFIG` are read.
     """
     paths = [
         path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
     ]
     listing = _neuron_ls(search_path)
     devices = max(len(paths), len(listing.devices))
-    told = _product_name(root) or listing.instance_type
-    instance = known(told)
+    name = _product_name(root) or listing.instance_type
+    instance = known(name)
     cores, memory = _total(listing.devices, "nc_count"), _total(listing.devices, "memory_size")
     assumed = None
     if devices and instance:
         cores, memory, assumed = _corrected(cores, memory, devices, instance, environ)
     limit = core_limit(environ)
     found = DeviceInfo(
-        instance_type=instance.name if instance else told,
+        instance_type=instance.name if instance else name,
         neuron_devices=devices,
         neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
         cpus=_cpus(),
-        seen=f"{len(paths)} devices under {root / 'dev'}, {listing.told}{_told(limit)}",
+        seen=f"{len(paths)} devices under {root / 'dev'}, {listing.outcome}{_describe(limit)}",
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
         assumed=assumed,
@@ -303,16 +298,16 @@ def detect(
 
 
 def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
-    """The machine as a process with these variables has it: fewer cores (`core_limit`), or as one of several (`nodes`).
+    """Return the machine as a process with these variables sees it: with limited cores, or as one of several.
 
-    The variables count for a machine that was only named too, on which such a process is going to run.
+    This includes a machine that was only named, since the process will run on it.
     """
     limited = _limited(machine, core_limit(environ))
     return replace(limited, local_degree=local_degree(environ))
 
 
 def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
-    """The limit on the cores of a process: `NEURON_RT_VISIBLE_CORES`, else `NEURON_RT_NUM_CORES`; None: none is set.
+    """Return the core limit in `NEURON_RT_VISIBLE_CORES`, else `NEURON_RT_NUM_CORES`; None if neither is set.
 
     Source: AWS Neuron documentation, "Neuron Runtime configuration".
     """
@@ -330,35 +325,35 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
 def _corrected(
     cores: int, memory: int, devices: int, instance: Instance, environ: Mapping[str, str]
 ) -> tuple[int, int, str | None]:
-    """Logical cores, their memory in bytes, and what had to be assumed to know them."""
+    """Return the logical cores, their memory in bytes, and the assumptions behind them."""
     family = FAMILIES[instance.family]
     expected = devices * _logical_cores(family, environ)
-    told = []
+    assumed = []
     if not cores:
-        told.append("neuron-ls does not tell the cores")
+        assumed.append("neuron-ls does not list the cores")
     elif cores != expected and family.name == "trn2":
         # Which of the two neuron-ls lists is not documented.
-        told.append(f"neuron-ls lists {cores} cores, taken for physical ones")
+        assumed.append(f"neuron-ls lists {cores} cores, taken for physical ones")
         cores = 0
     if not memory:
-        told.append("neuron-ls does not tell the memory")
+        assumed.append("neuron-ls does not list the memory")
         memory = devices * family.cores_per_device * family.core_memory_bytes
     cores = cores or expected
-    if not told:
+    if not assumed:
         return cores, memory, None
     size = memory / cores / 2**30
     counted = f"{cores} cores with {size:g} GiB each, as {devices} devices of {instance.name} have"
-    return cores, memory, f"{' and '.join(told)}: {counted}"
+    return cores, memory, f"{' and '.join(assumed)}: {counted}"
 
 
 def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
-    """Logical cores of a device; Trn2's can be told to make one of each physical core."""
+    """Return the logical cores of a device; on Trn2 they depend on NEURON_LOGICAL_NC_CONFIG."""
     alone = environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip() == "1"
     return family.cores_per_device * (2 if alone and family.name == "trn2" else 1)
 
 
 def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
-    """The machine with no more cores than the limit allows; one that is not understood is left aside."""
+    """Return the machine with at most the cores of the limit; an invalid limit is ignored."""
     if limit is None or limit.num_cores is None or not machine.has_neuron:
         return machine
     cores = machine.neuron_cores
@@ -368,8 +363,8 @@ def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
     )
 
 
-def _told(limit: CoreLimit | None) -> str:
-    """The words about a limit that was set."""
+def _describe(limit: CoreLimit | None) -> str:
+    """Describe a limit that is set."""
     if limit is None:
         return ""
     if limit.num_cores is None:
@@ -378,7 +373,7 @@ def _told(limit: CoreLimit | None) -> str:
 
 
 def _listed_cores(text: str) -> set[int]:
-    """The cores that a list such as ``0,1,4-7`` names; empty if it is no such list."""
+    """Parse a list of cores such as ``0,1,4-7``; empty if it is invalid."""
     named: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
@@ -403,7 +398,7 @@ def _neuron_ls(search_path: str | None) -> _Listing:
         answer = json.loads(ran.stdout)
     except (OSError, subprocess.SubprocessError, ValueError, RecursionError) as error:
         return _Listing([], None, f"{program} failed ({type(error).__name__})")
-    # An object with the instance beside the list of devices is allowed for: the format is not documented.
+    # The format is not documented: a list of devices, or an object with that list and the instance type.
     rows, name = answer, None
     if isinstance(answer, dict):
         rows, name = answer.get("mlas", []), answer.get("instance_type")
@@ -422,7 +417,7 @@ def _product_name(root: Path) -> str | None:
 
 
 def _host_memory(root: Path) -> int:
-    """Memory of the host or of this container, whichever is less."""
+    """Return the memory of the host or the limit of this container, whichever is less."""
     sizes = [
         int(words[1]) * 1024
         for words in map(str.split, _read(root / "proc/meminfo").splitlines())
@@ -459,13 +454,13 @@ PP_STAGES = "NEURON_PP_STAGES"
 
 
 def local_degree(environ: Mapping[str, str]) -> int | None:
-    """`NEURON_LOCAL_TP`: cores that each machine gives to a tensor parallel group; None: not set, or no number."""
+    """Return `NEURON_LOCAL_TP`, the cores of each machine in a tensor parallel group; None if unset or no number."""
     text = environ.get(LOCAL_TP, "").strip()
     return int(text) or None if text.isdecimal() and len(text) < 6 else None
 
 
 def spanning(degree: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables, with their values, by which a model of this tensor parallel degree lies on several machines."""
+    """Return the variables, with their values, that spread a model of this degree over several machines."""
     single = {LOCAL_TP: degree, RANK_ID: 0, PP_STAGES: 1}
     return tuple(
         f"{name}={environ[name]}"
@@ -475,16 +470,16 @@ def spanning(degree: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def obstacle(degree: int, environ: Mapping[str, str]) -> str | None:
-    """Why a process with these variables cannot serve a model of this tensor parallel degree; None: it can.
+    """Explain why a process with these variables cannot serve a model of this degree; None if it can.
 
     The machines of a group wait for each other in every step, so each of them has to make the same calls at the same
-    time, and those follow from requests that only the first one gets.
+    time. Those calls follow from requests, which only the first machine gets.
     """
     found = spanning(degree, environ)
     if not found:
         return None
     return (
-        f"{' and '.join(found)}, with tensor_parallel_degree={degree}, is a part of a model on several machines, which "
-        f"is not served here: nothing tells the other machines what to run. Expected {LOCAL_TP} to be the degree, "
-        f"{RANK_ID} 0 and {PP_STAGES} 1, or none of them; unset them, and take a machine that holds the model"
+        f"{' and '.join(found)} with tensor_parallel_degree={degree} spreads the model over several machines, which is "
+        f"not supported. Expected {LOCAL_TP} to be the degree, {RANK_ID} 0 and {PP_STAGES} 1, or none of them; unset "
+        "them, and use a machine that holds the model"
     )

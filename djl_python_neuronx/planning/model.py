@@ -1,4 +1,4 @@
-"""Facts of a model from its `config.json`, whatever its architecture calls them, and its number of parameters.
+"""Model sizes and limits read from `config.json`, under the names of every architecture, and parameter counts.
 
 Source of the parameter counts: the modelling code of transformers 5.23, which tests/planning/test_parameters.py builds
 and compares with.
@@ -16,12 +16,12 @@ _KNOWN_DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes and limits of a model; None where its configuration does not say."""
+    """Sizes and limits of a model; None if its configuration does not contain one."""
 
     model_type: str | None = None
-    """What `config.json` calls the architecture: ``llama``."""
+    """`model_type` of `config.json`, such as ``llama``."""
     architecture: str | None = None
-    """The class that the checkpoint was saved from: ``LlamaForCausalLM``."""
+    """Model class of the checkpoint, such as ``LlamaForCausalLM``."""
     num_layers: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -33,59 +33,59 @@ class ModelFacts:
     """Key and value heads; equal to `num_heads` without grouping."""
     head_dim: int | None = None
     max_positions: int | None = None
-    """Longest sequence that the model was trained for."""
+    """Longest sequence that the model supports, in tokens."""
     sliding_window: int | None = None
-    """Tokens that attention looks back in all or some layers; None: all."""
+    """Tokens that attention covers in all or some layers; None: all tokens."""
     num_experts: int = 1
     """1: a dense model."""
     tied_embeddings: bool = False
     """Whether the output projection is the token embedding."""
     dtype: str | None = None
-    """float32, float16 or bfloat16: what the checkpoint is stored in."""
+    """Type of the stored weights: float32, float16 or bfloat16."""
     num_parameters: int | None = None
-    """Numbers in all tensors, tied ones once; None: the architecture's tensors are not known here."""
+    """Parameter count, tied tensors once; None for an unknown architecture."""
     embedding_parameters: int = 0
-    """Those of them in the tables of tokens and learned positions; 0 where `num_parameters` is None."""
+    """Parameters of the token and position embeddings; 0 if `num_parameters` is None."""
     cache_values_per_token: int | None = None
-    """Numbers that the KV cache holds for one token of one sequence, all layers together."""
+    """Numbers in the KV cache for one token of one sequence, over all layers."""
     attention_bias: bool = False
-    """Whether the configuration switches biases of the attention's projections on."""
+    """Whether the configuration enables biases of the attention projections."""
     mlp_bias: bool = False
     """The same for the feed-forward network."""
     activation: str | None = None
-    """Of the feed-forward network: ``silu``."""
+    """Activation of the feed-forward network, such as ``silu``."""
     rope_type: str | None = None
-    """How rotary positions are scaled: ``llama3``; None: they are not."""
+    """Scaling of rotary positions, such as ``llama3``; None without scaling."""
     parallel_residual: bool = True
-    """False: GPT-NeoX's layers add attention and feed-forward network one after the other."""
+    """False: attention and feed-forward network of GPT-NeoX run one after the other."""
     norm_first: bool = True
-    """False: OPT's layers normalise what they give instead of what they get (opt-350m)."""
+    """False: the layers of OPT normalise their outputs instead of their inputs (opt-350m)."""
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], checkpoint_dtype: str | None = None
     ) -> ModelFacts:
-        """Facts from the content of `config.json`.
+        """Read the facts from the content of `config.json`.
 
-        `checkpoint_dtype` is what the weight files say, for a configuration that does not.
+        `checkpoint_dtype`: type of the weight files, used if the configuration has none.
         """
         top, nested = config, config.get("text_config")
         config = {**config, **nested} if isinstance(nested, Mapping) else config
         sizes = Dimensions.of(config)
         # A vision tower's tensors are not counted, and a count without them would be a wrong one.
         tensors = None if isinstance(top.get("vision_config"), Mapping) else count(config, sizes)
-        told = (config.get("dtype"), config.get("torch_dtype"), checkpoint_dtype)
-        dtypes = (text.removeprefix("torch.") for text in told if isinstance(text, str))
+        texts = (config.get("dtype"), config.get("torch_dtype"), checkpoint_dtype)
+        dtypes = (text.removeprefix("torch.") for text in texts if isinstance(text, str))
         return cls(
             model_type=_text(top.get("model_type")),
             architecture=_architecture(top),
-            num_layers=sizes.layers,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            vocab_size=sizes.vocab,
-            num_heads=sizes.heads,
-            num_kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
+            num_layers=sizes.layers or None,
+            hidden_size=sizes.hidden or None,
+            intermediate_size=sizes.intermediate or None,
+            vocab_size=sizes.vocab or None,
+            num_heads=sizes.heads or None,
+            num_kv_heads=sizes.kv_heads or None,
+            head_dim=sizes.head_dim or None,
             max_positions=first_size(config, *_POSITION_KEYS),
             sliding_window=_sliding_window(config),
             num_experts=sizes.experts,
@@ -93,7 +93,8 @@ class ModelFacts:
             dtype=next((dtype for dtype in dtypes if dtype in _KNOWN_DTYPES), None),
             num_parameters=tensors.total if tensors else None,
             embedding_parameters=tensors.embedding if tensors else 0,
-            cache_values_per_token=_cache_values(sizes),
+            # Keys and values.
+            cache_values_per_token=2 * sizes.layers * sizes.keys or None,
             attention_bias=config.get("attention_bias") is True,
             mlp_bias=config.get("mlp_bias") is True,
             activation=_text(config.get("hidden_act", config.get("activation_function"))),
@@ -101,12 +102,6 @@ class ModelFacts:
             parallel_residual=config.get("use_parallel_residual") is not False,
             norm_first=config.get("do_layer_norm_before") is not False,
         )
-
-
-def _cache_values(sizes: Dimensions) -> int | None:
-    if sizes.layers is None or sizes.kv_heads is None or sizes.head_dim is None:
-        return None
-    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -145,38 +140,57 @@ _TIED_BY_DEFAULT = frozenset(
     ("bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "opt")
 )
 _FOUR_TIMES_WIDE = frozenset(("bloom", "gpt2", "gpt_bigcode", "gptj"))
-"""Architectures whose feed-forward network is four times the hidden size unless told otherwise."""
+"""Architectures whose feed-forward network is by default four times the hidden size."""
 
 
 def first_size(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of `keys` that holds a positive whole number."""
+    """Return the first positive integer among the values of `keys`, or None."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if type(value) is int and 0 < value < 2**63), None)
 
 
 def model_type(config: Mapping[str, Any]) -> str:
-    """The architecture's name in `config.json`; empty: there is none."""
-    told = config.get("model_type")
-    return told if isinstance(told, str) else ""
+    """Return `model_type` of `config.json`; empty if it has none."""
+    return _text(config.get("model_type")) or ""
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes that tensors have; None where the configuration does not say."""
+    """Sizes of a model's tensors; 0 if the configuration does not contain one."""
 
-    layers: int | None
-    hidden: int | None
-    intermediate: int | None
-    vocab: int | None
-    heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
     experts: int
     tied: bool
 
+    @property
+    def table(self) -> int:
+        """Numbers of the token embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output projection; 0 if it is the token embedding."""
+        return 0 if self.tied else self.table
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
-        """Sizes from the content of `config.json`, under any of the names that architectures give them."""
+        """Read the sizes from the content of `config.json`, under the names of every architecture."""
         kind = model_type(config)
         attention, experts = _part(config, "attn_config"), _part(config, "ffn_config")
         hidden = first_size(config, "n_embed", "hidden_size", "n_embd", "d_model")
@@ -192,74 +206,40 @@ class Dimensions:
         if num_experts and kind == "qwen3_moe":
             intermediate = first_size(config, "moe_intermediate_size") or intermediate
         return cls(
-            layers=first_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-            hidden=hidden,
-            intermediate=intermediate,
-            vocab=first_size(config, "vocab_size"),
-            heads=heads,
-            kv_heads=_kv_heads(config, attention, heads),
-            head_dim=head_dim,
+            layers=first_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+            or 0,
+            hidden=hidden or 0,
+            intermediate=intermediate or 0,
+            vocab=first_size(config, "vocab_size") or 0,
+            heads=heads or 0,
+            kv_heads=_kv_heads(config, attention, heads) or 0,
+            head_dim=head_dim or 0,
             experts=num_experts or first_size(experts, "moe_num_experts") or 1,
             tied=_flag(config, "tie_word_embeddings", kind in _TIED_BY_DEFAULT),
         )
 
 
 class Tensors(NamedTuple):
-    """Numbers in a model's tensors, by where they are kept."""
+    """Parameter counts of a model by the place of the tensors."""
 
     embedding: int
-    """Tables of tokens and learned positions."""
+    """Token and learned position embeddings."""
     layers: int
-    """All layers and what lies around them, norms included."""
+    """All layers and the tensors around them, norms included."""
     head: int
-    """The output projection; 0 where it is the token embedding."""
+    """Output projection; 0 if it is the token embedding."""
 
     @property
     def total(self) -> int:
-        """All of them, tied ones once."""
+        """The parameter count of the model, tied tensors once."""
         return self.embedding + self.layers + self.head
 
 
-def count(config: Mapping[str, Any], dimensions: Dimensions) -> Tensors | None:
-    """The numbers in all tensors; None for an architecture that is not known here or a size that is missing."""
+def count(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
+    """Count the parameters. Returns None for an unknown architecture or a missing size."""
     counter = _COUNTERS.get(model_type(config))
-    sizes = _Sizes.of(dimensions)
-    return counter(config, sizes) if counter and sizes else None
-
-
-class _Sizes(NamedTuple):
-    """`Dimensions` of which none is missing."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    tied: bool
-
-    @classmethod
-    def of(cls, found: Dimensions) -> _Sizes | None:
-        values = tuple(getattr(found, name) for name in cls._fields)
-        return None if None in values else cls(*values)
-
-    @property
-    def table(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def head(self) -> int:
-        return 0 if self.tied else self.table
-
-    @property
-    def query(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        return self.kv_heads * self.head_dim
+    known = all(size for name, size in vars(sizes).items() if name != "tied")
+    return counter(config, sizes) if counter and known else None
 
 
 def _kv_heads(
@@ -275,75 +255,75 @@ def _kv_heads(
     return first_size(config, "num_key_value_heads") or heads
 
 
-def _attention(sizes: _Sizes, *, qkv_bias: bool = False, out_bias: bool = False) -> int:
+def _attention(sizes: Dimensions, *, qkv_bias: bool = False, out_bias: bool = False) -> int:
     projections = sizes.hidden * (2 * sizes.query + 2 * sizes.keys)
     biases = qkv_bias * (sizes.query + 2 * sizes.keys) + out_bias * sizes.hidden
     return projections + biases
 
 
-def _attention_of(config: Mapping[str, Any], sizes: _Sizes, *, default: bool = False) -> int:
-    """Attention with a bias on every projection or on none, as the configuration says."""
+def _attention_of(config: Mapping[str, Any], sizes: Dimensions, *, default: bool = False) -> int:
+    """Count attention with a bias on every projection or on none, by `attention_bias`."""
     biased = _flag(config, "attention_bias", default)
     return _attention(sizes, qkv_bias=biased, out_bias=biased)
 
 
-def _gated(sizes: _Sizes, intermediate: int, *, bias: bool = False) -> int:
-    """A feed-forward network with a gate: three matrices."""
+def _gated(sizes: Dimensions, intermediate: int, *, bias: bool = False) -> int:
+    """Count a feed-forward network with a gate: three matrices."""
     biases = bias * (2 * intermediate + sizes.hidden)
     return 3 * sizes.hidden * intermediate + biases
 
 
-def _plain(sizes: _Sizes, *, bias: bool = True) -> int:
-    """A feed-forward network without a gate: two matrices."""
+def _plain(sizes: Dimensions, *, bias: bool = True) -> int:
+    """Count a feed-forward network without a gate: two matrices."""
     biases = bias * (sizes.intermediate + sizes.hidden)
     return 2 * sizes.hidden * sizes.intermediate + biases
 
 
-def _rms_normed(sizes: _Sizes, attention: int, network: int, norms: int = 2) -> Tensors:
-    """A decoder of equal layers with norms that only scale, and one more at the end."""
+def _rms_normed(sizes: Dimensions, attention: int, network: int, norms: int = 2) -> Tensors:
+    """Count a decoder of equal layers with RMS norms, one of them at the end."""
     layer = attention + network + norms * sizes.hidden
     return Tensors(sizes.table, sizes.layers * layer + sizes.hidden, sizes.head)
 
 
-def _llama(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _llama(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     network = _gated(sizes, sizes.intermediate, bias=_flag(config, "mlp_bias", default=False))
     return _rms_normed(sizes, _attention_of(config, sizes), network)
 
 
-def _unbiased(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
-    """Mistral; and Phi-3, whose fused projections are the same matrices."""
+def _unbiased(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
+    """Count Mistral, and Phi-3, whose fused projections are the same matrices."""
     return _rms_normed(sizes, _attention(sizes), _gated(sizes, sizes.intermediate))
 
 
-def _experts(sizes: _Sizes, *, bias: bool = False) -> int:
+def _experts(sizes: Dimensions, *, bias: bool = False) -> int:
     router = (sizes.hidden + bias) * sizes.experts
     return router + sizes.experts * _gated(sizes, sizes.intermediate, bias=bias)
 
 
-def _mixtral(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _mixtral(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     return _rms_normed(sizes, _attention(sizes), _experts(sizes))
 
 
-def _gpt_oss(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _gpt_oss(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     sinks = sizes.heads
     attention = _attention_of(config, sizes, default=True) + sinks
     return _rms_normed(sizes, attention, _experts(sizes, bias=True))
 
 
-def _qwen2(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _qwen2(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     return _rms_normed(sizes, _attention(sizes, qkv_bias=True), _gated(sizes, sizes.intermediate))
 
 
-def _qwen3_attention(config: Mapping[str, Any], sizes: _Sizes) -> int:
+def _qwen3_attention(config: Mapping[str, Any], sizes: Dimensions) -> int:
     # One norm for the queries' heads and one for the keys'.
     return _attention_of(config, sizes) + 2 * sizes.head_dim
 
 
-def _qwen3(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _qwen3(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     return _rms_normed(sizes, _qwen3_attention(config, sizes), _gated(sizes, sizes.intermediate))
 
 
-def _qwen3_moe(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+def _qwen3_moe(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
     dense = config.get("mlp_only_layers") or []
     step = first_size(config, "decoder_sparse_step") or 1
     width = first_size(config, "intermediate_size")
@@ -360,22 +340,22 @@ def _qwen3_moe(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
     return Tensors(sizes.table, layers + networks + sizes.hidden, sizes.head)
 
 
-def _gemma2(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _gemma2(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     attention = _attention_of(config, sizes)
     return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
 
 
-def _gemma3(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _gemma3(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     attention = _qwen3_attention(config, sizes)
     return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
 
 
-def _layer_normed(sizes: _Sizes, layer: int, embedding: int, around: int = 0) -> Tensors:
-    """A decoder of equal layers, and a norm with scale and shift at the end; `around`: numbers beside the layers."""
+def _layer_normed(sizes: Dimensions, layer: int, embedding: int, around: int = 0) -> Tensors:
+    """Count a decoder of equal layers with a layer norm at the end; `around`: parameters outside the layers."""
     return Tensors(embedding, sizes.layers * layer + 2 * sizes.hidden + around, sizes.head)
 
 
-def _gpt2(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+def _gpt2(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
     positions = first_size(config, "n_positions", "max_position_embeddings")
     if positions is None:
         return None
@@ -384,24 +364,24 @@ def _gpt2(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
     return _layer_normed(sizes, layer, sizes.table + positions * sizes.hidden)
 
 
-def _gptj(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _gptj(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     layer = _attention(sizes) + _plain(sizes) + 2 * sizes.hidden
     found = _layer_normed(sizes, layer, sizes.table)
     return found._replace(head=found.head + sizes.vocab)  # the only head with a bias, tied or not
 
 
-def _gpt_neox(config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _gpt_neox(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     attention = _attention_of(config, sizes, default=True)
     return _layer_normed(sizes, attention + _plain(sizes) + 4 * sizes.hidden, sizes.table)
 
 
-def _bloom(_config: Mapping[str, Any], sizes: _Sizes) -> Tensors:
+def _bloom(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
     attention = _attention(sizes, qkv_bias=True, out_bias=True)
     layer = attention + _plain(sizes) + 4 * sizes.hidden
     return _layer_normed(sizes, layer, sizes.table, around=2 * sizes.hidden)  # the embedding's norm
 
 
-def _opt(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
+def _opt(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
     positions = first_size(config, "max_position_embeddings")
     if positions is None:
         return None
@@ -415,13 +395,13 @@ def _opt(config: Mapping[str, Any], sizes: _Sizes) -> Tensors | None:
     projections = 0 if width == sizes.hidden else 2 * width * sizes.hidden
     table = sizes.vocab * width
     return Tensors(
-        embedding=table + (positions + 2) * sizes.hidden,  # two positions more than it says
+        embedding=table + (positions + 2) * sizes.hidden,  # the table has two positions more
         layers=sizes.layers * layer + last * norm + projections,
         head=0 if sizes.tied else table,
     )
 
 
-_COUNTERS: Final[Mapping[str, Callable[[Mapping[str, Any], _Sizes], Tensors | None]]] = {
+_COUNTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Dimensions], Tensors | None]]] = {
     "bloom": _bloom,
     "dbrx": _mixtral,
     "gemma": _llama,

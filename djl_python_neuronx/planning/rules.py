@@ -20,11 +20,25 @@ OPEN: Final = frozenset({"auto", "optimum", "vllm"})
 """Values of model_loader that leave the backend open."""
 
 _BY_ROWS = frozenset({"tnx", "vllm"})
+_FILLED_IN = (
+    *("dtype", "tensor_parallel_degree"),
+    *("n_positions", "max_rolling_batch_size", "context_length_estimate"),
+)
 
 
 def conflicts(options: ServingOptions) -> Iterator[Finding]:
     """Yield the findings of the rules that hold with every backend."""
     return broken_rules(RULES, options)
+
+
+def library_conflicts(options: ServingOptions, backend: str) -> Iterator[Finding]:
+    """Yield the findings of a library's rules about options that are not filled in yet.
+
+    Rules about one that is still to be filled in are left out. No findings for a backend without a library.
+    """
+    unset = {name for name in _FILLED_IN if getattr(options, name) in (None, "auto", "max")}
+    rules = BACKEND_RULES.get(backend, ())
+    return broken_rules((rule for rule in rules if unset.isdisjoint(rule.names)), options)
 
 
 def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Finding]:

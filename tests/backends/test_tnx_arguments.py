@@ -87,9 +87,9 @@ def test_check_plans_what_a_start_compiles(
     models = tnx_double.install(monkeypatch)
     overrides = {**SETTINGS, **settings}
     report = check(str(TINY), environ={}, overrides=overrides, machine=MACHINE)
-    assert report.errors == ()
-    assert report.plan is not None
-    arguments = report.plan.arguments
+    assert report.findings.messages("error") == ()
+    assert report.prepared is not None
+    arguments = report.prepared.planned.arguments
     assert arguments is not None
     prepared = prepare_or_raise(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
     plan = load_plan(prepared, prepared.load_tokenizer())
@@ -100,22 +100,24 @@ def test_check_plans_what_a_start_compiles(
     assert list(tnx_double.CALLS.items()) == list(arguments.calls.items())
     assert model.amp == arguments.constructor["amp"]
     assert model.token_buckets == arguments.constructor["n_positions"]
-    assert compiled(model) == own(report.plan.graphs)
+    assert compiled(model) == own(report.prepared.planned.graphs)
     if model.chunked:
-        blocks = {graph.batch for graph in report.plan.graphs}
+        blocks = {graph.batch for graph in report.prepared.planned.graphs}
         assert blocks == set(model.block_buckets)
         assert {columns // backend.spec.cache_block for columns in backend.spec.cache_buckets} == (
             blocks
         )
     elif not prepared.options.on_device_generation:
-        ends = {graph.bucket for graph in report.plan.graphs if graph.kind == "decode"}
+        ends = {graph.bucket for graph in report.prepared.planned.graphs if graph.kind == "decode"}
         assert set(backend.spec.token_buckets) == ends
-    if report.draft_plan is not None:
+    if report.prepared.draft is not None:
         assert prepared.draft is not None
-        assert prepared.draft.planned.arguments == report.draft_plan.arguments
-        drafts = {graph for graph in report.plan.graphs if graph.kind.startswith("draft")}
+        assert prepared.draft.planned.arguments == report.prepared.draft.planned.arguments
+        drafts = {
+            graph for graph in report.prepared.planned.graphs if graph.kind.startswith("draft")
+        }
         kinds = {replace(graph, kind=graph.kind.removeprefix("draft ")) for graph in drafts}  # type: ignore[arg-type]
-        assert kinds == set(report.draft_plan.graphs)
+        assert kinds == set(report.prepared.draft.planned.graphs)
     backend.close()
 
 
@@ -149,9 +151,12 @@ def test_a_large_model_whose_cache_is_divided_by_tokens(
     }
     machine = machines.named("inf2.48xlarge")
     report = check(str(tmp_path), environ={}, overrides=settings, machine=machine)
-    assert report.errors == ()
-    assert any("decode graphs are compiled for the longest only" in w for w in report.warnings)
-    plan = report.plan
+    assert report.findings.messages("error") == ()
+    assert any(
+        "decode graphs are compiled for the longest only" in w
+        for w in report.findings.messages("warning")
+    )
+    plan = report.prepared.planned
     assert plan is not None
     assert plan.arguments is not None
     assert plan.arguments.constructor["n_positions"] == [4096]

@@ -22,7 +22,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.report import as_json, bar, gib, render, shown
+from djl_python_neuronx.loading.report import as_json, as_property, bar, gib, render
 from djl_python_neuronx.planning import backend_choice, machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -113,13 +113,15 @@ def test_every_recipe_is_listed():
 def test_every_recipe_is_ready(environ, laptop, recipe, named):
     machine, loader, told = RECIPES[recipe]
     report = run(ROOT / "configs" / f"{recipe}.properties", environ, machine if named else None)
-    assert report.errors == ()
-    assert report.warnings == ()
-    assert told is None or any(told in note for note in report.notes)
-    assert report.plan.backend == loader
-    assert report.plan.memory.fits
-    assert bool(report.plan.graphs) == (loader != "cpu")
-    assert report.plan.estimated_compile_s <= report.resolved.options.model_loading_timeout
+    assert report.findings.messages("error") == ()
+    assert report.findings.messages("warning") == ()
+    assert told is None or any(told in note for note in report.findings.messages("note"))
+    assert report.prepared.planned.backend == loader
+    assert report.prepared.planned.memory.fits
+    assert bool(report.prepared.planned.graphs) == (loader != "cpu")
+    assert (
+        report.prepared.planned.estimated_compile_s <= report.resolved.options.model_loading_timeout
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -157,8 +159,8 @@ def test_a_broken_file_prints_all_its_errors_at_once(process, laptop, capsys, pa
 def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     report = run(folder(tmp_path))
     assert report.ok
-    assert report.plan.backend == "cpu"
-    (warning,) = report.warnings
+    assert report.prepared.planned.backend == "cpu"
+    (warning,) = report.findings.messages("warning")
     assert "no weights" in warning
     assert "only planned" in warning
     assert not report.loadable
@@ -168,7 +170,7 @@ def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, tmp_path)
-    (error,) = run(tmp_path).errors
+    (error,) = run(tmp_path).findings.messages("error")
     assert "no tokenizer" in error
     # Code of the model's own may need none.
     assert run(tmp_path, trust_remote_code="true").ok
@@ -189,19 +191,19 @@ def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):
     config = json.loads((TINY / "config.json").read_text())
     known = run(folder(tmp_path, config=config))
     unknown = run(folder(tmp_path, config={**config, "model_type": "unheard-of"}))
-    (warning,) = set(unknown.warnings) - set(known.warnings)
+    (warning,) = set(unknown.findings.messages("warning")) - set(known.findings.messages("warning"))
     assert "unheard-of is not known here" in warning
 
 
 def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):
     small = dataclasses.replace(LAPTOP, memory_bytes=2**20)
-    assert run(TINY).plan.memory.fits
+    assert run(TINY).prepared.planned.memory.fits
     for machine in (small, dataclasses.replace(LAPTOP, memory_bytes=0)):
         monkeypatch.setattr(
             check_module.machines, "detect", lambda machine=machine, **kwargs: machine
         )
         report = run(TINY)
-        assert report.ok == report.plan.memory.fits == (machine is not small)
+        assert report.ok == report.prepared.planned.memory.fits == (machine is not small)
         told = printed(report)
         assert ("does not fit" in told) == (machine is small)
         assert ("ready" in told) != (machine is small)
@@ -211,7 +213,9 @@ def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):
 def test_threads_have_a_limit(laptop, threads, ok):
     report = run(TINY, cpu_threads=threads)
     assert report.ok is ok
-    assert all("cpu_threads" in error and "8 CPUs" in error for error in report.errors)
+    assert all(
+        "cpu_threads" in error and "8 CPUs" in error for error in report.findings.messages("error")
+    )
 
 
 def test_what_this_version_cannot_load_is_a_plan_and_no_more(laptop):
@@ -230,15 +234,15 @@ def test_variables_alone_name_a_model(environ, tmp_path, laptop, monkeypatch, ca
         {"OPTION_MODEL_ID": "facebook/opt-13b", "OPTION_ROLLING_BATCH": "tnx"},
     ):
         report = check(None, environ={**environ, **variables}, overrides={})
-        assert report.errors == ()
-        assert report.facts.model_type == "opt"
+        assert report.findings.messages("error") == ()
+        assert report.prepared.case.model.model_type == "opt"
     report = check(None, environ={}, overrides={})
-    assert str(tmp_path / "none") in report.errors[0]
-    assert "OPTION_MODEL_ID" in report.errors[0]
+    assert str(tmp_path / "none") in report.findings.messages("error")[0]
+    assert "OPTION_MODEL_ID" in report.findings.messages("error")[0]
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_bytes((MODELS / "gpt2.json").read_bytes())
     report = check(None, environ={**environ, "HF_MODEL_ID": "facebook/opt-13b"}, overrides={})
-    assert report.facts.model_type == "gpt2"
+    assert report.prepared.case.model.model_type == "gpt2"
 
 
 def test_findings_tell_their_options(laptop, tmp_path):
@@ -271,7 +275,7 @@ def test_one_graph_is_a_graph(environ):
     options = {"n_positions": "128", "context_length_estimate": "128", "model_loader": "tnx"}
     report = run("EleutherAI/gpt-j-6b", environ, "inf2.8xlarge", **options)
     out = printed(report)
-    assert f"compiles  {len(report.plan.graphs)} graph" in out
+    assert f"compiles  {len(report.prepared.planned.graphs)} graph" in out
     assert "1 graphs" not in out
 
 
@@ -279,7 +283,7 @@ def test_a_number_that_python_does_not_read(tmp_path, laptop):
     target = folder(tmp_path)
     (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "hidden_size": {"9" * 5000}}}')
     report = run(target)
-    assert "not valid JSON" in report.errors[0]
+    assert "not valid JSON" in report.findings.messages("error")[0]
     assert "Errors" in printed(report)
 
 
@@ -298,16 +302,16 @@ def test_weights_that_are_cut_off_are_an_error(tmp_path, laptop):
     target = folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 12)
     report = run(target)
-    assert "model.safetensors" in report.errors[0]
+    assert "model.safetensors" in report.findings.messages("error")[0]
 
 
 def test_a_whole_folder_needs_no_warning(laptop):
     report = run(TINY)
-    assert (report.errors, report.warnings) == ((), ())
+    assert (report.findings.messages("error"), report.findings.messages("warning")) == ((), ())
     content = (TINY / "model.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-    assert report.facts.num_parameters == sum(map(math.prod, shapes))
+    assert report.prepared.case.model.num_parameters == sum(map(math.prod, shapes))
 
 
 @pytest.mark.parametrize(
@@ -316,16 +320,31 @@ def test_a_whole_folder_needs_no_warning(laptop):
 def test_a_target_that_is_nothing(target):
     report = run(target)
     assert not report.ok
-    assert "expected a model folder" in report.errors[0]
+    assert "expected a model folder" in report.findings.messages("error")[0]
     assert "Errors" in printed(report)
     assert as_json(report)["plan"] is None
 
 
 def test_a_hub_id_is_a_target(environ, laptop):
     report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.xlarge", max_rolling_batch_size="4")
-    assert report.errors == ()
-    assert report.plan.backend == "tnx"
-    assert report.facts.num_parameters == 8_030_261_248
+    assert report.findings.messages("error") == ()
+    assert report.prepared.planned.backend == "tnx"
+    assert report.prepared.case.model.num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize("backend", ["tnx", "nxdi"])
+def test_the_rules_of_a_named_library_need_no_model(environ, laptop, backend):
+    options = {
+        "tnx": {"qkv_tiling": "true", "cache_layout": "BSH"},
+        "nxdi": {"is_eagle3": "true", "padding_side": "left"},
+    }[backend]
+    report = run("nobody/nothing", environ, model_loader=backend, **options)
+    missing, refused = report.findings.messages("error")
+    assert "nobody/nothing" in missing
+    # cache_layout and padding_side depend on values that are not filled in without a model.
+    assert next(iter(options)) in refused
+    unnamed = run("nobody/nothing", environ, **options)
+    assert len(unnamed.findings.messages("error")) == 1
 
 
 def test_a_draft_model_counts(environ):
@@ -338,19 +357,25 @@ def test_a_draft_model_counts(environ):
     alone = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.48xlarge", **options)
     draft = {"speculative_draft_model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
     both = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.48xlarge", **options, **draft)
-    assert both.plan.memory.weights > alone.plan.memory.weights + 1.0e9 * 2 // 8
-    assert len(both.plan.graphs) > len(alone.plan.graphs)
+    assert (
+        both.prepared.planned.memory.weights
+        > alone.prepared.planned.memory.weights + 1.0e9 * 2 // 8
+    )
+    assert len(both.prepared.planned.graphs) > len(alone.prepared.planned.graphs)
 
 
 def test_a_draft_model_that_is_not_there_is_an_error(environ):
     report = run(TINY, environ, "inf2.xlarge", speculative_draft_model="nobody/nothing")
-    assert any("draft" in error and "nobody/nothing" in error for error in report.errors)
+    assert any(
+        "draft" in error and "nobody/nothing" in error
+        for error in report.findings.messages("error")
+    )
 
 
 def test_a_draft_model_by_a_wrong_path_is_told_by_its_own_option(environ):
     for name in ("/no/such/folder", "ftp://nowhere/model", "nobody/nothing"):
         report = run(TINY, environ, "inf2.xlarge", speculative_draft_model=name)
-        (error,) = (error for error in report.errors if name in error)
+        (error,) = (error for error in report.findings.messages("error") if name in error)
         assert "option.speculative_draft_model" in error
         assert "option.model_id" not in error
 
@@ -401,11 +426,11 @@ def test_which_loader_is_planned_for(
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
     report = run(folder(tmp_path, config=config), machine=machine, **options)
-    assert report.plan.backend == loader
+    assert report.prepared.planned.backend == loader
     needed = names.get(loader)
     # On the machine that is to serve, a missing library is worth a warning; elsewhere it is a note.
     serves_here = here is INF2 and machine is None
-    told = report.warnings if serves_here else report.notes
+    told = report.findings.messages("warning") if serves_here else report.findings.messages("note")
     missing = needed is not None and states[needed] != "installed"
     assert any(str(needed) in line for line in told) == missing
 
@@ -413,8 +438,8 @@ def test_which_loader_is_planned_for(
 def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path, laptop):
     config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
     report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
-    assert report.errors == ()
-    assert report.plan.backend == "nxdi"
+    assert report.findings.messages("error") == ()
+    assert report.prepared.planned.backend == "nxdi"
     assert "this version cannot load with nxdi yet" in report.lacking
 
 
@@ -424,8 +449,11 @@ def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path,
 )
 def test_the_machine_that_is_assumed_suits_the_degree(tmp_path, laptop, degree, assumed):
     report = run(folder(tmp_path), tensor_parallel_degree=degree)
-    assert report.plan.device.instance_type.startswith(assumed)
-    assert any("no Neuron device here" in note and assumed in note for note in report.notes)
+    assert report.prepared.planned.device.instance_type.startswith(assumed)
+    assert any(
+        "no Neuron device here" in note and assumed in note
+        for note in report.findings.messages("note")
+    )
 
 
 def test_a_file_is_read_as_if_it_lay_beside_the_model(tmp_path, laptop):
@@ -589,7 +617,7 @@ def test_the_bar_is_to_scale(sizes, line):
     ],
 )
 def test_values_are_shown_as_they_are_written(value, text):
-    assert shown(value) == text
+    assert as_property(value) == text
 
 
 def test_a_part_below_nothing_makes_no_endless_bar():
@@ -659,27 +687,32 @@ def test_an_old_file_works_but_for_the_two_lines_that_have_to_change(environ, tm
         OLD_FILE.format(entry_point="djl_python.transformers_neuronx", rolling_batch="auto")
     )
     old = run(tmp_path, environ, "inf2.48xlarge")
-    assert old.errors == ()
-    assert len(old.warnings) == 2
-    told = " ".join(old.warnings)
+    assert old.findings.messages("error") == ()
+    assert len(old.findings.messages("warning")) == 2
+    told = " ".join(old.findings.messages("warning"))
     for fix in ("option.entryPoint=djl_python_neuronx.handler", "option.async_mode=true"):
         assert fix in told
     assert "option.rolling_batch=tnx" in told
     path.write_text(OLD_FILE.format(entry_point="djl_python_neuronx.handler", rolling_batch="tnx"))
     new = run(tmp_path, environ, "inf2.48xlarge")
-    assert (new.errors, new.warnings) == ((), ())
-    assert new.plan.arguments == old.plan.arguments
-    assert new.plan.arguments.constructor["context_length_estimate"] == [512, 1024, 2048, 4096]
-    assert new.plan.arguments.neuron_config["fuse_qkv"] is True
-    assert "-O2" in " ".join(new.plan.arguments.compiler_flags)
-    assert "quant" not in new.plan.arguments.neuron_config
+    assert (new.findings.messages("error"), new.findings.messages("warning")) == ((), ())
+    assert new.prepared.planned.arguments == old.prepared.planned.arguments
+    assert new.prepared.planned.arguments.constructor["context_length_estimate"] == [
+        512,
+        1024,
+        2048,
+        4096,
+    ]
+    assert new.prepared.planned.arguments.neuron_config["fuse_qkv"] is True
+    assert "-O2" in " ".join(new.prepared.planned.arguments.compiler_flags)
+    assert "quant" not in new.prepared.planned.arguments.neuron_config
     assert "waiting_steps" in new.resolved.ignored
 
 
 def test_variables_name_a_model_where_the_folder_holds_none(environ, tmp_path, laptop):
     report = run(tmp_path, {**environ, "HF_MODEL_ID": "facebook/opt-13b"})
-    assert report.errors == ()
-    assert report.facts.model_type == "opt"
+    assert report.findings.messages("error") == ()
+    assert report.prepared.case.model.model_type == "opt"
     assert report.resolved.origins["model_id"] == "environment HF_MODEL_ID"
 
 
@@ -689,8 +722,8 @@ def test_a_model_in_s3_is_a_target(laptop):
     with remote_doubles.s3({"bucket/gpt2/config.json": content}) as (url, log):
         keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
         report = run("s3://bucket/gpt2", keys, "inf2.xlarge")
-    assert report.errors == ()
-    assert report.plan.backend == "tnx"
+    assert report.findings.messages("error") == ()
+    assert report.prepared.planned.backend == "tnx"
     assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
 
 
@@ -699,12 +732,12 @@ def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
     target = folder(tmp_path, config=config)
     wanted = {"model_loader": "tnx", "tensor_parallel_degree": "64", "n_positions": "4096"}
     alone = run(target, machine="trn1.32xlarge", **wanted)
-    assert any("64 NeuronCores are needed" in error for error in alone.errors)
+    assert any("64 NeuronCores are needed" in error for error in alone.findings.messages("error"))
     for machine in ("trn1.32xlarge", None):
         environ = {"NEURON_LOCAL_TP": "32", "NEURON_RANK_ID": "0"}
         report = run(target, environ, machine, **wanted)
-        assert report.errors == ()
-        assert report.plan.memory.fits
+        assert report.findings.messages("error") == ()
+        assert report.prepared.planned.memory.fits
         assert not report.loadable
         told = printed(report)
         assert "2 x trn1.32xlarge: 64 of 64 NeuronCores" in told
@@ -724,7 +757,7 @@ def test_a_draft_model_is_judged_as_it_would_be_loaded(environ, tmp_path):
     config = json.loads((TINY / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     named = {"model_loader": "cpu", "speculative_draft_model": str(draft), "n_positions": "128"}
-    errors = run(TINY, environ, **named).errors
+    errors = run(TINY, environ, **named).findings.messages("error")
     assert any("no weights" in error for error in errors)
     assert any("64 positions" in error and "draft" in error for error in errors)
     assert not any("command line" in error for error in errors if error.startswith("the draft"))
@@ -749,7 +782,7 @@ class TestDraftModel:
         target, named = both
         degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "2"}
         report = run(target, machine="inf2.48xlarge", **named, **degrees, speculative_length="4")
-        assert report.errors == ()
+        assert report.findings.messages("error") == ()
         plan = as_json(report)["plan"]
         assert plan["arguments"]["constructor"]["tp_degree"] == 8
         assert plan["draft_arguments"]["constructor"]["tp_degree"] == 2
@@ -773,11 +806,11 @@ class TestDraftModel:
         config = json.loads((path / "config.json").read_text())
         folder(path, config={**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
         report = run(target, machine="inf2.48xlarge", **named)
-        (error,) = report.errors
+        (error,) = report.findings.messages("error")
         assert error.startswith("the draft model: ")
         assert "rope_scaling" in error
-        assert report.plan is not None
-        assert report.draft_plan is None
+        assert report.prepared is not None
+        assert report.prepared.draft is None
 
     def test_without_one_nothing_is_given_for_it(self, both):
         report = run(both[0], machine="inf2.48xlarge", **LLAMA)
@@ -798,8 +831,8 @@ class TestDraftModel:
         target, named = both
         degrees = {"tensor_parallel_degree": "2", "draft_model_tp_size": "8"}
         report = run(target, machine="inf2.48xlarge", **named, **degrees)
-        assert report.errors == ()
-        memory = report.plan.memory
+        assert report.findings.messages("error") == ()
+        memory = report.prepared.planned.memory
         layer = 2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048
         draft = 22 * layer + 2048 + 128256 * 2048
         assert memory.weights == (8_030_261_248 - 128256 * 4096) * 2 // 2 + draft * 2 // 8
@@ -815,14 +848,14 @@ class TestDraftModel:
         target, named = both
         degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "1"}
         report = run(target, machine="inf2.48xlarge", **named, **degrees)
-        assert report.errors == ()
+        assert report.findings.messages("error") == ()
         assert "on the core that holds both models: " in printed(report)
 
     def test_cores_that_are_not_there_are_not_called_memory(self, both):
         target, named = both
         degrees = {"tensor_parallel_degree": "2", "draft_model_tp_size": "8"}
         report = run(target, machine="inf2.xlarge", **named, **degrees)
-        assert report.plan.memory.needed < report.plan.memory.capacity
+        assert report.prepared.planned.memory.needed < report.prepared.planned.memory.capacity
         told = printed(report)
         assert "does not fit: there are fewer cores than it takes" in told
         assert "does not fit: needs" not in told
@@ -831,18 +864,18 @@ class TestDraftModel:
         target, named = both
         degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "32"}
         report = run(target, **named, **degrees)
-        assert report.errors == ()
-        assert report.plan.device.instance_type == "trn1.32xlarge"
+        assert report.findings.messages("error") == ()
+        assert report.prepared.planned.device.instance_type == "trn1.32xlarge"
 
 
 def test_drafts_that_are_looked_up_and_prompts_in_chunks(both):
     report = run(both[0], machine="inf2.48xlarge", **LLAMA, ngram_prompt_lookup_max="3")
-    assert report.errors == ()
+    assert report.findings.messages("error") == ()
     told = printed(report)
     assert "drafts    5 tokens at a time, looked up in prompt and text by the newest 3" in told
     assert "enable_speculative_decoder()" in told
     report = run(both[0], machine="inf2.48xlarge", **LLAMA, enable_chunked_prefill="true")
-    assert report.errors == ()
+    assert report.findings.messages("error") == ()
     # Two slots of 2048 tokens in blocks of 128, and the block for padding.
     expected = {"init_cache_engine": {"block_size": 128, "num_blocks": 33}, "to_neuron": {}}
     assert as_json(report)["plan"]["arguments"]["calls"] == expected
@@ -858,23 +891,23 @@ class TestLimit:
     @pytest.mark.parametrize("machine", ["inf2.48xlarge", None], ids=["instance", "no-device"])
     def test_it_counts_for_every_machine(self, both, laptop, machine):
         report = run(both[0], LISTED, machine, **LLAMA, tensor_parallel_degree="max")
-        assert report.errors == ()
+        assert report.findings.messages("error") == ()
         assert report.resolved.options.tensor_parallel_degree == 8
         device = as_json(report)["plan"]["device"]
         assert (device["neuron_cores"], device["visible_cores"]) == (24, 8)
         assert device["limited_by"] == "NEURON_RT_VISIBLE_CORES=8-15"
-        (note,) = (note for note in report.notes if "NEURON_RT" in note)
+        (note,) = (note for note in report.findings.messages("note") if "NEURON_RT" in note)
         assert "NEURON_RT_VISIBLE_CORES=8-15 (environment) leaves 8 of the 24" in note
         assert "8 of 8 NeuronCores (NEURON_RT_VISIBLE_CORES=8-15)" in printed(report)
 
     def test_cores_that_there_are_not_stand_in_the_way(self, both):
         environ = {"NEURON_RT_VISIBLE_CORES": "30-31"}
-        (error,) = run(both[0], environ, "inf2.48xlarge", **LLAMA).errors
+        (error,) = run(both[0], environ, "inf2.48xlarge", **LLAMA).findings.messages("error")
         assert "inf2.48xlarge has no core 31; its cores are 0 to 23 (environment)" in error
 
     def test_more_cores_than_it_leaves_are_refused_by_its_name(self, both):
         report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
-        (error,) = report.errors
+        (error,) = report.findings.messages("error")
         assert "24 NeuronCores are needed and 8 can be used" in error
         assert "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process" in error
 
@@ -883,8 +916,8 @@ class TestLimit:
         text = "option.env=NEURON_RT_NUM_CORES=4,HF_TOKEN=secret\n"
         (Path(target) / "serving.properties").write_text(text)
         report = run(target, {"NEURON_RT_NUM_CORES": "8"}, "inf2.48xlarge", **LLAMA)
-        assert report.plan.device.visible_cores == 4
-        (note,) = (note for note in report.notes if "NEURON_RT" in note)
+        assert report.prepared.planned.device.visible_cores == 4
+        (note,) = (note for note in report.findings.messages("note") if "NEURON_RT" in note)
         assert "NEURON_RT_NUM_CORES=4 (option.env, " in note
         assert "serving.properties line 1" in note
         assert "secret" not in repr(report) + json.dumps(as_json(report))
@@ -892,12 +925,14 @@ class TestLimit:
     @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
     def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):
         report = run(both[0], {name: "7-"}, "inf2.48xlarge", **LLAMA)
-        assert report.plan.device.visible_cores == 24
-        assert any(f"{name}=7- is not understood" in warning for warning in report.warnings)
+        assert report.prepared.planned.device.visible_cores == 24
+        assert any(
+            f"{name}=7- is ignored" in warning for warning in report.findings.messages("warning")
+        )
 
     def test_all_cores_are_no_limit(self, both):
         report = run(both[0], {"NEURON_RT_NUM_CORES": "0"}, "inf2.48xlarge", **LLAMA)
-        assert report.plan.device.visible_cores == 24
+        assert report.prepared.planned.device.visible_cores == 24
         assert not any("NEURON_RT" in told.message for told in report.findings)
 
     def test_a_cpu_has_none(self, laptop):

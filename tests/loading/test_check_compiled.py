@@ -84,12 +84,12 @@ def test_an_output_that_model_id_names_keeps_its_pins(tmp_path, at_hand):
     path = output(tmp_path / "output", "cpu", pins)
     (tmp_path / "other").mkdir()
     report = run(tmp_path / "other", model_id=str(path))
-    assert report.errors == ()
+    assert report.findings.messages("error") == ()
     options = report.resolved.options
     assert (options.n_positions, options.max_rolling_batch_size) == (64, 3)
     assert not options.trust_remote_code
     assert report.resolved.origins["n_positions"] == f"what {path} was compiled for"
-    assert report.plan.backend == "cpu"
+    assert report.prepared.planned.backend == "cpu"
     other = run(tmp_path / "other", model_id=str(path), n_positions="128").resolved.options
     assert (other.n_positions, other.max_rolling_batch_size) == (128, 3)
 
@@ -101,7 +101,7 @@ def test_an_output_that_was_changed_is_an_error(tmp_path, at_hand):
     content = bytearray((path / "tokenizer_config.json").read_bytes())
     content[-2] ^= 1
     (path / "tokenizer_config.json").write_bytes(content)
-    (error,) = run(path).errors
+    (error,) = run(path).findings.messages("error")
     assert "changed tokenizer_config.json" in error
 
 
@@ -112,20 +112,23 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
     path = getattr(folders, name)(tmp_path)
     (path / "tokenizer.json").touch()
     report = run(path, machine=machine)
-    assert report.errors == ()
+    assert report.findings.messages("error") == ()
     assert report.resolved.options.tensor_parallel_degree == 2
-    assert report.plan.device.instance_type == "inf2.48xlarge"
+    assert report.prepared.planned.device.instance_type == "inf2.48xlarge"
     other = run(path, machine=machine, tensor_parallel_degree="8")
-    assert "tensor_parallel_degree: compiled 2, wanted 8" in other.errors[0]
+    assert "tensor_parallel_degree: compiled 2, wanted 8" in other.findings.messages("error")[0]
     assert mismatches(other) == {"tensor_parallel_degree"}
     settings = {"tensor_parallel_degree": "8", "on_mismatch": "recompile"}
     again = run(path, machine=machine, **settings)
     # As a start would: what is cut for 2 cores is not for 8, and whole or split weights are.
     cut = [] if name == "optimum_tnx" else ["has cut; expected whole safetensors"]
-    assert [told in error for told, error in zip(cut, again.errors, strict=True)] == [True] * len(
-        cut
+    assert [
+        told in error for told, error in zip(cut, again.findings.messages("error"), strict=True)
+    ] == [True] * len(cut)
+    assert any(
+        "is not used: it differs in tensor_parallel_degree" in w
+        for w in again.findings.messages("warning")
     )
-    assert any("is not used: it differs in tensor_parallel_degree" in w for w in again.warnings)
 
 
 def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
@@ -142,16 +145,16 @@ def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
 def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
     at_hand(LAPTOP)
     path = output(tmp_path / "output", "cpu", {"n_positions": "many"})
-    (error,) = run(path).errors
+    (error,) = run(path).findings.messages("error")
     assert "records for n_positions what it cannot be" in error
 
 
 def test_graphs_are_for_the_machine_that_is_named(compiled, at_hand):
     """On which nobody knows what is installed."""
     at_hand(LAPTOP, compiler="1.0")
-    assert run(compiled, machine="inf2.xlarge").errors == ()
+    assert run(compiled, machine="inf2.xlarge").findings.messages("error") == ()
     assert mismatches(run(compiled, machine="trn1.2xlarge")) == {"target"}
-    assert run(compiled).errors == ()
+    assert run(compiled).findings.messages("error") == ()
 
 
 def test_graphs_are_for_the_versions_that_are_installed_at_hand(compiled, at_hand):
@@ -170,7 +173,7 @@ def test_graphs_are_for_the_versions_that_are_installed_at_hand(compiled, at_han
 def test_graphs_are_for_the_flags_of_the_process_that_serves(compiled, at_hand):
     at_hand(INF2, "0.13", "2.0")
     (compiled / "compiled").mkdir()
-    assert run(compiled).errors == ()
+    assert run(compiled).findings.messages("error") == ()
     assert mismatches(run(compiled, {"NEURON_CC_FLAGS": "-O1"})) == {"cc_flags"}
 
 
@@ -190,11 +193,11 @@ def test_a_draft_model_is_judged_by_what_it_was_compiled_for(compiled, tmp_path,
     pins = {**manifest["effective_options"], "enable_chunked_prefill": True}
     folders.edit_json(path, effective_options=pins)
     report = run(tmp_path / "other", model_id=str(compiled))
-    assert report.errors == ()
-    assert report.draft_plan is not None
+    assert report.findings.messages("error") == ()
+    assert report.prepared.draft is not None
     manifest["facts"]["graph_options"]["max_rolling_batch_size"] = 7
     folders.edit_json(path, facts=manifest["facts"])
-    (error,) = run(tmp_path / "other", model_id=str(compiled)).errors
+    (error,) = run(tmp_path / "other", model_id=str(compiled)).findings.messages("error")
     assert error.startswith("the draft model: ")
     assert "max_rolling_batch_size: compiled 7, wanted 2" in error
 
@@ -203,11 +206,11 @@ def test_a_draft_model_is_judged_by_what_it_was_compiled_for(compiled, tmp_path,
 def test_flags_that_no_shell_takes_are_an_error(tmp_path, loader):
     target = folder(tmp_path)
     wrong, settings = {"NEURON_CC_FLAGS": "'x"}, {"model_loader": loader}
-    (error,) = run(target, wrong, "inf2.xlarge", **settings).errors
+    (error,) = run(target, wrong, "inf2.xlarge", **settings).findings.messages("error")
     assert "NEURON_CC_FLAGS" in error
     assert run(target, {"NEURON_CC_FLAGS": "-O1"}, "inf2.xlarge", **settings).ok
     folder(tmp_path, "option.env=NEURON_CC_FLAGS='x\n")
-    assert run(target, machine="inf2.xlarge", **settings).errors == (error,)
+    assert run(target, machine="inf2.xlarge", **settings).findings.messages("error") == (error,)
     assert "NEURON_CC_FLAGS" in printed(run(target, machine="inf2.xlarge", **settings))
 
 
@@ -222,8 +225,8 @@ def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand):
         text = f"option.env={variables}\noption.model_id={gated}\n"
         (tmp_path / "serving.properties").write_text(text)
         report = run(tmp_path, speculative_draft_model=draft)
-    assert report.errors == ()
-    assert report.draft_plan is not None
+    assert report.findings.messages("error") == ()
+    assert report.prepared.draft is not None
     told = [{name.lower(): value for name, value in headers.items()} for _, _, headers in log]
     assert all(headers["authorization"] == "Bearer s3cret" for headers in told)
     assert "s3cret" not in repr(report) + json.dumps(as_json(report)) + printed(report)
@@ -233,7 +236,7 @@ def test_cut_weights_are_for_the_library_that_cut_them(tmp_path, at_hand):
     at_hand(LAPTOP)
     path = folders.presharded(tmp_path)
     (path / "tokenizer.json").touch()
-    (error,) = run(path, model_loader="cpu").errors
+    (error,) = run(path, model_loader="cpu").findings.messages("error")
     assert "the cpu backend cannot load the model" in error
 
 
@@ -244,10 +247,10 @@ def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand)
     flags = {"NEURON_CC_FLAGS": "-O1"}
     assert mismatches(run(compiled, flags)) == {"cc_flags"}
     draft = {"speculative_draft_model": str(compiled), "speculative_length": "3"}
-    assert run(TINY, **GRAPHS, **draft).warnings == ()
+    assert run(TINY, **GRAPHS, **draft).findings.messages("warning") == ()
     report = run(TINY, flags, **GRAPHS, **draft)
-    assert report.errors == ()
-    assert report.draft_plan is not None
-    (warning,) = report.warnings
+    assert report.findings.messages("error") == ()
+    assert report.prepared.draft is not None
+    (warning,) = report.findings.messages("warning")
     assert warning.startswith("the draft model: what is compiled in ")
     assert "cc_flags" in warning

@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
-from djl_python_neuronx.loading.fitting import compiled_here
+from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import LoadProgress, prepare_or_raise
 from djl_python_neuronx.planning import backend_choice as loaders
@@ -41,7 +41,7 @@ def compiled(machine, options, /, **more):
     """Everything up to the graphs."""
     environ = machine.environ
     prepared = prepare_or_raise(None, TINY, environ=environ, overrides=options, **more)
-    return obtain(prepared, prepared.load_tokenizer(), environ=environ)
+    return obtain(prepared, prepared.load_tokenizer())
 
 
 def test_a_second_start_compiles_nothing(machine, options):
@@ -152,7 +152,7 @@ def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
         None, TINY, environ=environ, overrides=options, machine=machines.named("inf2.48xlarge")
     )
     assert prepared.machine.limited_by is None
-    assert "NEURON_RT_VISIBLE_CORES=zero is not understood" in caplog.text
+    assert "NEURON_RT_VISIBLE_CORES=zero is ignored" in caplog.text
 
 
 def test_what_the_compiler_says_arrives(machine, options):
@@ -211,7 +211,7 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
     def obtained(model, **more):
         settings = {**options, **more}
         prepared = prepare_or_raise(None, model, environ=machine.environ, overrides=settings)
-        found = obtain(prepared, prepared.load_tokenizer(), environ=machine.environ)
+        found = obtain(prepared, prepared.load_tokenizer())
         assert machine.compiled() == GRAPHS
         return found
 
@@ -233,10 +233,11 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
         (obtained(TINY, **named), elsewhere / "compiled", True),
         (obtained(taken_over), taken_over / "compiled", True),
     ):
-        assert (found.folder, compiled_here(found.folder)) == (folder, not foreign)
+        assert (found.folder, has_own_graphs(found.folder)) == (folder, not foreign)
 
 
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
-    prepared = prepare_or_raise(None, TINY, environ={}, overrides={"model_loader": "cpu"})
-    found = obtain(prepared, prepared.load_tokenizer(), environ={"NEURON_CC_FLAGS": "'x"})
+    environ = {"NEURON_CC_FLAGS": "'x"}
+    prepared = prepare_or_raise(None, TINY, environ=environ, overrides={"model_loader": "cpu"})
+    found = obtain(prepared, prepared.load_tokenizer())
     assert (found.folder, dict(found.facts.graph_options)) == (None, {})

@@ -128,7 +128,7 @@ def test_without_neuron_ls_the_instance_type_tells_and_it_is_said(machine, given
     found = detect(machine(nodes=nodes, product="inf2.48xlarge"), search_path="")
     assert (found.neuron_cores, found.core_memory_bytes) == (2 * given, 16 * GIB)
     assert found.memory_bytes == given * 32 * GIB
-    assert "neuron-ls does not tell the cores" in found.assumed
+    assert "neuron-ls does not list the cores" in found.assumed
     assert f"{2 * given} cores with 16 GiB" in found.assumed
 
 
@@ -136,7 +136,7 @@ def test_a_neuron_ls_that_tells_no_memory(machine, neuron_ls):
     chip = {"nc_count": 2}
     found = detect(machine(product="trn1.2xlarge"), neuron_ls(answering([chip])))
     assert (found.neuron_cores, found.core_memory_bytes) == (2, 16 * GIB)
-    assert "does not tell the memory" in found.assumed
+    assert "does not list the memory" in found.assumed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.planning.model import Dimensions, ModelFacts
+from djl_python_neuronx.planning.model import ModelFacts
 
 MODELS = Path(__file__).parent / "models"
 
@@ -182,7 +182,6 @@ JUNK = st.recursive(
 def test_no_configuration_is_too_odd(name, junk):
     config = {**published(name), **junk}
     facts = ModelFacts.from_config(config)
-    sizes = Dimensions.of(config)
-    for value in (facts.num_layers, facts.num_heads, facts.max_positions, sizes.vocab):
+    for value in (facts.num_layers, facts.num_heads, facts.max_positions, facts.vocab_size):
         assert value is None or (type(value) is int and value > 0)
     assert facts.num_parameters is None or facts.num_parameters > facts.embedding_parameters

@@ -1,4 +1,4 @@
-"""Compare the settings a folder was compiled for with the current ones."""
+"""Comparison of the settings that a folder was compiled for with the current ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
+from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
-from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import graph_options
 
-_FLAGS = "cc_flags"
+FLAGS = "cc_flags"
+"""The compiler flags of the environment, among what graphs depend on."""
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
-"""What graphs depend on beside options and flags."""
+"""What graphs depend on beside options and flags; unknown of a machine that is not this one."""
 _NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
 
 
-def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolved:
+def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resolved:
     """Set unset options to the values that the artifact was compiled for.
 
     For an output of this package these are all its pinned options: if it is named by `model_id`, its
@@ -35,7 +36,7 @@ def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolv
     Raises:
         ArtifactError: a recorded value is not valid for its option.
     """
-    if artifact.backend != loader:
+    if artifact.backend != backend:
         return resolved
     options = resolved.options
     recorded = dict(artifact.compiled_for)
@@ -62,48 +63,40 @@ def with_recorded(resolved: Resolved, artifact: Artifact, loader: str) -> Resolv
     return replace(resolved, options=filled, origins=MappingProxyType(origins))
 
 
-def graph_target(machine: DeviceInfo, loader: str) -> str:
+def graph_target(machine: DeviceInfo, backend: str) -> str:
     """The device family that graphs are compiled for."""
-    return "cpu" if loader == "cpu" else machine.family or machine.instance_type or "unknown"
+    return "cpu" if backend == "cpu" else machine.family or machine.instance_type or "unknown"
 
 
-def mismatch(
-    artifact: Artifact, options: ServingOptions, loader: str, surroundings: Mapping[str, object]
+def find_mismatch(
+    artifact: Artifact, case: Case, surroundings: Mapping[str, object]
 ) -> ArtifactMismatchError | None:
-    """Compare what the folder was compiled or cut for with the options; for compiler flags see `flags_mismatch`.
+    """Compare what the folder was compiled or cut for with the options. Returns None if both agree.
 
-    Returns None if both agree. `surroundings`: `target` (see `graph_target`), `library_version` and
-    `compiler_version` of the machine that will serve. One that is left out is unknown and not compared.
+    `surroundings`: compiler flags (see `plan.flag_facts`) and, of the machine that will serve, `target` (see
+    `graph_target`), `library_version` and `compiler_version`. One of these three that is left out is unknown and not
+    compared. Only an output of this package records flags.
     """
     recorded: dict[str, object] = dict(artifact.compiled_for)
-    wanted: dict[str, object] = {**graph_options(options, loader), **surroundings}
+    wanted: dict[str, object] = {**graph_options(case.options, case.backend), **surroundings}
     if artifact.format == OwnOutput.name:
         # It records all options: one that is missing was not set.
-        recorded.pop(_FLAGS, None)
         recorded["target"] = read_manifest(artifact.path).facts.target
         names = {*recorded, *wanted} - (_SURROUNDINGS - surroundings.keys())
         recorded = {name: recorded.get(name) for name in names}
         wanted = {name: wanted.get(name) for name in names}
     else:
         # Foreign formats record one length, the longest.
-        wanted["n_positions"] = options.max_model_len
-    return _compare(artifact, recorded, wanted)
+        wanted["n_positions"] = case.options.max_model_len
+    wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in wanted.items()}
+    try:
+        replace(artifact, compiled_for=recorded).check_fit(wanted)
+    except ArtifactMismatchError as error:
+        return error
+    return None
 
 
-def weights_to_load(artifact: Artifact, loader: str, *, fits: bool) -> Weights:
-    """Choose the weights that a backend loads. `fits`: the graphs are used (see `mismatch`).
-
-    Raises:
-        ArtifactNotFoundError: the folder has none.
-        ArtifactError: the backend reads none of them, or they are cut for other settings.
-    """
-    kinds = READS.get(loader, WHOLE)
-    # Weights that are cut were cut for the graphs beside them.
-    recompiles = bool(artifact.compiled_for) and not fits and artifact.backend == loader
-    return artifact.weights_for(loader, kinds - CUT if recompiles else kinds)
-
-
-def compiled_here(folder: Path) -> bool:
+def has_own_graphs(folder: Path) -> bool:
     """Return whether this package compiled the graphs in a folder.
 
     The store's manifest shows it, which an output's folder of graphs has kept. The output's own manifest does not: an
@@ -113,25 +106,3 @@ def compiled_here(folder: Path) -> bool:
         read_manifest(folder)
         return True
     return False
-
-
-def flags_mismatch(artifact: Artifact, flags: Mapping[str, object]) -> ArtifactMismatchError | None:
-    """Compare the compiler flags that an output of this package records with `flags` (see `plan.flag_facts`).
-
-    Returns None if both agree. Other formats do not record theirs.
-    """
-    if artifact.format != OwnOutput.name:
-        return None
-    recorded = {_FLAGS: artifact.compiled_for.get(_FLAGS)}
-    return _compare(artifact, recorded, {_FLAGS: None, **flags})
-
-
-def _compare(
-    artifact: Artifact, recorded: Mapping[str, object], wanted: Mapping[str, object]
-) -> ArtifactMismatchError | None:
-    wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in wanted.items()}
-    try:
-        replace(artifact, compiled_for=recorded).check_fit(wanted)
-    except ArtifactMismatchError as error:
-        return error
-    return None
