@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts.folder import Folder
@@ -45,8 +44,6 @@ class Artifact:
     """The backend that it was compiled for, or that alone can read it; None if any can."""
     config: Mapping[str, Any]
     """config.json"""
-    eos_ids: frozenset[int]
-    """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
     weights: tuple[Weights, ...]
     """The preferred ones first; a compiled model can have sharded ones, whole ones, both or none."""
     compiled: Path | None = None
@@ -57,37 +54,8 @@ class Artifact:
     tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's names), context_length_estimate."""
     weights_source: str | None = None
     """Where the compilation took the weights from, if the folder has none: Hub id (with @revision) or path."""
-
-    @classmethod
-    def of(
-        cls,
-        folder: Folder,
-        name: str,
-        backend: str | None,
-        config: Mapping[str, Any],
-        weights: tuple[Weights, ...],
-        *,
-        compiled: Path | None = None,
-        compiled_for: Mapping[str, object] = MappingProxyType({}),
-        weights_source: str | None = None,
-    ) -> Artifact:
-        """The artifact in a folder of the format `name`; reads generation_config.json.
-
-        Raises:
-            ArtifactError: that file is malformed.
-        """
-        eos_ids = _read_eos_ids(folder, config)
-        return cls(
-            folder.path,
-            name,
-            backend,
-            config,
-            eos_ids,
-            weights,
-            compiled,
-            compiled_for,
-            weights_source,
-        )
+    eos_ids: frozenset[int] = frozenset()
+    """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
 
     @property
     def model_type(self) -> str:
@@ -148,6 +116,51 @@ class Artifact:
         }
         if differences:
             raise ArtifactMismatchError(differences, str(self.path))
+
+
+class Format:
+    """One way to lay out a model folder."""
+
+    name: str
+    looks_for: str
+    """What makes a folder one of these, for the message when no format matches."""
+    over: frozenset[str] = frozenset({"huggingface"})
+    """Names of formats that it is a special case of: where both match, this one is meant."""
+    backend: str | None = None
+    """See `Artifact`."""
+
+    def matches(self, folder: Folder) -> bool:
+        """True if a folder is meant to be of this format, complete or not.
+
+        Raises:
+            ArtifactError: a JSON file that decides cannot be read.
+        """
+        raise NotImplementedError
+
+    def read(self, folder: Folder) -> Artifact:
+        """The facts of a folder that matches.
+
+        Raises:
+            ArtifactError: a file is missing, unreadable, malformed, cut off or hostile.
+        """
+        raise NotImplementedError
+
+    def artifact(
+        self,
+        folder: Folder,
+        config: Mapping[str, Any],
+        weights: tuple[Weights, ...],
+        **compiled: Any,  # noqa: ANN401  (the fields of `Artifact` about a compilation)
+    ) -> Artifact:
+        """The artifact in a folder of this format; reads generation_config.json.
+
+        Raises:
+            ArtifactError: that file is malformed.
+        """
+        eos_ids = _read_eos_ids(folder, config)
+        return Artifact(
+            folder.path, self.name, self.backend, config, weights, eos_ids=eos_ids, **compiled
+        )
 
 
 def read_config(folder: Folder) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -41,16 +42,29 @@ def hold_lock(path: Path, *, what: str) -> Iterator[None]:
     """
     lock = FileLock(path)
     holder = path.with_name(path.name + ".json")
-    with storing(f"the lock of {what}", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _acquire(lock, holder, what)
-    try:
+    with ExitStack() as stack:
         with storing(f"the lock of {what}", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _acquire(lock, holder, what)
+            stack.callback(lock.release)
             since = datetime.now(timezone.utc).isoformat(timespec="seconds")
             holder.write_text(json.dumps({"pid": os.getpid(), "since": since}), encoding="utf-8")
         yield
+
+
+@contextmanager
+def flock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file or folder itself, so that no lock file is left beside the user's files.
+
+    Raises:
+        OSError: another process has one, or `path` cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 def _acquire(lock: FileLock, holder: Path, what: str) -> None:

@@ -22,12 +22,19 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from djl_python_neuronx.artifacts.atomic import hold_lock, require_space, storing, sync, sync_tree
+from djl_python_neuronx.artifacts.atomic import (
+    flock,
+    hold_lock,
+    require_space,
+    storing,
+    sync,
+    sync_tree,
+)
 from djl_python_neuronx.errors import ArtifactAccessError
 
 logger = logging.getLogger(__name__)
@@ -121,16 +128,14 @@ def fetch(remote: Remote, root: Path, *, progress: Progress | None = None) -> Pa
 
 
 def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
-    ready = _use(place / "versions" / _version(remote.list()))
-    if ready is not None:
+    if ready := _use(place / "versions" / _version(remote.list())):
         return ready
     with hold_lock(place / "lock", what=remote.uri):
         for _ in range(2):
             # Listed again: meanwhile another process may have finished, or the remote may have changed.
             listed = remote.list()
             version = place / "versions" / _version(listed)
-            ready = _use(version)
-            if ready is not None:
+            if ready := _use(version):
                 return ready
             try:
                 _download(remote, listed, place, progress)
@@ -139,8 +144,7 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 changed = error
                 continue
             _publish(listed, place, version)
-            ready = _use(version)
-            if ready is not None:
+            if ready := _use(version):
                 _remove_unused(place, version)
                 return ready
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
@@ -188,11 +192,8 @@ def _present(place: Path) -> dict[RemoteFile, Path]:
 
 def _publish(listed: Sequence[RemoteFile], place: Path, version: Path) -> None:
     partial = place / "partial"
-    manifest = {
-        "schema": _SCHEMA,
-        "boot_id": boot_id(),
-        "files": [[file.name, file.size, file.etag] for file in listed],
-    }
+    files = [[file.name, file.size, file.etag] for file in listed]
+    manifest = {"schema": _SCHEMA, "boot_id": boot_id(), "files": files}
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     version.parent.mkdir(exist_ok=True)
     shutil.rmtree(version, ignore_errors=True)  # what `_use` found damaged
@@ -266,18 +267,12 @@ def _remove_unused(place: Path, current: Path) -> None:
         if manifest.parent == current:
             continue
         try:
-            descriptor = os.open(manifest, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            manifest.unlink()  # first: a version without it does not count, however far the rest gets
-            shutil.rmtree(manifest.parent, ignore_errors=True)
+            with flock(manifest):
+                manifest.unlink()  # first: a version without it does not count, however far the rest gets
+                shutil.rmtree(manifest.parent, ignore_errors=True)
             logger.info("cache_removed version=%s", manifest.parent)
         except OSError as error:
             logger.info("cache_kept version=%s reason=%s", manifest.parent, error)
-        finally:
-            os.close(descriptor)
 
 
 class PartialFolder:
@@ -299,6 +294,7 @@ class PartialFolder:
     ) -> int:
         """Bytes that `prepare` would find missing; changes nothing."""
         done = self._read_journal(wanted)
+        # By the files' sizes: the pieces of a remote that is far too large are too many to list.
         return sum(file.size for file in wanted if file not in present) - sum(
             piece.size for piece in done if piece.file not in present
         )
@@ -350,8 +346,7 @@ class PartialFolder:
             header, *lines = self._journal.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError):
             return set()
-        boot = boot_id()
-        if not boot or header != boot:
+        if header != boot_id() or not header:
             return set()
         recorded = set(lines[:-1])  # what follows the last newline was cut off
         return {
@@ -371,16 +366,12 @@ class PartialFolder:
                 path.unlink()
 
     def _link(self, file: RemoteFile, source: Path) -> bool:
-        target = self.files / file.name
         if _size(source) != file.size:
             return False
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        try:
+        target = self._free(file)
+        with suppress(OSError):  # a file system without links, or one that is full
             os.link(source, target)
-        except OSError:  # a file system without links, or one that is full
-            return False
-        return True
+        return target.exists()
 
     def _allot(self, file: RemoteFile) -> bool:
         """Create the file in its full size, empty; False if it exists already."""
@@ -388,11 +379,16 @@ class PartialFolder:
         # A file with a second name belongs to a published version too: never written to.
         if _size(path) == file.size and path.stat().st_nlink == 1:
             return False
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as created:
+        with self._free(file).open("xb") as created:
             created.truncate(file.size)
         return True
+
+    def _free(self, file: RemoteFile) -> Path:
+        """The path of a file, without what is there."""
+        path = self.files / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        return path
 
 
 def boot_id() -> str:

@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from djl_python_neuronx.artifacts.artifact import Artifact, read_config, require_model_type
-from djl_python_neuronx.artifacts.folder import AGAIN, Folder, some, unreadable
+from djl_python_neuronx.artifacts.artifact import (
+    Artifact,
+    Format,
+    read_config,
+    require_model_type,
+)
+from djl_python_neuronx.artifacts.folder import AGAIN, Folder, reading, some
 from djl_python_neuronx.artifacts.tensor_files import check_archive
 from djl_python_neuronx.artifacts.weights import (
     Weights,
@@ -22,7 +27,7 @@ from djl_python_neuronx.config.values import long_dtype
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 
 _JUMPSTART_FOLDER = "PRE_COMPILED_NEURON_GRAPH_INFER"
-_CACHE_FOLDER = re.compile(r"neuronxcc-.+")
+_CACHE_FOLDER = re.compile(rf"{_JUMPSTART_FOLDER}|neuronxcc-.+")
 _NEURON_CONFIG = "neuron_config.json"
 _MODEL = "model.pt"
 _OPTIMUM_MODEL = re.compile(r"model(_[\w-]+)?\.pt")
@@ -60,28 +65,36 @@ _OPTIMUM = {
 def holds_graphs(path: Path) -> bool:
     """True if a local folder holds graphs saved by transformers-neuronx, none of which is damaged.
 
-    False for anything else, such as a compiler's cache or a folder that does not exist yet.
+    False for anything else, such as a compiler's cache, whose graphs are checked too, or a folder that does not exist
+    yet.
 
     Raises:
         ArtifactAccessError: the folder cannot be read, or a link in it leads out of it.
         ArtifactError: a graph is empty or was never fetched.
     """
-    try:
-        return _count_graphs(Folder.open(path)) > 0
-    except ArtifactError:
-        raise
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path):
+        if not path.is_dir():
+            return False
+        folder = Folder.open(path)
+        _check_cache(folder)
+        return _count_graphs(folder) > 0
 
 
-class Presharded:
+def _check_cache(folder: Folder) -> None:
+    """Check the graphs of a compiler's cache. A module without one failed or still runs: it is compiled again."""
+    for name in folder.folders:
+        if _CACHE_FOLDER.fullmatch(name) or name.startswith("MODULE_"):
+            inner = folder.sub(name)
+            _count_graphs(inner)
+            _check_cache(inner)
+
+
+class Presharded(Format):
     """The output of `model.save(folder, sharded_weights=True)` of transformers-neuronx."""
 
     name = "tnx_presharded"
     looks_for = "DecoderLMHead.safetensors (presharded by transformers-neuronx)"
-    over: frozenset[str] = frozenset({"huggingface"})
+    backend = "tnx"
 
     def matches(self, folder: Folder) -> bool:
         """True if there is a file of sharded weights, or config.json announces them."""
@@ -93,10 +106,8 @@ class Presharded:
         """Sharded weights, and the graphs beside them if there are any."""
         config = read_config(folder)
         weights, degree = _read_presharded(folder, config)
-        return Artifact.of(
+        return self.artifact(
             folder,
-            self.name,
-            "tnx",
             config,
             (weights, *_read_beside(folder, config)),
             compiled=folder.path if _count_graphs(folder) else None,
@@ -121,12 +132,12 @@ class CompileOnly(Presharded):
         return super().read(folder)
 
 
-class LmiAot:
+class LmiAot(Format):
     """The old LMI container's partition: configuration and tokenizer, and everything compiled in `compiled/`."""
 
     name = "lmi_aot"
     looks_for = "compiled/ (LMI, ahead of time)"
-    over: frozenset[str] = frozenset({"huggingface"})
+    backend = "tnx"
 
     def matches(self, folder: Folder) -> bool:
         """True if there is a `compiled/`, or if config.json announces it and there are no whole weights."""
@@ -153,10 +164,8 @@ class LmiAot:
             weights = (cut,)
         elif has_whole(inner):
             weights = (read_whole(inner, config),)
-        return Artifact.of(
+        return self.artifact(
             folder,
-            self.name,
-            "tnx",
             config,
             (*weights, *_read_beside(folder, config)),
             compiled=_require_graphs(inner),
@@ -164,7 +173,7 @@ class LmiAot:
         )
 
 
-class OptimumTnx:
+class OptimumTnx(Format):
     """Optimum Neuron on transformers-neuronx (to 0.2): `checkpoint/` holds whole weights, `compiled/` graphs.
 
     From 0.1 on it had its own copy of that library, whose graphs the original does not find by their digest: of
@@ -173,7 +182,8 @@ class OptimumTnx:
 
     name = "optimum_tnx"
     looks_for = "checkpoint/ and compiled/ (Optimum Neuron, transformers-neuronx)"
-    over: frozenset[str] = frozenset({"huggingface", "lmi_aot"})
+    over = frozenset({"huggingface", "lmi_aot"})
+    backend = "tnx"
 
     def matches(self, folder: Folder) -> bool:
         """True if config.json's section "neuron" is Optimum's, or neuron_config.json is of its own library."""
@@ -190,10 +200,8 @@ class OptimumTnx:
         recorded = folder.json(_NEURON_CONFIG)
         own = _is_hlo(recorded)
         weights, source = _read_checkpoint(folder, config, recorded if own else config["neuron"])
-        return Artifact.of(
+        return self.artifact(
             folder,
-            self.name,
-            "tnx",
             config,
             weights,
             compiled=None if own else compiled,
@@ -202,18 +210,16 @@ class OptimumTnx:
         )
 
 
-class NeffCache:
+class NeffCache(Format):
     """A compiler's cache, which is not a model: the error explains its use."""
 
     name = "neff_cache"
     looks_for = "neuronxcc-*/MODULE_* (a compile cache)"
-    over: frozenset[str] = frozenset()
+    over = frozenset()
 
     def matches(self, folder: Folder) -> bool:
         """True if there are modules by compiler version, or SageMaker JumpStart's, and no model."""
-        is_cache = _JUMPSTART_FOLDER in folder.folders or any(
-            map(_CACHE_FOLDER.fullmatch, folder.folders)
-        )
+        is_cache = any(map(_CACHE_FOLDER.fullmatch, folder.folders))
         return is_cache and "config.json" not in folder.names
 
     def read(self, folder: Folder) -> Artifact:
@@ -229,12 +235,12 @@ class NeffCache:
         raise UnknownFormatError(msg)
 
 
-class Nxdi:
+class Nxdi(Format):
     """The output of `compile(folder)` of NxD Inference, with or without the checkpoint beside it."""
 
     name = "nxdi"
     looks_for = "model.pt and neuron_config.json (NxD Inference)"
-    over: frozenset[str] = frozenset({"huggingface"})
+    backend = "nxdi"
 
     def matches(self, folder: Folder) -> bool:
         """True if there is its configuration, or its graphs alone without whole weights."""
@@ -273,10 +279,8 @@ class Nxdi:
                 f"{some(sorted(folder.names))}. Put the model's safetensors files into it."
             )
             raise ArtifactNotFoundError(msg)
-        return Artifact.of(
+        return self.artifact(
             folder,
-            self.name,
-            "nxdi",
             config,
             weights,
             compiled=folder.path,
@@ -285,12 +289,12 @@ class Nxdi:
         )
 
 
-class OptimumNxd:
+class OptimumNxd(Format):
     """Optimum Neuron from 0.3 on: as NxD Inference's, with a configuration and places of its own."""
 
     name = "optimum_nxd"
     looks_for = "model.pt and Optimum's neuron_config.json"
-    over: frozenset[str] = frozenset({"huggingface"})
+    backend = "nxdi"
 
     def matches(self, folder: Folder) -> bool:
         """True if neuron_config.json is Optimum's for NxD."""
@@ -303,16 +307,13 @@ class OptimumNxd:
         graphs = sorted(name for name in folder.names if _OPTIMUM_MODEL.fullmatch(name))
         for name in graphs or [_MODEL]:
             check_archive(folder, name)
-        inner = folder.sub("checkpoint") if "checkpoint" in folder.folders else None
-        source: str | None = None
-        if inner is not None and "weights" in inner.names:
-            weights: tuple[Weights, ...] = (_read_ranks(inner, recorded),)
+        weights: tuple[Weights, ...]
+        if "checkpoint" in folder.folders and "weights" in folder.sub("checkpoint").names:
+            weights, source = (_read_ranks(folder.sub("checkpoint"), recorded),), None
         else:
             weights, source = _read_checkpoint(folder, config, recorded)
-        return Artifact.of(
+        return self.artifact(
             folder,
-            self.name,
-            "nxdi",
             config,
             weights,
             compiled=folder.path,
@@ -361,7 +362,7 @@ def _compiled_for(recorded: Mapping[str, object], keys: Mapping[str, str]) -> di
     found: dict[str, object] = {}
     for key, option in keys.items():
         value = recorded.get(key)
-        if option == "dtype":
+        if option == "dtype" and isinstance(value, str):
             value = long_dtype(value)
         if value is not None:
             found[option] = tuple(value) if isinstance(value, list) else value
@@ -427,10 +428,8 @@ def _read_version(folder: Folder, recorded: Mapping[str, object]) -> dict[str, o
     if "VERSION" not in folder.names:
         return {}
     path = folder.file("VERSION")
-    try:
+    with reading(path):
         version = path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise unreadable(path, error) from error
     other = recorded.get("compiler_version", version)
     if other != version:
         msg = f"{path} names compiler {version!r}, config.json {other!r}; two outputs were mixed. {AGAIN}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import require_space, storing, sync_tree
-from djl_python_neuronx.artifacts.folder import Folder, unreadable
+from djl_python_neuronx.artifacts.folder import Folder, reading
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header
 from djl_python_neuronx.artifacts.weights import (
@@ -329,11 +329,10 @@ class TensorFiles:
     @contextlib.contextmanager
     def _translated(self, path: Path) -> Iterator[None]:
         try:
-            yield
+            with reading(path):
+                yield
         except ArtifactError:
             raise
-        except OSError as error:
-            raise unreadable(path, error) from error
         except Exception as error:
             # torch and safetensors raise RuntimeError, UnpicklingError, KeyError and types of their own.
             msg = f"{path} cannot be loaded: {type(error).__name__}: {error}. Copy or download it again."

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,15 +58,11 @@ class Folder:
             ArtifactAccessError: it cannot be listed, or a link in it leads out of the model's folder.
         """
         path = self.path / name
-        try:
-            return Folder.open(path, self.root)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if isinstance(error, ArtifactNotFoundError):
-                raise
+        if name not in self.folders:
             msg = f"{path} is missing or no folder; expected one in a model like this. {AGAIN}"
-            raise ArtifactNotFoundError(msg) from error
-        except OSError as error:
-            raise unreadable(path, error) from error
+            raise ArtifactNotFoundError(msg)
+        with reading(path):
+            return Folder.open(path, self.root)
 
     def json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file of the folder; {} if there is no such file."""
@@ -83,12 +80,8 @@ class Folder:
         if name not in self.names:
             msg = f"{path} is missing; expected it in a model like this. {AGAIN}"
             raise ArtifactNotFoundError(msg)
-        try:
-            with path.open("rb") as file:
-                start = file.read(len(_LFS_POINTER))
-        except OSError as error:
-            raise unreadable(path, error) from error
-        check_start(path, start)
+        with reading(path), path.open("rb") as file:
+            check_start(path, file.read(len(_LFS_POINTER)))
         return path
 
 
@@ -116,10 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ArtifactAccessError: it cannot be read.
         ArtifactError: it is malformed.
     """
-    try:
+    with reading(path):
         raw = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
     check_start(path, raw)
     return parse_object(raw, str(path))
 
@@ -150,6 +141,15 @@ def is_plain_name(name: object) -> bool:
     )
 
 
+def file_names(folder: Path) -> set[str]:
+    """The paths, with `/`, of all files and links in a folder."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+
+
 def some(names: Iterable[str], limit: int = 8) -> str:
     """The first names and the number of the others, for a message."""
     listed = list(names)
@@ -157,13 +157,24 @@ def some(names: Iterable[str], limit: int = 8) -> str:
     return (", ".join(listed[:limit]) or "nothing") + more
 
 
-def unreadable(path: Path, error: OSError) -> ArtifactError:
-    """The error for a file or folder that cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return ArtifactNotFoundError(f"{path} disappeared while it was read. {AGAIN}")
-    return ArtifactAccessError(
-        f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
-    )
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Translate the system's refusals to read a file or folder.
+
+    Raises:
+        ArtifactNotFoundError: it is gone.
+        ArtifactAccessError: it cannot be read.
+    """
+    try:
+        yield
+    except ArtifactError:
+        raise  # some are OSErrors too
+    except FileNotFoundError as error:
+        msg = f"{path} disappeared while it was read. {AGAIN}"
+        raise ArtifactNotFoundError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
+        raise ArtifactAccessError(msg) from error
 
 
 def _check_link(link: Path, root: Path) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import Artifact, read_config
+from djl_python_neuronx.artifacts.artifact import Artifact, Format, read_config
 from djl_python_neuronx.artifacts.compiled_formats import (
     CompileOnly,
     LmiAot,
@@ -32,38 +31,12 @@ from djl_python_neuronx.errors import (
 )
 
 
-class Format(Protocol):
-    """One way to lay out a model folder."""
-
-    name: str
-    looks_for: str
-    """What makes a folder one of these, for the message when no format matches."""
-    over: frozenset[str]
-    """Names of formats that it is a special case of: where both match, this one is meant."""
-
-    def matches(self, folder: Folder) -> bool:
-        """True if a folder is meant to be of this format, complete or not.
-
-        Raises:
-            ArtifactError: a JSON file that decides cannot be read.
-        """
-
-    def read(self, folder: Folder) -> Artifact:
-        """The facts of a folder that matches.
-
-        Raises:
-            ArtifactError: a file is missing, unreadable, malformed, cut off or hostile.
-        """
-
-
-class HuggingFace:
+class HuggingFace(Format):
     """config.json beside whole weights, as `save_pretrained` writes them and the Hub stores them."""
 
     name = "huggingface"
     looks_for = "config.json (a Hugging Face model)"
-    over: frozenset[str] = frozenset()
-
-    backend: str | None = None
+    over = frozenset()
 
     def matches(self, folder: Folder) -> bool:
         """True if there is a config.json."""
@@ -72,7 +45,7 @@ class HuggingFace:
     def read(self, folder: Folder) -> Artifact:
         """Configuration, and the weight files checked as far as their headers and indexes go."""
         config = read_config(folder)
-        return Artifact.of(folder, self.name, self.backend, config, (read_whole(folder, config),))
+        return self.artifact(folder, config, (read_whole(folder, config),))
 
 
 class Split(HuggingFace):
@@ -81,7 +54,6 @@ class Split(HuggingFace):
     name = "split"
     looks_for = "pytorch_model.bin/key_to_filename.json (split by transformers-neuronx)"
     over = frozenset({"huggingface"})
-
     backend = "tnx"
 
     def matches(self, folder: Folder) -> bool:
@@ -105,7 +77,7 @@ _LAYOUTS: dict[str, Format] = {
 }
 
 
-class OwnOutput:
+class OwnOutput(Format):
     """The output of this package's own compilation: another layout and a `manifest.json` over it.
 
     Graphs are where the layout has them, else in `compiled/`. Sizes of all files and hashes of all but the weights are
@@ -204,13 +176,13 @@ def detect(path: Path, *, origin: str = "option.model_id") -> Artifact:
 
 def _open(path: Path, origin: str) -> Folder:
     try:
-        return Folder.open(path)
+        if path.is_dir():
+            return Folder.open(path)
+        what = "is a file" if path.exists() else "does not exist"
+        msg = f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, or mount it."
+        raise ArtifactNotFoundError(msg)
     except ArtifactError:
         raise  # some are OSErrors too
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = "is a file" if isinstance(error, NotADirectoryError) else "does not exist"
-        msg = f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, or mount it."
-        raise ArtifactNotFoundError(msg) from error
     except OSError as error:
         msg = f"the model folder {path} (from {origin}) cannot be read: {error.strerror}. Give this user access."
         raise ArtifactAccessError(msg) from error

@@ -16,7 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from djl_python_neuronx.artifacts.atomic import require_space
-from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Selection, some
+from djl_python_neuronx.artifacts.folder import (
+    SERVING,
+    WEIGHT_SUFFIXES,
+    Selection,
+    file_names,
+    some,
+)
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
@@ -104,39 +110,29 @@ def fetch(
     from huggingface_hub import HfApi, snapshot_download
 
     settings = HubSettings.of(environ)
-    with _translated(f"the model {model_id!r}", model_id, revision, settings, origin):
+    request = _Request(model_id, revision, settings, origin)
+    load = partial(snapshot_download, model_id, **request.arguments)
+    with request.translated(f"the model {model_id!r}"):
         if settings.offline:
-            cached = snapshot_download(
-                model_id, revision=revision, cache_dir=settings.cache_dir, local_files_only=True,
-                # Without patterns newer versions miss the files that were never selected.
-                allow_patterns=[CONFIG],
-            )  # fmt: skip
-            check_whole(Path(cached), selection)
-            logger.info("hub_offline model=%s folder=%s", model_id, cached)
-            return Path(cached)
+            # Without patterns newer versions miss the files that were never selected.
+            folder = Path(load(local_files_only=True, allow_patterns=[CONFIG]))
+            check_whole(folder, selection)
+            logger.info("hub_offline model=%s folder=%s", model_id, folder)
+            return folder
         api = HfApi(endpoint=settings.endpoint, token=settings.token)
         info = api.model_info(model_id, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        names = sorted(selection.choose(sizes.keys()))
-        if not names:
+        listed = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        sizes = {name: listed[name] for name in sorted(selection.choose(listed.keys()))}
+        if not sizes:
             msg = (
-                f"the model {model_id!r} on {settings.site} has {len(sizes)} files, none of which is a model's. "
+                f"the model {model_id!r} on {settings.site} has {len(listed)} files, none of which is a model's. "
                 f"Correct {origin}."
             )
             raise ArtifactNotFoundError(msg)
-        _check_space(model_id, info.sha, {name: sizes[name] for name in names}, settings.cache_dir)
-        num_bytes = sum(sizes[name] for name in names)
-        logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(names), num_bytes)
-        folder = snapshot_download(
-            model_id,
-            # The name, not the commit: the cache then records which commit the name means, for offline use.
-            revision=revision,
-            cache_dir=settings.cache_dir,
-            endpoint=settings.endpoint,
-            token=settings.token,
-            allow_patterns=[glob.escape(name) for name in names],
-        )
-    return Path(folder)
+        _check_space(model_id, info.sha, sizes, settings.cache_dir)
+        num_bytes = sum(sizes.values())
+        logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
+        return Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
 
 
 def fetch_config(
@@ -151,25 +147,17 @@ def fetch_config(
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     settings = HubSettings.of(environ)
+    request = _Request(model_id, revision, settings, origin)
     at = f" at revision {revision!r}" if revision else ""
     what = f"{CONFIG} of the model {model_id!r}{at}"
-    translated = partial(_translated, what, model_id, revision, settings, origin)
     failure = ""
     if not settings.offline:
-        with translated():
+        with request.translated(what):
             url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
             failure = _connection_failure(url, settings.token)
-    with translated(failure):
-        path = hf_hub_download(
-            model_id,
-            CONFIG,
-            revision=revision,
-            cache_dir=settings.cache_dir,
-            endpoint=settings.endpoint,
-            token=settings.token,
-            local_files_only=bool(settings.offline or failure),
-        )
-    return Path(path)
+    with request.translated(what, failure):
+        local = bool(settings.offline or failure)
+        return Path(hf_hub_download(model_id, CONFIG, local_files_only=local, **request.arguments))
 
 
 def check_whole(folder: Path, selection: Selection) -> None:
@@ -183,17 +171,12 @@ def check_whole(folder: Path, selection: Selection) -> None:
         ArtifactAccessError: the missing files, and what to do.
     """
     listed = _listed_files(folder)
+    known = file_names(folder) if listed is None else listed
+    chosen = sorted(selection.choose(known))
+    missing = [name for name in chosen if not (folder / name).is_file() and _is_read(name)]
     if listed is None:
-        found = {
-            path.relative_to(folder).as_posix(): path
-            for path in folder.rglob("*")
-            if path.is_symlink() or path.is_file()
-        }
-        chosen = sorted(selection.choose(found.keys()))
-        missing = _missing_files(found, chosen) or _unfinished_files(folder, chosen)
-    else:
-        wanted = sorted(selection.choose(listed))
-        missing = [name for name in wanted if not (folder / name).is_file() and _is_read(name)]
+        missing = sorted({*missing, *_missing_shards(folder, known, chosen)})
+        missing = missing or _unfinished_files(folder, chosen)
     if missing:
         msg = (
             f"the model in {folder} is not whole, its download was interrupted or left files out: {some(missing)} "
@@ -203,66 +186,70 @@ def check_whole(folder: Path, selection: Selection) -> None:
         raise ArtifactAccessError(msg)
 
 
-@contextmanager
-def _translated(
-    what: str,
-    model_id: str,
-    revision: str | None,
-    settings: HubSettings,
-    origin: str,
-    failure: str = "",
-) -> Iterator[None]:
-    """Translate the library's errors. `failure`: why the Hub cannot be reached, if that is known.
+@dataclass(frozen=True)
+class _Request:
+    """A model that is requested from the Hub, and the option that it came from."""
 
-    Texts and causes of foreign errors are dropped: either may quote request headers, which hold the token.
-    """
-    try:
-        yield
-    except ArtifactError:
-        raise
-    except Exception as error:  # noqa: BLE001  (requests, httpx and hostile variables: no common base)
-        messages = _messages(error, what, model_id, revision, settings, origin, failure)
-        kind, msg = next(item for item in messages.items() if isinstance(error, item[0]))
-        is_missing = kind.__name__ in _MISSING
-        raise (ArtifactNotFoundError if is_missing else ArtifactAccessError)(msg) from None
+    model_id: str
+    revision: str | None
+    settings: HubSettings
+    origin: str
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every download of the library takes."""
+        return {
+            # The name, not the commit: the cache then records which commit the name means, for offline use.
+            "revision": self.revision,
+            "cache_dir": self.settings.cache_dir,
+            "endpoint": self.settings.endpoint,
+            "token": self.settings.token,
+        }
 
-def _messages(
-    error: Exception,
-    what: str,
-    model_id: str,
-    revision: str | None,
-    settings: HubSettings,
-    origin: str,
-    failure: str,
-) -> dict[type[Exception], str]:
-    """The library's errors and our messages for them."""
-    from huggingface_hub import errors
+    @contextmanager
+    def translated(self, what: str, failure: str = "") -> Iterator[None]:
+        """Translate the library's errors. `failure`: why the Hub cannot be reached, if that is known.
 
-    site, model = settings.site, f"the model {model_id!r}"
-    if settings.offline:
-        away = f"offline mode is on ({settings.offline}). Load it once without {settings.offline}"
-    else:
+        Texts and causes of foreign errors are dropped: either may quote request headers, which hold the token.
+        """
+        try:
+            yield
+        except ArtifactError:
+            raise
+        except Exception as error:  # noqa: BLE001  (requests, httpx and hostile variables: no common base)
+            messages = self._messages(what, failure, _reason(error))
+            kind, msg = next(item for item in messages.items() if isinstance(error, item[0]))
+            is_missing = kind.__name__ in _MISSING
+            raise (ArtifactNotFoundError if is_missing else ArtifactAccessError)(msg) from None
+
+    def _messages(self, what: str, failure: str, reason: str) -> dict[type[Exception], str]:
+        """The library's errors and our messages for them."""
+        from huggingface_hub import errors
+
+        site, offline, origin = self.settings.site, self.settings.offline, self.origin
+        model = f"the model {self.model_id!r}"
         away = (
-            f"the Hub cannot be reached ({failure or f'{site} did not answer'}). "
+            f"offline mode is on ({offline}). Load it once without {offline}"
+            if offline
+            else f"the Hub cannot be reached ({failure or f'{site} did not answer'}). "
             "Check the network, HF_ENDPOINT and HF_TOKEN"
         )
-    # From the most specific to the most general: the classes inherit from each other.
-    return {
-        errors.GatedRepoError: f"{model} is gated: accept its terms at {site}/{model_id} and set HF_TOKEN to a token "
-        "of that account.",
-        errors.RevisionNotFoundError: f"{model} has no revision {revision!r} on {site}. Correct option.revision, or "
-        "leave it out.",
-        errors.RepositoryNotFoundError: f"{site} has no model {model_id!r}, or a private one, and there is no local "
-        f"folder of that name. Correct {origin}; for a private model set HF_TOKEN.",
-        errors.HFValidationError: f"{model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
-        errors.LocalEntryNotFoundError: f"{what} is not in the cache, whole, and {away}, or name a local folder of "
-        "the model.",
-        errors.EntryNotFoundError: f"{model} has no {CONFIG}; expected a model as transformers saves it. Correct "
-        f"{origin}.",
-        Exception: f"{what} cannot be loaded from {site} ({_reason(error)}). Check the network, HF_ENDPOINT, HF_HOME "
-        "and HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
-    }
+        # From the most specific to the most general: the classes inherit from each other.
+        return {
+            errors.GatedRepoError: f"{model} is gated: accept its terms at {site}/{self.model_id} and set HF_TOKEN "
+            "to a token of that account.",
+            errors.RevisionNotFoundError: f"{model} has no revision {self.revision!r} on {site}. Correct "
+            "option.revision, or leave it out.",
+            errors.RepositoryNotFoundError: f"{site} has no model {self.model_id!r}, or a private one, and there is "
+            f"no local folder of that name. Correct {origin}; for a private model set HF_TOKEN.",
+            errors.HFValidationError: f"{self.model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
+            errors.LocalEntryNotFoundError: f"{what} is not in the cache, whole, and {away}, or name a local folder "
+            "of the model.",
+            errors.EntryNotFoundError: f"{model} has no {CONFIG}; expected a model as transformers saves it. "
+            f"Correct {origin}.",
+            Exception: f"{what} cannot be loaded from {site} ({reason}). Check the network, HF_ENDPOINT, HF_HOME "
+            "and HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
+        }
 
 
 def _reason(error: Exception) -> str:
@@ -353,19 +340,15 @@ def _listed_files(folder: Path) -> set[str] | None:
     return set(files) if content.get("format_version") == 1 and isinstance(files, dict) else None
 
 
-def _missing_files(found: Mapping[str, Path], chosen: Collection[str]) -> list[str]:
-    """Broken links among the chosen files, and shards that an index names."""
-    missing = {name for name in chosen if not found[name].exists() and _is_read(name)}
+def _missing_shards(folder: Path, known: Collection[str], chosen: Collection[str]) -> Iterator[str]:
+    """Shards that a chosen index names and that are not among the `known` files."""
     for name in chosen:
-        if name.endswith(_INDEX):
-            shards = _read_object(found[name]).get("weight_map")
-            named = shards.values() if isinstance(shards, dict) else ()
+        shards = _read_object(folder / name).get("weight_map") if name.endswith(_INDEX) else None
+        if isinstance(shards, dict):
             # Entries that are not names are reported when the index is read.
-            beside = {
-                str(PurePosixPath(name).parent / one) for one in named if isinstance(one, str)
-            }
-            missing |= beside - found.keys()
-    return sorted(missing)
+            named = {one for one in shards.values() if isinstance(one, str)}
+            beside = {str(PurePosixPath(name).parent / one) for one in named}
+            yield from beside.difference(known)
 
 
 def _unfinished_files(folder: Path, chosen: Collection[str]) -> list[str]:

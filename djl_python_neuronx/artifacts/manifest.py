@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
-from djl_python_neuronx.artifacts.folder import is_plain_name, read_json, some, unreadable
+from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
@@ -104,28 +104,22 @@ class CompileFacts(BaseModel):
         return {**{name: getattr(self, name) for name in _FACTS}, **_flatten(self.graph_options)}
 
 
-class Difference(NamedTuple):
-    """One fact that differs."""
-
-    key: str
-    compiled: object
-    wanted: object
-
-
 class _Absent:
     def __repr__(self) -> str:
         return "(absent)"
 
 
 ABSENT = _Absent()
-"""Value in a `Difference` of an option that one side lacks."""
+"""Value in `differences` of an option that one side lacks."""
 
 
-def differences(wanted: CompileFacts, compiled: CompileFacts) -> list[Difference]:
-    """The facts that differ, by name; the role is not compared."""
+def differences(wanted: CompileFacts, compiled: CompileFacts) -> dict[str, tuple[object, object]]:
+    """Name of each fact that differs -> its compiled and its wanted value; the role is not compared."""
     ours, theirs = wanted.flat(), compiled.flat()
-    values = ((key, theirs.get(key, ABSENT), ours.get(key, ABSENT)) for key in {*ours, *theirs})
-    return sorted(Difference(*row) for row in values if _json(row[1]) != _json(row[2]))
+    pairs = {
+        key: (theirs.get(key, ABSENT), ours.get(key, ABSENT)) for key in sorted({*ours, *theirs})
+    }
+    return {key: pair for key, pair in pairs.items() if _json(pair[0]) != _json(pair[1])}
 
 
 def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> None:
@@ -134,11 +128,8 @@ def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> Non
     Raises:
         ArtifactMismatchError: each differing fact with its compiled and its wanted value.
     """
-    found = differences(wanted, compiled)
-    if found:
-        raise ArtifactMismatchError(
-            {one.key: (one.compiled, one.wanted) for one in found}, where=where
-        )
+    if found := differences(wanted, compiled):
+        raise ArtifactMismatchError(found, where=where)
 
 
 def _json(value: object) -> str:
@@ -255,11 +246,11 @@ def unfinished(files: Iterable[str]) -> dict[str, Any]:
 
 def is_unfinished(manifest: object) -> bool:
     """True for the result of `unfinished`."""
-    return (
-        isinstance(manifest, dict)
-        and manifest.get("format") == FORMAT
-        and manifest.get("unfinished") is True
-    )
+    return _is_ours(manifest) and manifest.get("unfinished") is True
+
+
+def _is_ours(manifest: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def listed_files(raw: bytes) -> set[str]:
@@ -268,9 +259,7 @@ def listed_files(raw: bytes) -> set[str]:
         manifest = json.loads(raw)
     except (ValueError, RecursionError):
         return set()
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return set()
-    files = manifest.get("files")
+    files = manifest.get("files") if _is_ours(manifest) else None
     return set(files) if isinstance(files, dict) else set()
 
 
@@ -342,7 +331,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
         ArtifactError: the files that are missing, were changed, or are not listed.
     """
     expected = manifest.files
-    try:
+    with reading(folder):
         names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
@@ -354,8 +343,6 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
         actual = _sha256_of_each(folder / name for name in hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
-    except OSError as error:
-        raise unreadable(folder, error) from error
     missing, extra = expected.keys() - names, names - expected.keys()
     faults = [
         f"{what} {some(sorted(found))}"
@@ -372,13 +359,12 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
 
 def _names(folder: Path) -> Iterator[str]:
     """Paths of all files in a folder but its manifest, in order."""
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+    for name in sorted(file_names(folder) - {FILE_NAME}):
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
             msg = f"{path} is a link or a special file; expected only files and folders in it. Put a copy in its place."
             raise ArtifactError(msg)
-        if path.is_file() and name != FILE_NAME:
-            yield name
+        yield name
 
 
 def _package_version() -> str:
@@ -404,16 +390,13 @@ def artifact_digest(folder: Path) -> str:
         ArtifactError: a safetensors file is damaged.
     """
     digest = hashlib.sha256()
-    path = folder
-    try:
-        for path in _sorted(folder, _SMALL_FILES):
-            _feed(digest, path.relative_to(folder).as_posix(), _sha256_of(path))
-        for path in next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), []):
-            _feed(digest, path.relative_to(folder).as_posix(), _sample(path))
-    except ArtifactError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(folder):
+        small = _sorted(folder, _SMALL_FILES)
+        weights = next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
+    for path in (*small, *weights):
+        with reading(path):
+            content = _sha256_of(path) if path in small else _sample(path)
+        _feed(digest, path.relative_to(folder).as_posix(), content)
     return f"sampled:{digest.hexdigest()}"
 
 
@@ -422,9 +405,8 @@ def _sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         # Not hashlib.file_digest, which Python 3.10 lacks.
-        buffer = memoryview(bytearray(_BLOCK_BYTES))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -433,10 +415,10 @@ def _sha256_of_each(paths: Iterable[Path]) -> list[str]:
         return list(pool.map(_sha256_of, paths))
 
 
-def _feed(digest: hashlib._Hash, *parts: str) -> None:
+def _feed(digest: hashlib._Hash, *parts: object) -> None:
     # A NUL ends each part: no file name holds one, so no two lists of parts give the same bytes.
     for part in parts:
-        digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
+        digest.update(str(part).encode("utf-8", "surrogateescape") + b"\0")
 
 
 def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -447,10 +429,11 @@ def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
 def _sample(path: Path) -> str:
     digest = hashlib.sha256()
     size = path.stat().st_size
+    _feed(digest, size)
     with path.open("rb", buffering=0) as file:
-        digest.update(f"{size}\0".encode())
         for middle in _middles(path, size, digest):
-            digest.update(_read_around(file, middle, size))
+            file.seek(max(0, min(middle - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES)))
+            digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -462,10 +445,5 @@ def _middles(path: Path, size: int, digest: hashlib._Hash) -> Iterator[int]:
     header = read_header(path)
     start = size - max((entry.end for entry in header.values()), default=0)
     for name, entry in sorted(header.items()):
-        _feed(digest, name, entry.dtype, str(entry.shape), str(entry.begin), str(entry.end))
+        _feed(digest, name, *entry)
         yield start + (entry.begin + entry.end) // 2
-
-
-def _read_around(file: BinaryIO, middle: int, size: int) -> bytes:
-    file.seek(max(0, min(middle - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES)))
-    return file.read(_SAMPLE_BYTES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ import javaproperties
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
+    flock,
     link_or_copy,
     remove,
     replace_folder,
@@ -25,7 +24,14 @@ from djl_python_neuronx.artifacts.atomic import (
     sync_tree,
     whole_file,
 )
-from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, read_json, some
+from djl_python_neuronx.artifacts.folder import (
+    SERVING,
+    WEIGHT_SUFFIXES,
+    Folder,
+    file_names,
+    read_json,
+    some,
+)
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
 from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
@@ -173,46 +179,22 @@ def _is_interrupted(destination: Path) -> bool:
         return False
     staged = f".{destination.name}.output-"
     known = {manifests.FILE_NAME, *marker.get("files", ())}
-    return all(name in known or name.startswith(staged) for name in _files(destination))
-
-
-def _files(folder: Path) -> set[str]:
-    """The paths of all files and links in a folder."""
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir()
-    }
+    return all(name in known or name.startswith(staged) for name in file_names(destination))
 
 
 @contextmanager
 def _staging(parent: Path, name: str) -> Iterator[Path]:
     """A temporary folder; removes those that killed processes left for `name`."""
     for left in parent.glob(f".{name}.output-*"):
-        with suppress(OSError), _locked(left):
+        with suppress(OSError), flock(left):
             shutil.rmtree(left, ignore_errors=True)
     staging = parent / f".{name}.output-{uuid.uuid4().hex[:12]}"
     staging.mkdir()
     try:
-        with _locked(staging):
+        with flock(staging):
             yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder itself, so that no lock file is left beside the user's files.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsInOutput) -> None:
@@ -241,7 +223,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
 def _copy_tree(source: Path, target: Path, place: Callable[[str, str], object]) -> None:
     # Folders get this user's usual rights, whatever a read-only source has.
     target.mkdir()
-    names = {name for name in _files(source) if (source / name).is_file()}
+    names = {name for name in file_names(source) if (source / name).is_file()}
     for name in sorted(SERVING.choose(names)):
         copied = target / name
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -252,9 +234,9 @@ def _move_into(new: Path, destination: Path, *, besides: Path) -> None:
     """Replace the content of a mounted folder; its manifest is an `unfinished` one until everything is there."""
     manifest = destination / manifests.FILE_NAME
     staged = f"{besides.name}/"
-    there = {name for name in _files(destination) if not name.startswith(staged)}
+    there = {name for name in file_names(destination) if not name.startswith(staged)}
     with whole_file(manifest) as temporary:
-        temporary.write_text(json.dumps(unfinished(there | _files(new))), encoding="utf-8")
+        temporary.write_text(json.dumps(unfinished(there | file_names(new))), encoding="utf-8")
     for path in destination.iterdir():
         if path not in {besides, manifest}:
             remove(path)

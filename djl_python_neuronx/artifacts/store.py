@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import shutil
@@ -35,6 +36,7 @@ from djl_python_neuronx.artifacts.atomic import (
     storing,
     sync_tree,
 )
+from djl_python_neuronx.artifacts.folder import file_names
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
     Manifest,
@@ -236,20 +238,20 @@ class CompileStore:
         return found
 
     def _find_whole(self, facts: CompileFacts) -> Path | None:
+        return self._unless_damaged(f"the folder {facts.key}", lambda: self.find(facts))
+
+    def _unless_damaged(self, what: str, get: Callable[[], Path | None]) -> Path | None:
+        """The result of `get`; None if it is damaged and `on_mismatch` allows to compile it again."""
         try:
-            return self.find(facts)
+            return get()
         except ArtifactAccessError:
             raise
         except ArtifactError as error:
-            self._skip_damaged(f"the folder {facts.key}", error)
+            if self._on_mismatch == "error":
+                msg = f"{what} is damaged: {error} Remove it, or allow to compile again (on_mismatch=recompile)."
+                raise ArtifactError(msg) from error
+            logger.warning("compile_damaged what=%r error=%s", what, error)
             return None
-
-    def _skip_damaged(self, what: str, error: ArtifactError) -> None:
-        """Continue as if there were nothing, if `on_mismatch` allows to compile again."""
-        if self._on_mismatch == "error":
-            msg = f"{what} is damaged: {error} Remove it, or allow to compile again (on_mismatch=recompile)."
-            raise ArtifactError(msg) from error
-        logger.warning("compile_damaged what=%r error=%s", what, error)
 
     def _writable_root(self) -> Path:
         for root in self._roots:
@@ -272,7 +274,7 @@ class CompileStore:
         where, other = near
         if self._on_mismatch == "error":
             check_facts(facts, other, where)
-        for key, compiled, wanted in differences(facts, other):
+        for key, (compiled, wanted) in differences(facts, other).items():
             logger.info(
                 "compile_miss key=%s differs=%s compiled=%r wanted=%r nearest=%s",
                 facts.key, key, compiled, wanted, where,
@@ -280,26 +282,10 @@ class CompileStore:
 
     def _pull(self, facts: CompileFacts, root: Path) -> Path | None:
         """Download the compile for these facts from the mirror; None if it has none."""
-        if self._mirror is None:
+        mirror = self._mirror
+        if mirror is None:
             return None
-        what = f"the compile {facts.key}"
-        try:
-            manifest = self._mirror.manifest(facts)
-            if manifest is None:
-                return None
-            with storing(what, root):
-                folder = empty_folder(root / ".work", f"{facts.key}-pull")
-                self._mirror.pull(facts, manifest, folder)
-                sync_tree(folder)
-        except ArtifactAccessError:
-            raise
-        except ArtifactError as error:
-            self._skip_damaged(self._mirror.place(facts), error)
-            return None
-        with storing(what, root):
-            replace_folder(folder, root / facts.key, root / ".trash")
-        _mark_pushed(root, facts)
-        return root / facts.key
+        return self._unless_damaged(mirror.place(facts), lambda: _download(mirror, facts, root))
 
     def _adopt(self, facts: CompileFacts, root: Path) -> Path | None:
         """Link the compile for the same facts in another role, whose files are the same; None if there is none."""
@@ -342,6 +328,19 @@ class CompileStore:
             logger.error("compile_not_pushed folder=%s error=%s", folder, error)  # noqa: TRY400
             return
         _mark_pushed(root, facts)
+
+
+def _download(mirror: Mirror, facts: CompileFacts, root: Path) -> Path | None:
+    manifest = mirror.manifest(facts)
+    if manifest is None:
+        return None
+    with storing(f"the compile {facts.key}", root):
+        folder = empty_folder(root / ".work", f"{facts.key}-pull")
+        mirror.pull(facts, manifest, folder)
+        sync_tree(folder)
+        replace_folder(folder, root / facts.key, root / ".trash")
+    _mark_pushed(root, facts)
+    return root / facts.key
 
 
 def _compile(
@@ -472,9 +471,6 @@ def copy_once(source: Path, root: Path) -> Path:
 
 
 def _digest_listing(source: Path) -> str:
-    digest = hashlib.sha256(str(source.resolve()).encode("utf-8", "surrogateescape"))
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(source).as_posix()
-            digest.update(f"\0{name}\0{path.stat().st_size}".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
+    sizes = {name: (source / name).stat().st_size for name in sorted(file_names(source))}
+    listing = json.dumps([str(source.resolve()), sizes])
+    return hashlib.sha256(listing.encode()).hexdigest()[:16]

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from djl_python_neuronx.artifacts.folder import Folder, check_start, unreadable
+from djl_python_neuronx.artifacts.folder import Folder, check_start, reading
 from djl_python_neuronx.errors import ArtifactError
 
 # Source: safetensors 0.4 to 0.8, MAX_HEADER_SIZE: its readers refuse longer headers.
@@ -100,16 +100,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         ArtifactAccessError: it cannot be read.
         ArtifactError: it is cut off, malformed, or holds a type that is unknown or does not fit its bytes.
     """
-    try:
+    with reading(path), path.open("rb") as file:
         actual = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            header_bytes = int.from_bytes(start, "little")
-            raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
-            file.seek(0)
-            check_start(path, file.read(64))
-    except OSError as error:
-        raise unreadable(path, error) from error
+        start = file.read(8)
+        header_bytes = int.from_bytes(start, "little")
+        raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
+        file.seek(0)
+        check_start(path, file.read(64))
     if len(start) < 8 or len(raw) < header_bytes:
         raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
     try:
@@ -174,16 +171,18 @@ def check_pickle(folder: Folder, name: str) -> None:
     """
     path = folder.file(name)
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                _check_members(path, archive)
-        else:
-            with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                _check_members(path, zipfile.ZipFile(file))
+            else:
+                file.seek(0)
                 _check_legacy(path, file)
-    except OSError as error:
-        raise unreadable(path, error) from error
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-        raise _not_whole(path) from error
+        msg = (
+            f"{path} is not a whole file of torch.save: it is cut off, or something else has its name. "
+            "Copy or download it again."
+        )
+        raise ArtifactError(msg) from error
 
 
 def check_archive(folder: Folder, name: str) -> None:
@@ -193,10 +192,8 @@ def check_archive(folder: Folder, name: str) -> None:
         ArtifactError: it is missing, unreadable, cut off or no archive.
     """
     path = folder.file(name)
-    try:
+    with reading(path):
         is_whole = zipfile.is_zipfile(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
     if not is_whole:
         msg = f"{path} is not a TorchScript archive, or is cut off; expected the compilation's output. Copy it again."
         raise ArtifactError(msg)
@@ -219,7 +216,7 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
 
 def _check_legacy(path: Path, file: IO[bytes]) -> None:
     if file.read(1) != pickle.PROTO:
-        raise _not_whole(path)
+        raise EOFError
     file.seek(0)
     for _ in range(_PICKLES_OF_LEGACY_FILE):
         _check_instructions(path, file)
@@ -244,11 +241,4 @@ def _holds_code(path: Path, called: str) -> ArtifactError:
     return ArtifactError(
         f"{path} holds code: loading it would call {called}; expected tensors only. Do not load it with anything; "
         "use the model's safetensors files, or fetch it from a source that you trust."
-    )
-
-
-def _not_whole(path: Path) -> ArtifactError:
-    return ArtifactError(
-        f"{path} is not a whole file of torch.save: it is cut off, or something else has its name. "
-        "Copy or download it again."
     )

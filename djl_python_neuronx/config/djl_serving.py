@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions, names_where, option
-from djl_python_neuronx.config.sources import Setting
+from djl_python_neuronx.config.sources import Inputs, Setting, try_path
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
@@ -26,10 +25,30 @@ _ROWS = {"vllm": 256}
 _USUAL_ROWS = 32
 
 
-def inside(
-    properties: Mapping[str, object], written: Sequence[Setting], options: ServingOptions
+def findings(
+    inputs: Inputs, written: Sequence[Setting], options: ServingOptions
 ) -> Iterator[Finding]:
-    """Warnings if the `properties` that DJL Serving passes differ from what the user has `written`."""
+    """Warnings about what DJL Serving passes, or would pass, in place of what the user has `written`.
+
+    Outside DJL Serving there are none if the settings were not written for it.
+    """
+    firsts = {setting.name: setting for setting in reversed(written)}
+    if inputs.properties is not None:
+        yield from _inside(inputs.properties, firsts, written, options)
+    elif _for_djl(written):
+        yield from _ahead(inputs, firsts, written, options)
+    else:
+        return
+    yield from _numbers(firsts)
+    yield from _rows(firsts, options)
+
+
+def _inside(
+    properties: Mapping[str, object],
+    firsts: Mapping[str, Setting],
+    written: Sequence[Setting],
+    options: ServingOptions,
+) -> Iterator[Finding]:
     if _text(properties.get("rolling_batch")).lower() in {"", "disable"} and _one_at_a_time(
         written, options
     ):
@@ -39,9 +58,6 @@ def inside(
             f"{_batching(written)}",
             "warning",
         )
-    firsts = {setting.name: setting for setting in reversed(written)}
-    yield from _numbers(firsts)
-    yield from _rows(firsts, options)
     for name in sorted(firsts.keys() & _OVERRULED):
         passed, wanted = _text(properties.get(name)), _text(firsts[name].value)
         if passed and wanted not in {"auto", passed}:
@@ -51,16 +67,12 @@ def inside(
             yield Finding((name,), problem, "warning")
 
 
-def ahead(
+def _ahead(
+    inputs: Inputs,
+    firsts: Mapping[str, Setting],
     written: Sequence[Setting],
     options: ServingOptions,
-    model_dir: Path | None,
-    environ: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Warnings outside DJL Serving about what it would do with the settings; none if they were not written for it."""
-    firsts = {setting.name: setting for setting in reversed(written)}
-    if not _for_djl(written):
-        return
     if collects(written, options):
         setting = firsts["rolling_batch"]
         problem = (
@@ -75,8 +87,6 @@ def ahead(
             f"{_batching(written)}",
             "warning",
         )
-    yield from _numbers(firsts)
-    yield from _rows(firsts, options)
     engine = firsts.get("engine")
     if engine is not None and engine.value != "Python":
         problem = (
@@ -84,7 +94,7 @@ def ahead(
             "set engine=Python"
         )
         yield Finding(("engine",), problem, "warning")
-    yield from _entry_point(written, model_dir, environ)
+    yield from _entry_point(written, firsts, inputs)
 
 
 def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
@@ -154,20 +164,19 @@ def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
 
 
 def _entry_point(
-    written: Sequence[Setting], model_dir: Path | None, environ: Mapping[str, str]
+    written: Sequence[Setting], firsts: Mapping[str, Setting], inputs: Inputs
 ) -> Iterator[Finding]:
-    setting = next((entry for entry in written if entry.name == "entryPoint"), None)
-    value = environ.get("DJL_ENTRY_POINT", "") if setting is None else _text(setting.value)
+    setting = firsts.get("entryPoint")
+    value = inputs.environ.get("DJL_ENTRY_POINT", "") if setting is None else _text(setting.value)
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:
         # A module of the user's own may well wrap this handler.
-        wrong, current = (
-            value != ENTRY_POINT and value.startswith(_NO_HANDLERS),
-            f"{value} ({origin})",
-        )
+        wrong = value != ENTRY_POINT and value.startswith(_NO_HANDLERS)
     else:
-        wrong, current = not _has_model_py(model_dir), "not set"
+        folder = inputs.model_dir
+        wrong = folder is None or not try_path((folder / "model.py").exists, failed=False)
     if wrong:
+        current = f"{value} ({origin})" if value else "not set"
         fix = f"set {_spelled('entryPoint', written)}={ENTRY_POINT}"
         problem = f"{current}: DJL Serving would not load this handler; {fix}"
         yield Finding(("entryPoint",), problem, "warning")
@@ -181,13 +190,6 @@ def _one_at_a_time(written: Sequence[Setting], options: ServingOptions) -> bool:
     )
     one_slot = options.max_rolling_batch_size == 1
     return not (chosen or options.async_mode or options.batch_size > 1 or one_slot)
-
-
-def _has_model_py(model_dir: Path | None) -> bool:
-    try:
-        return model_dir is not None and (model_dir / "model.py").exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _text(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -121,7 +121,7 @@ class Rule:
     level: Level = "error"
 
 
-def asked(options: ServingOptions, name: str) -> bool:
+def is_set(options: ServingOptions, name: str) -> bool:
     """True if an option is neither off nor at its default."""
     value = getattr(options, name)
     default = ServingOptions.model_fields[name].default
@@ -181,7 +181,7 @@ def when(
 def _holds(options: ServingOptions, name: str, wanted: object) -> bool:
     value = getattr(options, name)
     if isinstance(wanted, State):
-        return wanted is ANY or asked(options, name) == (wanted is SET)
+        return wanted is ANY or is_set(options, name) == (wanted is SET)
     if isinstance(wanted, Set):
         return value in wanted
     if callable(wanted):
@@ -192,9 +192,3 @@ def _holds(options: ServingOptions, name: str, wanted: object) -> bool:
 def above(limit: int) -> Callable[[int], bool]:
     """Return the condition that a number is greater than `limit`."""
     return lambda value: value > limit
-
-
-def listed(values: Sequence[int] | Sequence[str], last: str = "and") -> str:
-    """The values as a list in a sentence: ``1, 2 and 4``."""
-    words = [str(value) for value in values]
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -45,6 +45,7 @@ from djl_python_neuronx.config.values import (
     TokenBuckets,
     Upper,
     Weights,
+    join_words,
     parse_object,
     truth,
 )
@@ -643,11 +644,7 @@ def names_where(test: Callable[[Option], object]) -> frozenset[str]:
     return frozenset(name for name in ServingOptions.model_fields if test(option(name)))
 
 
-class _Invalid:
-    """Type of `INVALID`."""
-
-
-INVALID: Final = _Invalid()
+INVALID: Final = object()
 """`parse_value` of a value that is not allowed."""
 
 
@@ -664,8 +661,7 @@ def allowed_values(name: str) -> str:
     field = ServingOptions.model_fields[name]
     if words := option(name).allowed:
         return words
-    *most, last = _words(field.metadata) or _choices(field.annotation)
-    return f"{', '.join(most)} or {last}" if most else last
+    return join_words(_words(field.metadata) or _choices(field.annotation), "or")
 
 
 def _words(metadata: Iterable[object]) -> list[str]:

@@ -35,7 +35,7 @@ from djl_python_neuronx.config.options import (
     parse_value,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting
-from djl_python_neuronx.config.values import MAX_SHOWN, shortened, shown, truth
+from djl_python_neuronx.config.values import MAX_SHOWN, as_property, join_words, shortened, truth
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
@@ -79,7 +79,7 @@ class Resolved:
     def describe(self, finding: Finding) -> str:
         """The finding as a sentence that lists its options with value and origin."""
         listed = " and ".join(
-            f"{name}={shortened(shown(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
+            f"{name}={shortened(as_property(getattr(self.options, name)))} ({self.origins.get(name, _DEFAULT)})"
             if name in ServingOptions.model_fields
             else name
             for name in finding.names
@@ -122,27 +122,17 @@ def read_settings(
         for name, (setting, _) in reader.chosen.items()
         if name not in reader.refused
     }
-    workers: Mapping[str, Setting] = {}
-    if properties is None:
-        workers = sources.worker_variables(written)
-        about_djl = [*djl_serving.ahead(written, options, model_dir, environ)]
-        if djl_serving.collects(written, options):
-            options = options.model_copy(update={"rolling_batch": "disable"})
-            origins["rolling_batch"] = sources.DJL
-    else:
-        about_djl = [*djl_serving.inside(properties, written, options)]
+    workers = sources.worker_variables(written) if properties is None else {}
+    about_djl = [*djl_serving.findings(inputs, written, options)]
+    if properties is None and djl_serving.collects(written, options):
+        options = options.model_copy(update={"rolling_batch": "disable"})
+        origins["rolling_batch"] = sources.DJL
     # A name with a warning about it is not listed as ignored too.
     warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
     if any("entryPoint" in finding.names for finding in about_djl):
         warned.add("entryPoint")
     ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
-    resolved = Resolved(
-        options,
-        MappingProxyType(origins),
-        MappingProxyType(ignored),
-        MappingProxyType(reader.refused),
-        MappingProxyType(workers),
-    )
+    resolved = Resolved(options, origins, ignored, reader.refused, workers)
     unused = [
         Finding((name,), option(name).unused, "note")
         for name in sorted(_UNUSED)
@@ -197,12 +187,10 @@ class _Reader:
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
         for name, (_, value) in self.chosen.items():
-            values[name], problem = (
-                sources.content(value, folder) if option(name).file else (value, "")
-            )
-            if problem:
-                wrong[name] = f"; {problem}"
-                del values[name]
+            try:
+                values[name] = sources.content(value, folder) if option(name).file else value
+            except ConfigError as error:  # noqa: PERF203  (eight options at most)
+                wrong[name] = f"; {error}"
         try:
             options = ServingOptions.model_validate(values)
         except ValidationError as error:
@@ -249,8 +237,7 @@ class _Reader:
                     f"DJL Serving's own value {shortened(setting.value)!r} is not allowed here"
                 )
                 return
-            *most, last = translation.values
-            self._refuse(setting, f"{', '.join(most)} or {last}" if most else last)
+            self._refuse(setting, join_words(translation.values, "or"))
             return
         value = translation.values[word]
         if value is not None:

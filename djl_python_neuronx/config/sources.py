@@ -56,6 +56,12 @@ TGI: Final[Mapping[str, str]] = {
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
 DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
 
+_HUB_OF: Final = {name: variable for variable, name in HUB.items()}
+_OWN: Final = {
+    variable: name for name in ServingOptions.model_fields for variable in option(name).env
+}
+"""Variables of single options."""
+
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
 _UPPER = re.compile(r"[A-Z_\d]+")
@@ -64,6 +70,10 @@ _FILE_PREFIX = "option."
 MAX_FILE_BYTES = 1 << 20
 _MAX_PATH = 4096  # Linux's own limit
 _NO_PATHS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "none", "null"})
+_MARK = (
+    "begins with a byte order mark, which DJL Serving reads as part of the key, so it ignores this setting. "
+    "Save the file without the mark"
+)
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -80,7 +90,7 @@ class Setting:
     """Kind of origin. Two settings of one source contradict each other, those of two sources override each other."""
     by_user: bool
     """The user addressed it to this server (`option.*`, `OPTION_*`, command line): an unknown name is an error."""
-    remarks: tuple[tuple[Level, str], ...] = ()
+    remarks: Sequence[tuple[Level, str]] = ()
     """Warnings and notes about the way it is written."""
     unused: str = ""
     """Why it has no effect; empty if it has one."""
@@ -111,8 +121,7 @@ def environment() -> dict[str, str]:
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those that set options, for a second model in the process."""
-    fields = {variable for name in ServingOptions.model_fields for variable in option(name).env}
-    named = {*SAGEMAKER, *HUB, *TGI, *fields}
+    named = {*SAGEMAKER, *HUB, *TGI, *_OWN}
     return {
         name: value
         for name, value in environ.items()
@@ -138,9 +147,8 @@ def from_file_options(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Sett
     settings = [setting for setting in inputs.file if setting.by_user]
     if not written_by_djl(inputs):
         return settings
-    variables = {name: variable for variable, name in HUB.items()}
     return [
-        replace(setting, origin=f"environment {variables[setting.name]}", source=HUB_SOURCE)
+        replace(setting, origin=f"environment {_HUB_OF[setting.name]}", source=HUB_SOURCE)
         for setting in settings
     ]
 
@@ -158,7 +166,7 @@ def from_hub(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
         reason = "it belongs to HF_MODEL_ID, which is not set; otherwise use OPTION_REVISION or OPTION_TASK"
     elif inputs.properties is not None:
         reason = "DJL Serving creates a model folder of its own for it"
-    elif inputs.model_dir is not None and _holds_model(inputs.model_dir):
+    elif inputs.model_dir and try_path((inputs.model_dir / "config.json").exists, failed=False):
         reason = f"{inputs.model_dir} holds a model"
     elif named is not None:
         reason = f"the model is named by {named}"
@@ -190,18 +198,12 @@ def from_fallbacks(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]
 
     Outside DJL Serving those of ``option.env`` are added, which DJL Serving sets for its Python process.
     """
-    fields = {
-        variable: name
-        for name in ServingOptions.model_fields
-        for variable in option(name).env
-        if variable not in HUB
-    }
-    late = {"SM_NUM_GPUS": TGI["SM_NUM_GPUS"]}  # the container sets TENSOR_PARALLEL_DEGREE from it
-    early = {variable: name for variable, name in TGI.items() if variable not in late}
+    names = {name: known for name, known in {**TGI, **_OWN}.items() if name not in HUB}
+    names["SM_NUM_GPUS"] = names.pop("SM_NUM_GPUS")  # TENSOR_PARALLEL_DEGREE counts before it
     environ = inputs.environ
     if inputs.properties is None:
         environ = with_worker_variables(environ, worker_variables(stronger))
-    return _from_variables(environ, {**early, **fields, **late}, "fallbacks")
+    return _from_variables(environ, names, "fallbacks")
 
 
 WRITTEN: Final[tuple[Source, ...]] = (
@@ -253,12 +255,11 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
     firsts: dict[str, Setting] = {}
     for setting in written:
         firsts.setdefault(setting.name, setting)
-    ranks = {name: rank for rank, name in enumerate(firsts)}
     all_cores = any(
         NAMES.get(setting.name) == "tensor_parallel_degree" and str(setting.value).lower() == "max"
         for setting in written
     )
-    names = sorted(properties, key=lambda name: (ranks.get(name, len(ranks)), name))
+    names = [name for name in firsts if name in properties] + sorted(properties.keys() - firsts)
     settings = stripped(
         Setting(
             name,
@@ -274,11 +275,10 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
 
 def written_by_djl(inputs: Inputs) -> bool:
     """True for the file that DJL Serving writes for a hub model: it holds the `HUB` variables and nothing else."""
-    variables = {name: variable for variable, name in HUB.items()}
     return any(setting.name == "model_id" for setting in inputs.file) and all(
         setting.by_user
-        and setting.name in variables
-        and inputs.environ.get(variables[setting.name]) == setting.value
+        and setting.name in _HUB_OF
+        and inputs.environ.get(_HUB_OF[setting.name]) == setting.value
         for setting in inputs.file
     )
 
@@ -368,11 +368,12 @@ def _unused(setting: Setting, *, all_cores: bool) -> str:
     return ""
 
 
-def _holds_model(model_dir: Path) -> bool:
+def try_path(test: Callable[[], bool], *, failed: bool) -> bool:
+    """The result of `Path.exists` or `Path.is_file`, or `failed` where testing raises an error (no permission)."""
     try:
-        return (model_dir / "config.json").exists()
+        return test()
     except (OSError, ValueError):
-        return False
+        return failed
 
 
 def from_file(model_dir: Path) -> list[Setting]:
@@ -382,11 +383,7 @@ def from_file(model_dir: Path) -> list[Setting]:
         ConfigError: the file cannot be read or holds a broken escape.
     """
     path = model_dir / FILE_NAME
-    try:
-        there = path.exists()
-    except (OSError, ValueError):
-        there = True  # reading it raises the error
-    return from_properties(path) if there else []
+    return from_properties(path) if try_path(path.exists, failed=True) else []
 
 
 def from_properties(path: Path) -> list[Setting]:
@@ -413,7 +410,12 @@ def from_properties(path: Path) -> list[Setting]:
         if isinstance(entry, javaproperties.KeyValue):
             by_user = entry.key.startswith(_FILE_PREFIX)
             name, origin = entry.key.removeprefix(_FILE_PREFIX), f"{path} line {line}"
-            remarks = (*_unseen(origin, marked=marked and line == 1), *_again(found.get(entry.key)))
+            remarks: list[tuple[Level, str]] = []
+            if marked and line == 1:
+                remarks.append(("warning", f"{origin} {_MARK}"))
+            if entry.key in found:
+                note = f"also set in {found[entry.key].origin}; the last line counts"
+                remarks.append(("note", note))
             found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user, remarks)
         line += len(_LINE_END.findall(entry.source))
     if "max_dynamic_batch_size" in found:
@@ -423,58 +425,40 @@ def from_properties(path: Path) -> list[Setting]:
 
 
 def _read_file(path: Path) -> bytes:
+    named = repr(str(path))
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it"
-        raise ConfigError(message) from error
-    except ValueError as error:
-        message = f"{str(path)!r} is not a path: {error}"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"{named} cannot be read: {reason}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
     if len(content) > MAX_FILE_BYTES:
-        message = f"{path} has more than {MAX_FILE_BYTES} bytes; expected a properties file"
+        message = f"{named} has more than {MAX_FILE_BYTES} bytes, too many for a file of settings"
         raise ConfigError(message)
     return content
 
 
-def _unseen(origin: str, *, marked: bool) -> Iterator[tuple[Level, str]]:
-    if marked:
-        yield (
-            "warning",
-            f"{origin} begins with a byte order mark, which DJL Serving reads as part of the key, so it ignores "
-            "this setting. Save the file without the mark",
-        )
-
-
-def _again(earlier: Setting | None) -> Iterator[tuple[Level, str]]:
-    if earlier is not None:
-        yield "note", f"also set in {earlier.origin}; the last line counts"
-
-
-def content(value: object, folder: Path) -> tuple[object, str]:
+def content(value: object, folder: Path) -> object:
     """Read the JSON file that `value` names, absolute or relative to `folder`. Returns `value` itself if it is no path.
 
-    Any text is a path, except words for yes, no or none, and text that begins like an object or a list. The second
-    item is the problem with the file (not JSON, longer than 1 MiB), empty if there is none.
+    Any text is a path, except words for yes, no or none, and text that begins like an object or a list.
+
+    Raises:
+        ConfigError: the file cannot be read, is larger than 1 MiB or is not JSON.
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS or value[:1] in {"{", "[", "("}:
-        return value, ""
+        return value
     if len(value) > _MAX_PATH:
-        return None, f"a path has at most {_MAX_PATH} characters"
-    path, named = folder / value, repr(str(folder / value))
+        message = f"a path has at most {_MAX_PATH} characters"
+        raise ConfigError(message)
+    path = folder / value
+    if not try_path(path.is_file, failed=True):
+        message = f"there is no file {str(path)!r}"
+        raise ConfigError(message)
+    text = _read_file(path)
     try:
-        if not path.is_file():
-            return None, f"there is no file {named}"
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        return None, f"the file {named} cannot be read: {error.strerror}"
-    except ValueError as error:
-        return None, f"{named} is not a path: {error}"
-    if len(data) > MAX_FILE_BYTES:
-        return None, f"the file {named} has more than {MAX_FILE_BYTES} bytes"
-    try:
-        return json.loads(data), ""
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return None, f"the file {named} is not JSON: {error}"
+        message = f"the file {str(path)!r} is not JSON: {error}"
+        raise ConfigError(message) from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -139,15 +140,11 @@ class OptionGroup(BaseModel):
         """Drop values such as ``option.unroll=None``, which old files have."""
         if not isinstance(values, Mapping):
             return values
+        optional = {name for name, entry in cls.model_fields.items() if entry.default is None}
         return {
             name: value
             for name, value in values.items()
-            if not (
-                isinstance(value, str)
-                and value.strip().lower() in _NOTHING
-                and name in cls.model_fields
-                and cls.model_fields[name].default is None
-            )
+            if name not in optional or not _is_nothing(value)
         }
 
 
@@ -177,7 +174,13 @@ def parse_object(text: str) -> object:
         raise ValueError(message) from error
 
 
-def shown(value: object) -> str:
+def join_words(values: Iterable[object], last: str = "and") -> str:
+    """The values as a list in a sentence: ``1, 2 and 4`` if `last` is ``and``."""
+    words = [str(value) for value in values]
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def as_property(value: object) -> str:
     """The value as written in `serving.properties`."""
     plain = jsonable(value)
     if plain is None:
@@ -225,6 +228,10 @@ def truth(value: object) -> bool | None:
     return True if word in _TRUE else False if word in _FALSE else None
 
 
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() in _NOTHING
+
+
 def _refuse_constant(name: str) -> NoReturn:
     message = f"{name} is not JSON"
     raise ValueError(message)
@@ -232,34 +239,26 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _depth(text: str) -> int:
     """Deepest nesting of brackets. Those in strings count too, which only makes the limit stricter."""
-    depth = deepest = 0
-    for character in text:
-        if character in "[{(":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]})":
-            depth -= 1
-    return deepest
+    steps = ((character in "[{(") - (character in "]})") for character in text)
+    return max(itertools.accumulate(steps), default=0)
 
 
-def _lower(value: object) -> object:
-    return value.strip().lower() if isinstance(value, str) else value
+def _convert_text(convert: Callable[[str], str]) -> BeforeValidator:
+    """A parser of text without blanks around it; a value of another type stays."""
+    return BeforeValidator(
+        lambda value: convert(value.strip()) if isinstance(value, str) else value
+    )
 
 
-def _upper(value: object) -> object:
-    return value.strip().upper() if isinstance(value, str) else value
-
-
-def _hyphenated(value: object) -> object:
-    return value.strip().lower().replace("_", "-") if isinstance(value, str) else value
-
-
-def long_dtype(value: object) -> object:
+def long_dtype(dtype: str) -> str:
     """Torch's name of a dtype however a library spells it: `bfloat16` for `bf16` or `torch.bfloat16`."""
-    if not isinstance(value, str):
-        return value
-    name = value.strip().lower().removeprefix("torch.")
+    name = dtype.strip().lower().removeprefix("torch.")
     return _DTYPES.get(name, name)
+
+
+def _eight_bits(text: str) -> str:
+    word = text.lower()
+    return "int8" if word in _INT8 else "fp8" if word in _FP8 else text
 
 
 def _split(value: object) -> object:
@@ -311,83 +310,63 @@ def plain(value: object, depth: int = MAX_DEPTH) -> object:
     raise ValueError(message)
 
 
-def _eight_bits(value: object) -> object:
-    word = value.strip().lower() if isinstance(value, str) else None
-    return "int8" if word in _INT8 else "fp8" if word in _FP8 else value
-
-
 def _weights(value: object) -> object:
     """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8."""
     enabled = truth(value)
-    eight_bits = "int8" if enabled else _eight_bits(value)
-    if enabled is False:
-        return None
-    return f"static_{eight_bits}" if eight_bits in ("int8", "fp8") else value
+    if enabled is not None:
+        return "static_int8" if enabled else None
+    bits = _eight_bits(value.strip()) if isinstance(value, str) else ""
+    return f"static_{bits}" if bits in {"int8", "fp8"} else value
 
 
 Count = Annotated[int, Field(ge=1, le=_LARGEST), Allowed(COUNT)]
 Amount = Annotated[int, Field(ge=0, le=_LARGEST), Allowed("a whole number of at least 0")]
 Positions = Annotated[int, Field(ge=2, le=_LARGEST)]
-Lower = BeforeValidator(_lower)
+Lower = _convert_text(str.lower)
+Upper = _convert_text(str.upper)
+Hyphenated = _convert_text(lambda text: text.lower().replace("_", "-"))
+_LongDtype = _convert_text(long_dtype)
+_Split, _Object = BeforeValidator(_split), BeforeValidator(_object)
+_Filled = Field(min_length=1)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a number above 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-Location = Annotated[str, Field(min_length=1), Allowed("a folder or s3://bucket/key")]
+Location = Annotated[str, _Filled, Allowed("a folder or s3://bucket/key")]
 ModelSource = Annotated[str, Allowed("a folder, a Hugging Face model id or s3://bucket/key")]
-Dtype = Annotated[
-    Literal["float32", "float16", "bfloat16"], BeforeValidator(long_dtype), Allowed(DTYPES)
-]
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], _LongDtype, Allowed(DTYPES)]
 AutoDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"],
-    BeforeValidator(long_dtype),
-    Allowed(f"auto, {DTYPES}"),
+    Literal["auto", "float32", "float16", "bfloat16"], _LongDtype, Allowed(f"auto, {DTYPES}")
 ]
 Buckets = Annotated[
     tuple[Count, ...],
-    Field(min_length=1),
-    BeforeValidator(_split),
+    _Filled,
+    _Split,
     AfterValidator(_ascending),
     Allowed('ascending lengths such as "256,512,1024", each a whole number of at least 1'),
 ]
-TokenBuckets = Annotated[tuple[Positions, ...], Field(min_length=1), AfterValidator(_ascending)]
+TokenBuckets = Annotated[tuple[Positions, ...], _Filled, AfterValidator(_ascending)]
 OneOrList = BeforeValidator(_one_or_list)
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
 Words = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
-    Field(min_length=1),
-    BeforeValidator(_split),
-    Allowed('names such as "lm_head,embed_tokens"'),
+    tuple[_Name, ...], _Filled, _Split, Allowed('names such as "lm_head,embed_tokens"')
 ]
 Order = Annotated[
     tuple[Annotated[int, Field(ge=0, le=3)], ...],
     Field(min_length=4, max_length=4),
-    BeforeValidator(_split),
+    _Split,
     Allowed('an order of the four axes such as "1,2,0,3"'),
 ]
-Sizes = Annotated[
-    tuple[Count, ...],
-    Field(min_length=1),
-    BeforeValidator(_split),
-    Allowed('sizes such as "128,128"'),
-]
-Axes = Annotated[
-    tuple[Amount, ...],
-    Field(min_length=1),
-    BeforeValidator(_split),
-    Allowed('axes such as "0,1"'),
-]
+Sizes = Annotated[tuple[Count, ...], _Filled, _Split, Allowed('sizes such as "128,128"')]
+Axes = Annotated[tuple[Amount, ...], _Filled, _Split, Allowed('axes such as "0,1"')]
 Object = Annotated[
-    dict[str, Any],
-    BeforeValidator(_object),
-    Allowed('a JSON object such as {"name": 1}, or a file that holds one'),
+    dict[str, Any], _Object, Allowed('a JSON object such as {"name": 1}, or a file that holds one')
 ]
 MedusaTree = Annotated[
     tuple[tuple[Amount, ...], ...],
-    Field(min_length=1),
-    BeforeValidator(_object),
+    _Filled,
+    _Object,
     Allowed("a JSON list of lists of numbers, or a file that holds one"),
 ]
-Upper = BeforeValidator(_upper)
-Hyphenated = BeforeValidator(_hyphenated)
-EightBits = Annotated[Literal["int8", "fp8"], BeforeValidator(_eight_bits)]
+EightBits = Annotated[Literal["int8", "fp8"], _convert_text(_eight_bits)]
 Weights = Annotated[Literal["static_int8", "static_fp8"] | None, BeforeValidator(_weights)]

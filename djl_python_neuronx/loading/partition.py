@@ -81,12 +81,9 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
-        raise InvalidOptionError(
-            name="save_mp_checkpoint_path",
-            value=None,
-            origin="default",
-            allowed="the folder or s3://bucket/key that the compiled model is to be written to",
-        )
+        name = "save_mp_checkpoint_path"
+        allowed = "the folder or s3://bucket/key that the compiled model is to be written to"
+        raise InvalidOptionError(name, None, "default", allowed)
     schema = options.partition_schema or "safetensors"
     held = prepared.weights
     if schema == "safetensors" and held and held.kind not in {"safetensors", "presharded", "ranks"}:

@@ -28,7 +28,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import shown
+from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -251,7 +251,9 @@ class Preparation:
                 draft = own._find(name, base, _DRAFT, settings, weights_needed=model.whole)
         self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
         machine = self._choose_machine(settings, backend)
-        prepared = self._plan(settings, model, backend, machine, draft)
+        draft_facts = None if draft is None else draft.facts
+        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        prepared = self._plan(settings, model, case)
         if draft is not None and prepared.options.drafting and not self.problems.errors:
             prepared = own._prepare_draft(prepared, draft)
             self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
@@ -372,17 +374,12 @@ class Preparation:
             )
 
     def _plan(
-        self,
-        settings: Resolved,
-        model: _Model,
-        backend: str,
-        machine: DeviceInfo,
-        draft: _Model | None,
-        role: Role = "model",
+        self, settings: Resolved, model: _Model, case: Case, role: Role = "model"
     ) -> Prepared:
-        """Fill in the options, judge them and what the folder holds, and plan."""
-        draft_facts = None if draft is None else draft.facts
-        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        """Fill in the options, judge them and what the folder holds, and plan.
+
+        `case`: with the options of `settings`.
+        """
         resolved, case = assess(settings, case, self.problems)
         weights, fits = self._judge_graphs(model.artifact, case, role)
         compiled = model.artifact.compiled if fits else None
@@ -391,8 +388,7 @@ class Preparation:
             presharded=weights is not None and weights.kind == "presharded",
             foreign_graphs=compiled is not None and not has_own_graphs(compiled),
         )
-        for finding in stored_findings(case):
-            self.problems.add(finding.level, resolved.describe(finding), finding.names)
+        resolved.report(stored_findings(case), self.problems)
         return Prepared(
             resolved=resolved,
             name=model.name,
@@ -417,7 +413,8 @@ class Preparation:
         weights, fits = None, False
         with self.problems.catch():
             flags = {} if case.on_cpu else flag_facts(self.environ)
-            others, refused = set[str](), False
+            others: set[str] = set()
+            refused = False
             if artifact.backend == case.backend and not case.on_cpu:
                 mismatch = find_mismatch(artifact, case, {**self._surroundings(case), **flags})
                 fits = mismatch is None
@@ -475,7 +472,8 @@ class Preparation:
         with self.problems.catch():
             settings = fill_recorded(settings, draft.artifact, backend)
         settings = replace(settings, options=as_draft_model(settings.options))
-        other = self._plan(settings, draft, backend, prepared.machine, None, role="draft")
+        case = Case(settings.options, draft.facts, prepared.machine, backend)
+        other = self._plan(settings, draft, case, "draft")
         if self.problems.errors:
             return prepared
         cores = max(prepared.case.degree, other.case.degree)
@@ -492,13 +490,10 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         IncompatibleOptionsError: the shapes contradict each other.
     """
     artifact, options = prepared.artifact, prepared.options
-    arguments = prepared.planned.arguments
     max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
     if max_model_len is None or num_slots is None or options.dtype == "auto":
         msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
         raise ConfigError(msg)
-    # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
-    prefill_buckets = options.context_length_estimate or (max_model_len,)
     weights = prepared.weights
     if weights is None:
         msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
@@ -508,7 +503,8 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         kind=weights.kind,
         num_slots=num_slots,
         max_model_len=max_model_len,
-        prefill_buckets=prefill_buckets,
+        # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
+        prefill_buckets=options.context_length_estimate or (max_model_len,),
         token_buckets=options.token_buckets or make_buckets(max_model_len),
         dtype=options.dtype,
         tensor_parallel_degree=prepared.case.degree,
@@ -520,21 +516,20 @@ def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
         num_speculative_tokens=options.speculative_length if options.speculating else 0,
         mixed_steps=bool(options.enable_chunked_prefill),
         default_top_k=options.on_device_default_top_k,
-        arguments=arguments or LibraryArguments(),
+        arguments=prepared.planned.arguments or LibraryArguments(),
     )
 
 
 def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> _Model:
-    artifact = Artifact(path, "huggingface", None, config, frozenset(), ())
+    artifact = Artifact(path, "huggingface", None, config, ())
     return _Model(name, source, artifact, whole=False)
 
 
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
     """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
-    degrees = [options.tensor_parallel_degree]
-    if options.drafting:
-        degrees.append(options.draft_model_tp_size)
+    of_draft = options.draft_model_tp_size if options.drafting else None
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
+    degrees = (options.tensor_parallel_degree, of_draft)
     numbers = [degree for degree in degrees if isinstance(degree, int)]
     return bool(numbers) and all(degree // machine.machines(degree) in legal for degree in numbers)
 
@@ -548,7 +543,9 @@ def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
     for option, value, origin in resolved.explain():
         if (option, origin) not in before:
             level = logging.DEBUG if origin == "default" else logging.INFO
-            logger.log(level, "option name=%s value=%s origin=%r", option, shown(value), origin)
+            logger.log(
+                level, "option name=%s value=%s origin=%r", option, as_property(value), origin
+            )
     for option, reason in resolved.ignored.items() if logged is None else ():
         logger.info("option_ignored name=%s reason=%r", option, reason)
 

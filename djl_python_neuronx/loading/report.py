@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import jsonable, shown
+from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.loading.check import Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
@@ -98,7 +98,7 @@ def blocks(
     """The sections of the report: settings, plan, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
-            (name, shown(value), origin)
+            (name, as_property(value), origin)
             for name, value, origin in report.resolved.explain()
             if everything or origin != "default"
         )
@@ -202,15 +202,11 @@ def _machine(prepared: Prepared) -> str:
     size = device.core_memory_bytes
     capacity = f"of {gib(size)} GiB" if size else "of unknown memory"
     both = _two_degrees(prepared)
-    return "".join(
-        (
-            f"{machines} x {name}" if machines > 1 else name,
-            f": {max(both) if both else degree} of {machines * device.visible_cores} NeuronCores",
-            f" ({device.limited_by})" if device.limited_by else "",
-            f" {capacity}",
-            f"; the model takes {both[0]}, the draft model {both[1]}" if both else "",
-        )
-    )
+    whole = f"{machines} x {name}" if machines > 1 else name
+    cores = f"{max(both) if both else degree} of {machines * device.visible_cores} NeuronCores"
+    limit = f" ({device.limited_by})" if device.limited_by else ""
+    parts = f"; the model takes {both[0]}, the draft model {both[1]}" if both else ""
+    return f"{whole}: {cores}{limit} {capacity}{parts}"
 
 
 def _graphs(plan: ServingPlan) -> str:
@@ -237,8 +233,7 @@ def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterat
     elif memory.capacity and memory.fits:
         yield "          it fits"
     elif memory.capacity:
-        needs = f"needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
-        yield f"          does not fit: {needs}"
+        yield f"          does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
 
 
 def _verdict(report: Report) -> str:

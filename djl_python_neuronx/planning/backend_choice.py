@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from typing import Final, Literal
 
-from djl_python_neuronx.config.findings import asked
+from djl_python_neuronx.config.findings import is_set
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, capability_of
@@ -141,7 +141,7 @@ def _refuses(backend: str, options: ServingOptions, model_type: str | None) -> b
     capability = capability_of(backend, model_type)
     if capability is not None:
         ignored = (name for name in capability.ignored_options if not option(name).tunes)
-        if any(asked(options, name) for name in (*ignored, *capability.unsupported_options)):
+        if any(is_set(options, name) for name in (*ignored, *capability.unsupported_options)):
             return True
         if options.speculating and not capability.speculation:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from djl_python_neuronx.config.findings import Finding, asked
+from djl_python_neuronx.config.findings import Finding, is_set
 from djl_python_neuronx.config.keywords import DERIVED, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import placement
@@ -110,7 +110,7 @@ def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...
     names = []
     for name in ServingOptions.model_fields:
         value, marker = getattr(options, name), option(name)
-        missing = bool(marker.to) and backend not in marker.to and asked(options, name)
+        missing = bool(marker.to) and backend not in marker.to and is_set(options, name)
         unsupported = value is not None and value == marker.never.get(backend)
         if unsupported or (missing and value != marker.always.get(backend)):
             names.append(name)
@@ -135,7 +135,7 @@ def _no_effect(case: Case) -> Iterator[Finding]:
         problem = "only the cpu backend computes on the CPU; leave it out"
         yield Finding(("cpu_threads",), problem, "note")
     static = not case.on_cpu and case.slots > 1 and not case.continuous_batching
-    if asked(case.options, _JOIN_WAIT) and not static:
+    if is_set(case.options, _JOIN_WAIT) and not static:
         problem = "no effect: only static batches wait for more requests; leave it out"
         yield Finding((_JOIN_WAIT,), problem, "note")
 
@@ -230,7 +230,7 @@ def _cpu(case: Case) -> Iterator[Finding]:
         for name in ServingOptions.model_fields
         if option(name).to
         and not option(name).cpu
-        and asked(options, name)
+        and is_set(options, name)
         # 1 is the default on a CPU.
         and not (name == "tensor_parallel_degree" and options.tensor_parallel_degree == 1)
     )
@@ -293,7 +293,7 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
     unused = [
         name
         for name in ServingOptions.model_fields
-        if name in capability.ignored_options and asked(options, name)
+        if name in capability.ignored_options and is_set(options, name)
     ]
     if ignored := tuple(name for name in unused if option(name).tunes):
         problem = f"{code} cannot use it; left out, which changes speed and memory only"
@@ -307,7 +307,7 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
         yield Finding(("collectives_layout", "attention_layout"), problem)
     for name, reason in capability.unsupported_options.items():
         # attention_layout has a harmless value too: the library's own.
-        if asked(options, name) and getattr(options, name) != "HSB":
+        if is_set(options, name) and getattr(options, name) != "HSB":
             advice = remove_or_switch(name, model_type, case.backend)
             yield Finding((name,), f"{reason}; {advice}")
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from djl_python_neuronx.config.findings import Finding, listed
+from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
 from djl_python_neuronx.planning.memory import (
@@ -67,10 +68,10 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
     if degree in documented:
         return
     if any(degree in family.used_degrees for family in possible):
-        problem = f"the Neuron runtime documents {listed(documented)} on {where}; {degree} is used in practice"
+        problem = f"the Neuron runtime documents {join_words(documented)} on {where}; {degree} is used in practice"
         yield Finding((name,), problem, "note")
     else:
-        problem = f"the Neuron runtime takes {listed(documented)} on {where}; set one of them"
+        problem = f"the Neuron runtime takes {join_words(documented)} on {where}; set one of them"
         yield Finding((name,), problem)
 
 
@@ -108,7 +109,7 @@ def _indivisible(case: Case) -> Finding:
     size = indivisible(case.model, case.degree, case.backend)
     problem = (
         f"{case.library} does not pad a {case.model.model_type} model, so the degree has to divide {size}; set "
-        f"{listed(dividing, 'or')}"
+        f"{join_words(dividing, 'or')}"
     )
     return Finding((_DEGREE,), problem)
 
@@ -210,9 +211,9 @@ def _memory(case: Case) -> Iterator[Finding]:
             shorter = "and prompts (context_length_estimate) no longer than that"
             ways = [f"{way} {shorter}" if "n_positions" in way else way for way in ways]
         if fit:
-            advice = f"smallest that fits: {fit}. {listed(['Take that', *ways], 'or')}"
+            advice = f"smallest that fits: {fit}. {join_words(['Take that', *ways], 'or')}"
         elif ways:
-            advice = f"no machine holds it as it is; {listed(ways, 'or')}"
+            advice = f"no machine holds it as it is; {join_words(ways, 'or')}"
         else:
             advice = "no known machine holds it; use a smaller model"
         problem = f"does not fit: needs {memory.needed / GIB:.1f} GiB per core, has {memory.capacity / GIB:.1f} GiB; "

@@ -494,13 +494,29 @@ def empty_graph(path):
     return "0123456789abcdef0123.neff", ArtifactError
 
 
+def cache_with_an_empty_graph(path):
+    (neff,) = folders.neff_cache(path).glob("*/*/model.neff")
+    neff.write_bytes(b"")
+    return str(neff), ArtifactError
+
+
+def cache_with_a_graph_that_was_never_fetched(path):
+    (neff,) = folders.neff_cache(path / "PRE_COMPILED_NEURON_GRAPH_INFER").glob("*/*/model.neff")
+    neff.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    return str(neff), ArtifactError
+
+
 HELPERS = {"rewrite_header"}
 CASES = {
     name: one
     for name, one in list(globals().items())
     if inspect.isfunction(one) and one.__module__ == __name__ and name not in HELPERS
 }
-GRAPHS = {"empty_graph"}
+GRAPHS = {
+    "empty_graph",
+    "cache_with_an_empty_graph",
+    "cache_with_a_graph_that_was_never_fetched",
+}
 
 
 def fail(name, path):

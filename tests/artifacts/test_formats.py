@@ -291,6 +291,12 @@ def test_a_compile_cache_is_no_model_and_says_what_it_is_for(tmp_path):
     assert not holds_graphs(path)
 
 
+def test_a_cache_may_hold_unfinished_modules(tmp_path):
+    path = folders.neff_cache(tmp_path)
+    (path / f"neuronxcc-{folders.COMPILER}" / "MODULE_unfinished").mkdir()
+    assert not holds_graphs(path)
+
+
 def test_a_jumpstart_cache_is_no_model_either(tmp_path):
     folders.neff_cache(tmp_path / "PRE_COMPILED_NEURON_GRAPH_INFER")
     with pytest.raises(UnknownFormatError, match=r"compile cache.*NEURON_COMPILE_CACHE_URL"):

@@ -78,7 +78,7 @@ class TestPropertiesFile:
 
     def test_a_folder_needs_no_file_but_a_file_that_is_named_must_be_there(self, tmp_path):
         assert sources.from_file(tmp_path) == []
-        with pytest.raises(ConfigError, match=r"mine\.properties cannot be read"):
+        with pytest.raises(ConfigError, match=r"mine\.properties' cannot be read"):
             sources.from_properties(tmp_path / "mine.properties")
         (tmp_path / "serving.properties").mkdir()
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -263,12 +263,12 @@ class TestContent:
         "value", ["true", "False", "no", "1", "None", '{"a": 1}', "{'a': True}", "[1]", {"a": 1}, 3]
     )
     def test_what_is_no_path_stays(self, tmp_path, value):
-        assert sources.content(value, tmp_path) == (value, "")
+        assert sources.content(value, tmp_path) == value
 
     def test_a_path_is_read_from_the_model_folder_or_anywhere(self, tmp_path):
         (tmp_path / "sampling.json").write_text(json.dumps({"top_k": 5}))
         for value in ("sampling.json", "./sampling.json", str(tmp_path / "sampling.json")):
-            assert sources.content(value, tmp_path) == ({"top_k": 5}, "")
+            assert sources.content(value, tmp_path) == {"top_k": 5}
 
     @pytest.mark.parametrize(
         ("name", "content", "word"),
@@ -289,13 +289,13 @@ class TestContent:
         (tmp_path / "folder").mkdir()
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        value, problem = sources.content(name, tmp_path)
-        assert value is None
-        assert word in problem
+        with pytest.raises(ConfigError) as caught:
+            sources.content(name, tmp_path)
+        assert word in str(caught.value)
 
     def test_the_largest_file_that_is_allowed(self, tmp_path):
         (tmp_path / "large.json").write_bytes(b"1".rjust(1 << 20))
-        assert sources.content("large.json", tmp_path) == (1, "")
+        assert sources.content("large.json", tmp_path) == 1
 
 
 def test_javaproperties_and_java_agree_on_what_djl_stores(tmp_path):

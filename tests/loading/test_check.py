@@ -22,7 +22,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.report import as_json, bar, gib, render, shown
+from djl_python_neuronx.loading.report import as_json, as_property, bar, gib, render
 from djl_python_neuronx.planning import backend_choice, machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -617,7 +617,7 @@ def test_the_bar_is_to_scale(sizes, line):
     ],
 )
 def test_values_are_shown_as_they_are_written(value, text):
-    assert shown(value) == text
+    assert as_property(value) == text
 
 
 def test_a_part_below_nothing_makes_no_endless_bar():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.config.findings import asked
+from djl_python_neuronx.config.findings import is_set
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import model_rules
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
@@ -68,7 +68,7 @@ def test_without_an_option(name, model_type, loader, expected):
 def test_no_finding_names_a_loader_that_cannot_load(loader):
     rows = {name: row.good[0][0] for name, row in TABLE.items() if name != "model_loader"}
     everything = ServingOptions.model_validate(rows)
-    assert sum(asked(everything, name) for name in rows) > 100
+    assert sum(is_set(everything, name) for name in rows) > 100
     every = {kind for library in CAPABILITIES.values() for kind in library}
     for kind in sorted(every | {"t5"}):
         facts = ModelFacts(model_type=kind, attention_bias=True, activation="gelu")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, listed, when
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, when
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
@@ -300,7 +301,8 @@ def _uneven_prompts(case: Case) -> Iterator[Finding]:
     )
     uneven = [length for length in prompts if length > threshold and length % case.degree]
     if options.sequence_parallel and uneven:
-        problem = f"the degree must divide prompt lengths above {threshold}, and not {listed(uneven)}; round them up"
+        lengths = join_words(uneven)
+        problem = f"the degree must divide prompt lengths above {threshold}, and not {lengths}; round them up"
         yield Finding(("sequence_parallel", "context_length_estimate"), problem)
 
 
