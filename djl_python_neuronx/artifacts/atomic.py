@@ -14,7 +14,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -42,16 +42,14 @@ def hold_lock(path: Path, *, what: str) -> Iterator[None]:
     """
     lock = FileLock(path)
     holder = path.with_name(path.name + ".json")
-    with storing(f"the lock of {what}", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _acquire(lock, holder, what)
-    try:
+    with ExitStack() as stack:
         with storing(f"the lock of {what}", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _acquire(lock, holder, what)
+            stack.callback(lock.release)
             since = datetime.now(timezone.utc).isoformat(timespec="seconds")
             holder.write_text(json.dumps({"pid": os.getpid(), "since": since}), encoding="utf-8")
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

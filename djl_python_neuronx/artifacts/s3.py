@@ -48,32 +48,23 @@ _URI = re.compile(
     r"s3://(?P<bucket>arn:[^/]*:accesspoint[:/][^/]+|[^/]+)(/(?P<key>.*))?", re.DOTALL
 )
 
-_REFUSED = (
-    "S3 refuses access ({code}). Allow this role or user s3:ListBucket on the bucket and {action} in the "
-    "folder (and kms:Decrypt for the key of encrypted objects)"
-)
-_CREDENTIALS = (
-    "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
-    "machine's role"
-)
-_REGION = "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region"
-_BUSY = "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept"
-_NOT_FOUND = "there is no such object ({code}). Correct the URI"
-
 # Source: Amazon S3 API reference, "Error responses"; the numbers are what HEAD, which has no body, leaves of them.
-_CODES = {
-    "NoSuchBucket": "there is no such bucket ({code}). Correct the bucket's name, or AWS_ENDPOINT_URL",
-    **dict.fromkeys(("NoSuchKey", "404"), _NOT_FOUND),
-    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "403"), _REFUSED),
-    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _CREDENTIALS),
-    **dict.fromkeys(("ExpiredToken", "InvalidToken"), _CREDENTIALS),
-    **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed", "301"), _REGION),
-    **dict.fromkeys(("IllegalLocationConstraintException", "400"), _REGION),
-    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError"), _BUSY),
-    **dict.fromkeys(("RequestTimeout", "500", "503"), _BUSY),
-    "RequestTimeTooSkewed": "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP",
-    "InvalidObjectState": "an object is in an archive class ({code}). Restore it to a class that can be read at once",
+_ANSWERS = {
+    "there is no such bucket ({code}). Correct the bucket's name, or AWS_ENDPOINT_URL": "NoSuchBucket",
+    "there is no such object ({code}). Correct the URI": "NoSuchKey 404",
+    "S3 refuses access ({code}). Allow this role or user s3:ListBucket on the bucket and {action} in the "
+    "folder (and kms:Decrypt for the key of encrypted objects)": "AccessDenied AllAccessDisabled 403",
+    "S3 does not accept the credentials ({code}). Renew them: AWS_ACCESS_KEY_ID, AWS_PROFILE or the "
+    "machine's role": "InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken InvalidToken",
+    "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region": "301 400 "
+    "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException",
+    "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept": "500 503 "
+    "SlowDown ServiceUnavailable InternalError RequestTimeout",
+    "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP": "RequestTimeTooSkewed",
+    "an object is in an archive class ({code}). Restore it to a class that can be read at once": "InvalidObjectState",
 }
+"""What to do -> the codes of S3's answers that it is for."""
+_CODES = {code: text for text, codes in _ANSWERS.items() for code in codes.split()}
 _OTHER = "S3 answers {code}: {text}. See the bucket's settings and this message's cause"
 _MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
 

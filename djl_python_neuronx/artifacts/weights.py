@@ -107,14 +107,14 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
     headers = _read_headers(folder, files)
     check_tensors({*headers, *files} - {""}, config, folder.path)
     main = _main_dtype(headers.values())
-    if main and not main.startswith(("F", "BF")) and "quantization_config" not in config:
+    if main and not main.startswith(("f", "bf")) and "quantization_config" not in config:
         msg = (
-            f"{folder.path / min(files.values())}: most of the weights are of type {torch_name(main)}, and config.json "
+            f"{folder.path / min(files.values())}: most of the weights are of type {main}, and config.json "
             "has no quantization_config; expected floating point. Save the model again in bfloat16, or add the "
             "configuration it was quantised with."
         )
         raise ArtifactError(msg)
-    return Weights(folder.path, kind, torch_name(main) if main else dtype)
+    return Weights(folder.path, kind, main or dtype)
 
 
 def whole_file_names(folder: Folder) -> list[str]:
@@ -163,7 +163,7 @@ def read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights,
             f"{degree}; two compilations went into one folder. Compile into an empty one."
         )
         raise ArtifactError(msg)
-    return _cut_weights(folder, "presharded", entries), degree
+    return Weights(folder.path, "presharded", _main_dtype(entries)), degree
 
 
 def read_ranks(folder: Folder, ranks: Iterable[int]) -> Weights:
@@ -178,12 +178,7 @@ def read_ranks(folder: Folder, ranks: Iterable[int]) -> Weights:
     names = [f"tp{rank}_sharded_checkpoint.safetensors" for rank in ranks]
     _require(folder, names, "weight files of the ranks (neuron_config.json)")
     entries = [entry for name in names for entry in read_header(folder.file(name)).values()]
-    return _cut_weights(folder, "ranks", entries)
-
-
-def _cut_weights(folder: Folder, kind: WeightsKind, entries: Iterable[TensorEntry]) -> Weights:
-    main = _main_dtype(entries)
-    return Weights(folder.path, kind, torch_name(main) if main else None)
+    return Weights(folder.path, "ranks", _main_dtype(entries))
 
 
 def read_key_to_filename(folder: Folder) -> dict[str, str]:
@@ -252,11 +247,11 @@ def _require(folder: Folder, files: list[str], what: str) -> None:
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:
-    """Safetensors' name of the type of most bytes."""
+    """The type of most bytes, by torch's name."""
     num_bytes: Counter[str] = Counter()
     for entry in entries:
         num_bytes[entry.dtype] += entry.end - entry.begin
-    return num_bytes.most_common(1)[0][0] if num_bytes else None
+    return torch_name(num_bytes.most_common(1)[0][0]) if num_bytes else None
 
 
 def num_layers(config: Mapping[str, Any]) -> int | None:
