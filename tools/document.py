@@ -192,12 +192,11 @@ def options_page() -> str:
     }
     others = {**sources.SAGEMAKER, **sources.HUB, **sources.TGI}
     variables = {variable: f"`{name}`" for variable, name in others.items()}
-    ignored = {name: entry.reason for name, entry in IGNORED.items()}
     accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
     tables = (
         f"{_TRANSLATED_HEAD}\n{_table('name', 'values', translated)}",
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
-        f"{_IGNORED_HEAD}\n{_table('name', 'reason', ignored)}",
+        f"{_IGNORED_HEAD}\n{_table('name', 'reason', IGNORED)}",
         f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values', accepted)}",
     )
     return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))

@@ -32,22 +32,24 @@ def findings(
 
     Outside DJL Serving there are none if the settings were not written for it.
     """
-    firsts = {setting.name: setting for setting in reversed(written)}
     if inputs.properties is not None:
-        yield from _inside(inputs.properties, firsts, written, options)
+        yield from _inside(inputs.properties, written, options)
     elif _for_djl(written):
-        yield from _ahead(inputs, firsts, written, options)
+        yield from _ahead(inputs, written, options)
     else:
         return
+    firsts = _firsts(written)
     yield from _numbers(firsts)
     yield from _rows(firsts, options)
 
 
+def _firsts(written: Sequence[Setting]) -> dict[str, Setting]:
+    """Name to the first setting of that name: the one that counts."""
+    return {setting.name: setting for setting in reversed(written)}
+
+
 def _inside(
-    properties: Mapping[str, object],
-    firsts: Mapping[str, Setting],
-    written: Sequence[Setting],
-    options: ServingOptions,
+    properties: Mapping[str, object], written: Sequence[Setting], options: ServingOptions
 ) -> Iterator[Finding]:
     if _text(properties.get("rolling_batch")).lower() in {"", "disable"} and _one_at_a_time(
         written, options
@@ -58,6 +60,7 @@ def _inside(
             f"{_batching(written)}",
             "warning",
         )
+    firsts = _firsts(written)
     for name in sorted(firsts.keys() & _OVERRULED):
         passed, wanted = _text(properties.get(name)), _text(firsts[name].value)
         if passed and wanted not in {"auto", passed}:
@@ -68,11 +71,9 @@ def _inside(
 
 
 def _ahead(
-    inputs: Inputs,
-    firsts: Mapping[str, Setting],
-    written: Sequence[Setting],
-    options: ServingOptions,
+    inputs: Inputs, written: Sequence[Setting], options: ServingOptions
 ) -> Iterator[Finding]:
+    firsts = _firsts(written)
     if collects(written, options):
         setting = firsts["rolling_batch"]
         problem = (
@@ -94,7 +95,7 @@ def _ahead(
             "set engine=Python"
         )
         yield Finding(("engine",), problem, "warning")
-    yield from _entry_point(written, firsts, inputs)
+    yield from _entry_point(inputs, written)
 
 
 def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
@@ -163,10 +164,8 @@ def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
             yield Finding((name,), problem, "warning")
 
 
-def _entry_point(
-    written: Sequence[Setting], firsts: Mapping[str, Setting], inputs: Inputs
-) -> Iterator[Finding]:
-    setting = firsts.get("entryPoint")
+def _entry_point(inputs: Inputs, written: Sequence[Setting]) -> Iterator[Finding]:
+    setting = _firsts(written).get("entryPoint")
     value = inputs.environ.get("DJL_ENTRY_POINT", "") if setting is None else _text(setting.value)
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:

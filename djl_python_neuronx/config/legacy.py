@@ -12,13 +12,6 @@ from typing import Final
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """A name without effect, and the reason."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Unsupported:
     """An unsupported name; only values that turn it off are accepted."""
 
@@ -32,8 +25,8 @@ class Unsupported:
     @property
     def expected(self) -> str:
         """The allowed values, for an error message."""
-        shown = f"{self.neutral[0]} or nothing" if self.neutral else "nothing"
-        return f"{shown}: it is not supported in this version; remove it"
+        allowed = f"{self.neutral[0]} or nothing" if self.neutral else "nothing"
+        return f"{allowed}: it is not supported in this version; remove it"
 
 
 @dataclass(frozen=True)
@@ -46,23 +39,23 @@ class Translation:
     """Value in lower case to the option's value; None: no effect."""
 
 
-_DJL = Ignored("read by DJL Serving")
-_GPU = Ignored("GPU only")
-_IMAGES = Ignored("for images; only text is generated")
-_NEVER = Ignored("not used by the old engine either")
+_DJL = "read by DJL Serving"
+_GPU = "GPU only"
+_IMAGES = "for images; only text is generated"
+_NEVER = "not used by the old engine either"
 
-IGNORED: Final[Mapping[str, Ignored]] = {
+IGNORED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
     **dict.fromkeys(("parallel_loading", "enable_venv", "modelName"), _DJL),
-    "mpi_mode": Ignored("one process drives all NeuronCores of a model"),
-    "enable_streaming": Ignored('set per request: "stream": true'),
-    "max_rolling_batch_prefill_tokens": Ignored("the prompt buckets limit a prompt step"),
-    "amp": Ignored("the option is dtype, as in the old engine"),
+    "mpi_mode": "one process drives all NeuronCores of a model",
+    "enable_streaming": 'set per request: "stream": true',
+    "max_rolling_batch_prefill_tokens": "the prompt buckets limit a prompt step",
+    "amp": "the option is dtype, as in the old engine",
     **dict.fromkeys(("waiting_steps", "cluster_size"), _NEVER),
     **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
     **dict.fromkeys(("height", "width", "num_images_per_prompt"), _IMAGES),
 }
-"""Names without effect."""
+"""Name without effect, to the reason."""
 
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()

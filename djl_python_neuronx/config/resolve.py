@@ -254,7 +254,7 @@ class _Reader:
         if name in UNSUPPORTED:
             self._unsupported(setting, UNSUPPORTED[name])
         elif name in IGNORED:
-            self.ignored[name] = IGNORED[name].reason
+            self.ignored[name] = IGNORED[name]
         elif name in DJL_ARGUMENTS and setting.by_user:
             expected = f"{name} without 'option.' in serving.properties, where DJL Serving reads it"
             self._refuse(setting, expected)
