@@ -173,13 +173,17 @@ class _Watch:
     def __init__(self, target: Path, neff_cache: Path | None, forecast: Forecast) -> None:
         self._target, self._cache, self._forecast = target, neff_cache, forecast
         self._started_s, self._since = time.monotonic(), time.time()
-        self._reported = -1
+        self._done, self._reported = 0, -1
         self._logged_s = self._started_s
 
     def report(self) -> None:
         """Report the progress to the listener, and log it if a graph is done or it is time."""
         now_s, total = time.monotonic(), self._forecast.num_graphs
-        elapsed_s, done = now_s - self._started_s, min(self._num_done(), total)
+        with suppress(
+            OSError
+        ):  # what is counted can vanish meanwhile, which must not end the compile
+            self._done = min(self._num_done(), total)
+        elapsed_s, done = now_s - self._started_s, self._done
         left_s = elapsed_s / done * (total - done) if done else self._forecast.seconds - elapsed_s
         progress = CompileProgress(done, total, elapsed_s, max(0.0, left_s))
         if self._forecast.listener is not None:
@@ -196,13 +200,5 @@ class _Watch:
         saved = sum(1 for _ in self._target.rglob("*.neff"))
         if self._cache is None:
             return saved
-        new = map(_written_s, self._cache.glob("neuronxcc-*/*/model.neff"))
-        return max(saved, sum(written_s >= self._since for written_s in new))
-
-
-def _written_s(path: Path) -> float:
-    """Seconds since 1970; 0 if the file is gone."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+        graphs = self._cache.glob("neuronxcc-*/*/model.neff")
+        return max(saved, sum(graph.stat().st_mtime >= self._since for graph in graphs))

@@ -35,16 +35,13 @@ def fill(case: Case) -> Filled:
     `placement` reports an error. on_device_generation is limited to the vocabulary, which the libraries' graphs assume.
     """
     filled: Filled = {}
-    options, draft = case.options, case.draft
+    options = case.options
     limited_by = "the model's limit"
-    if (
-        draft
-        and draft.max_positions
-        and draft.max_positions < (case.model.max_positions or sys.maxsize)
-    ):
+    draft_limit = (case.draft and case.draft.max_positions) or sys.maxsize
+    if draft_limit < (case.model.max_positions or sys.maxsize):
         # Both models read the same sequence.
         limited_by = f"the limit of the draft model ({options.speculative_draft_model})"
-        case = replace(case, model=replace(case.model, max_positions=draft.max_positions))
+        case = replace(case, model=replace(case.model, max_positions=draft_limit))
     dtype, why = _dtype(case)
     if dtype != options.dtype:
         filled["dtype"] = dtype, why
@@ -164,15 +161,10 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
             why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
-        unofficial = [
-            degree
-            for degree in legal_degrees(family, cores, used=True)
-            if degree > chosen
-            and degree not in legal
-            and memory.can_split(case.model, degree, case.backend)
-        ]
-        if unofficial:
-            why += f"; guides use a larger degree: {unofficial[-1]} is accepted with a note"
+        used = set(legal_degrees(family, cores, used=True)).difference(legal)
+        larger = [n for n in used if n > chosen and memory.can_split(case.model, n, case.backend)]
+        if larger:
+            why += f"; guides use a larger degree: {max(larger)} is accepted with a note"
     return chosen, why
 
 

@@ -198,15 +198,16 @@ def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tupl
 
     `used`: include undocumented degrees that guides use.
     """
-    known_family = FAMILIES.get(family or "")
-    chosen = [known_family] if known_family else FAMILIES.values()
-    degrees = {
-        degree
-        for entry in chosen
-        for degree in (*entry.degrees, *(entry.used_degrees if used else ()))
-        if degree <= cores
-    }
-    return tuple(sorted(degrees))
+    degrees = {degree for entry in families(family) for degree in entry.degrees}
+    if used:
+        degrees.update(degree for entry in families(family) for degree in entry.used_degrees)
+    return tuple(sorted(degree for degree in degrees if degree <= cores))
+
+
+def families(name: str | None) -> list[Family]:
+    """Return the family of this name; all families if it is unknown."""
+    family = FAMILIES.get(name or "")
+    return [*FAMILIES.values()] if family is None else [family]
 
 
 _VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"

@@ -121,7 +121,7 @@ def _lengths(case: Case) -> Iterator[Finding]:
     limit, length = case.model.max_positions, case.options.max_model_len
     if not limit:
         return
-    problem = f"the model was made for {limit} positions; set at most that"
+    problem = f"the model supports {limit} positions; set at most that"
     if length and length > limit:
         yield Finding(("n_positions",), problem)
     longest = (case.options.context_length_estimate or (0,))[-1]
@@ -136,7 +136,7 @@ def _no_effect(case: Case) -> Iterator[Finding]:
         yield Finding(("cpu_threads",), problem, "note")
     static = not case.on_cpu and case.slots > 1 and not case.continuous_batching
     if is_set(case.options, _JOIN_WAIT) and not static:
-        problem = "it is for static batches, and here a sequence joins at no cost to the others; leave it out"
+        problem = "no effect: only static batches wait for more requests; leave it out"
         yield Finding((_JOIN_WAIT,), problem, "note")
 
 
@@ -147,17 +147,17 @@ def _steps(case: Case) -> Iterator[Finding]:
     if not options.enable_chunked_prefill or not steps:
         return
     names = ("context_length_estimate", "enable_chunked_prefill", _SLOTS)
-    what = "with enable_chunked_prefill these are the tokens of a step, one of each slot among them"
+    what = "with enable_chunked_prefill these are the tokens of a step, including one of each slot"
     if steps[-1] <= slots and limit and limit <= slots:
         problem = (
-            f"{what}, and there are at most {limit}, which leaves no room for chunks; lower {_SLOTS} below {limit}, or "
+            f"{what}, and n_positions={limit} leaves no room for chunks; lower {_SLOTS} below {limit}, or "
             f"raise n_positions above {slots}"
         )
         yield Finding((*names, "n_positions"), problem)
     elif steps[-1] <= slots:
-        yield Finding(names, f"{what}; the last has to be above {slots}, to leave room for chunks")
+        yield Finding(names, f"{what}; the last must be above {slots} to leave room for chunks")
     elif case.backend == "tnx" and steps[0] < max(slots, 2):
-        yield Finding(names, f"{what}; each of them has to be at least {max(slots, 2)}")
+        yield Finding(names, f"{what}; each must be at least {max(slots, 2)}")
 
 
 def _djl(case: Case) -> Iterator[Finding]:
@@ -176,8 +176,8 @@ def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
         return
     if estimated_load_s > case.options.model_loading_timeout:
         problem = (
-            f"compiling takes some {estimated_load_s / 60:.0f} minutes without a cache of the graphs, and DJL Serving "
-            f"ends a load after this; set at least {2 * estimated_load_s:.0f}, or compile beforehand"
+            f"compiling takes about {estimated_load_s / 60:.0f} minutes without a compile cache, and DJL Serving ends "
+            f"the load after this time; set at least {2 * estimated_load_s:.0f}, or compile beforehand"
         )
         yield Finding(("model_loading_timeout",), problem, "warning")
 
@@ -185,7 +185,7 @@ def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
 def _compilers(case: Case) -> Iterator[Finding]:
     workers, cpus = case.options.compilation_worker_count, case.device.cpus
     if workers is not None and 0 < cpus < workers:
-        problem = f"there are {cpus} CPUs, and each compiler keeps one busy; set at most that"
+        problem = f"each compiler uses one of the {cpus} CPUs; set at most {cpus}"
         yield Finding(("compilation_worker_count",), problem, "warning")
 
 
@@ -239,12 +239,12 @@ def _cpu(case: Case) -> Iterator[Finding]:
         yield Finding(ignored, problem, "note")
     if options.enable_eagle_speculation:
         problem = (
-            "the cpu backend runs no EAGLE model, whose drafts need the hidden states of the large one; leave it out, "
-            "and give a draft model that drafts by itself"
+            "the cpu backend does not support EAGLE models, which need the hidden states of the target model; leave it "
+            "out, and give an independent draft model"
         )
         yield Finding(("enable_eagle_speculation",), problem)
     if (options.cpu_threads or 0) > _MOST_THREADS_PER_CPU * device.cpus > 0:
-        problem = f"there are {device.cpus} CPUs, and more threads only wait for each other; set at most that"
+        problem = f"more threads than the {device.cpus} CPUs only slow each other down; set at most {device.cpus}"
         yield Finding(("cpu_threads",), problem)
     memory = core_memory(case)
     if memory is not None and not memory.fits:
@@ -280,7 +280,7 @@ def _unknown_architecture(case: Case) -> Finding:
         if reason
         else f"has no class for model_type {model_type}"
     )
-    problem = f"{case.library} {lack}; it knows {known}; {use_backend(*others, 'cpu')}"
+    problem = f"{case.library} {lack}; supported types: {known}; {use_backend(*others, 'cpu')}"
     return Finding(("model_loader",), problem)
 
 
@@ -288,7 +288,7 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
     options, model_type = case.options, case.model.model_type
     code = f"the code of {case.library} for {model_type}"
     if not capability.verified:
-        problem = f"{code} was only read, never run; compare its answers before you rely on them"
+        problem = f"{code} was read but never run; verify its answers before you rely on them"
         yield Finding(("model_loader",), problem, "note")
     unused = [
         name
@@ -315,20 +315,17 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
 def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
     options, model_type = case.options, case.model.model_type
     if capability.continuous_batching:
-        # A rule refuses left padding with continuous batching that was asked for by name.
-        left = options.padding_side == "left" and options.rolling_batch_strategy is None
-        if case.backend == "tnx" and left and case.continuous_batching:
+        # A rule refuses left padding with an explicit rolling_batch_strategy=continuous_batching.
+        side = options.padding_side if case.backend == "tnx" else None
+        automatic = options.rolling_batch_strategy is None
+        if side == "left" and automatic and case.continuous_batching:
             problem = "continuous batching pads on the right; leave padding_side out"
             yield Finding(("padding_side", _SLOTS), problem)
-        if (
-            case.backend == "tnx"
-            and options.padding_side == "right"
-            and not case.continuous_batching
-        ):
+        if side == "right" and not case.continuous_batching:
             yield Finding(("padding_side",), "static batches pad on the left; leave it out")
         return
     if options.rolling_batch_strategy == "continuous_batching":
-        problem = f"{case.library} has none for {model_type}; leave it out"
+        problem = f"{case.library} has no continuous batching for {model_type}; leave it out"
         yield Finding(("rolling_batch_strategy",), problem)
     elif options.continuous_batching and (options.rolling_batch != "disable" or options.async_mode):
         how = "again" if capability.context_buckets else "again, token by token"
@@ -381,12 +378,12 @@ def _speculation(case: Case) -> Iterator[Finding]:
         yield Finding((_DRAFT,), problem)
     if draft.vocab_size and model.vocab_size and draft.vocab_size != model.vocab_size:
         problem = (
-            f"its vocabulary has {draft.vocab_size} tokens and the model's {model.vocab_size}: its drafts would mean "
-            "other tokens; use a draft model of the same vocabulary"
+            f"its vocabulary has {draft.vocab_size} tokens and the model's {model.vocab_size}, so their token ids "
+            "differ; use a draft model of the same vocabulary"
         )
         yield Finding((_DRAFT,), problem)
     if draft.max_positions and (options.max_model_len or 0) > draft.max_positions:
-        problem = f"the draft model was made for {draft.max_positions} positions; set at most that, or use another"
+        problem = f"the draft model supports {draft.max_positions} positions; set at most that, or use another"
         yield Finding(("n_positions", _DRAFT), problem)
 
 

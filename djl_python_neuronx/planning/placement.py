@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.machines import FAMILIES, GIB, DeviceInfo, Family, legal_degrees
+from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
 from djl_python_neuronx.planning.memory import (
     Load,
     blocks_of,
@@ -55,28 +56,23 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
     machines = device.machines(degree)
     if machines > 1 and degree != machines * (device.local_degree or 0):
         problem = (
-            f"each machine gives {device.local_degree} cores (NEURON_LOCAL_TP); set a multiple of that, or another "
+            f"each machine gives {device.local_degree} cores (NEURON_LOCAL_TP); set a multiple of that, or change "
             "NEURON_LOCAL_TP"
         )
         yield Finding((name,), problem)
         return
     degree //= machines
-    families = _families(device)
-    documented = sorted({legal for family in families for legal in family.degrees})
-    where = " or ".join(family.name for family in families)
+    possible = families(device.family)
+    documented = legal_degrees(device.family, sys.maxsize)
+    where = " or ".join(family.name for family in possible)
     if degree in documented:
         return
-    if any(degree in family.used_degrees for family in families):
+    if any(degree in family.used_degrees for family in possible):
         problem = f"the Neuron runtime documents {join_words(documented)} on {where}; {degree} is used in practice"
         yield Finding((name,), problem, "note")
     else:
         problem = f"the Neuron runtime takes {join_words(documented)} on {where}; set one of them"
         yield Finding((name,), problem)
-
-
-def _families(device: DeviceInfo) -> list[Family]:
-    family = FAMILIES.get(device.family or "")
-    return [*FAMILIES.values()] if family is None else [family]
 
 
 def _cores(case: Case) -> Iterator[Finding]:
@@ -152,7 +148,7 @@ def _padding(case: Case) -> Iterator[Finding]:
 
 
 def _flash_decoding(case: Case) -> Iterator[Finding]:
-    """Cores that share a KV head divide its tokens: each KV head needs several cores, and equally many.
+    """Check flash decoding: all KV heads need the same number of cores, at least two, which divide its tokens.
 
     Where each KV head has one core, transformers-neuronx makes masks for a cache that is divided by the degree, and the
     cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores.
@@ -166,19 +162,19 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
     tnx = case.backend == "tnx"
     sharing = case.degree if tnx else min(case.degree, heads)
     if tnx and heads == kv_heads:
-        problem = f"each of the {heads} heads has keys and values of its own: transformers-neuronx"
+        problem = f"no KV head is shared by several of the {heads} heads: transformers-neuronx"
         if case.effective.group_query_attention is None:
             yield Finding((_FLASH,), f"{problem} switches it off; leave it out", "warning")
         else:
-            problem += " stops at it while group_query_attention is set"
+            problem += " fails while group_query_attention is set"
             yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
     elif sharing % kv_heads != 0:
-        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set such, or leave it out"
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set a multiple, or leave it out"
         yield Finding((_FLASH, _DEGREE), problem)
     elif tnx and 1 < case.degree == kv_heads:
         problem = (
-            f"each of the {kv_heads} KV heads has one core, so there is nothing to divide and transformers-neuronx "
-            f"stops; set a larger multiple of {kv_heads}, or leave it out"
+            f"each of the {kv_heads} KV heads has one core, so no head can be divided and transformers-neuronx fails; "
+            f"set a larger multiple of {kv_heads}, or leave it out"
         )
         yield Finding((_FLASH, _DEGREE), problem)
 
@@ -189,22 +185,23 @@ def _blocks(case: Case) -> Iterator[Finding]:
     if case.backend != "tnx" or not options.enable_chunked_prefill or not blocks or not size:
         return
     used = blocks_of(options.max_model_len or 0, case.slots, size) + 1
-    need = f"all slots at their full length need {used} blocks of {size} tokens, the padding block included"
+    need = (
+        f"all slots at full length need {used} blocks of {size} tokens, including the padding block"
+    )
     if blocks < used:
-        problem = (
-            f"{need}, and no sequence is put off for another; leave it out, or lower max_rolling_batch_size or "
-            "n_positions"
-        )
+        problem = f"{need}; leave it out, or lower max_rolling_batch_size or n_positions"
         yield Finding(("pa_num_blocks",), problem)
     elif blocks > used:
-        yield Finding(("pa_num_blocks",), f"{need}; more are never used, leave it out", "warning")
+        yield Finding(
+            ("pa_num_blocks",), f"{need}; the others are never used, leave it out", "warning"
+        )
 
 
 def _memory(case: Case) -> Iterator[Finding]:
     memory = core_memory(case)
     names = (_DEGREE, "max_rolling_batch_size", "n_positions")
     if memory is None:
-        problem = f"the sizes of a {case.model.model_type} model are not known, so whether it fits is not checked"
+        problem = f"the parameter count of a {case.model.model_type} model is unknown, so the memory is not checked"
         yield Finding((_DEGREE,), problem, "note")
     elif memory.possible and not memory.fits:
         load = Load.of(case)

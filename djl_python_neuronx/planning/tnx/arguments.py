@@ -62,7 +62,7 @@ def write_arguments(case: Case) -> LibraryArguments:
 
 
 def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
-    """The graphs that the library compiles with these arguments; none before n_positions is known.
+    """Yield the graphs that the library compiles with these arguments; none without n_positions.
 
     A prefill graph for each context length and a decode graph for each token length; with continuous batching a
     prefill runs one row. A class that takes no list of token lengths doubles from 128. For prompts in chunks the
@@ -74,10 +74,8 @@ def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
     if positions is None:
         return
     lengths = positions if isinstance(positions, list) else make_buckets(positions)
-    prompts, slots = (
-        constructor.get("context_length_estimate", ()),
-        constructor.get("batch_size", 1),
-    )
+    prompts = constructor.get("context_length_estimate", ())
+    slots = constructor.get("batch_size", 1)
     if engine := arguments.calls.get("init_cache_engine"):
         for blocks in sorted({length * slots // engine["block_size"] for length in lengths}):
             yield from (Graph("mixed", tokens, blocks) for tokens in prompts)
@@ -96,8 +94,8 @@ def foreign_findings(case: Case) -> Iterator[Finding]:
     here = context_lengths(prompts, limit, case.slots, continuous=case.continuous_batching)
     if case.foreign_graphs and here != prompts:
         problem = (
-            f"the graphs were compiled by another program, for these prompts alone: where a sequence joins, the tokens "
-            f"beyond {prompts[-1]} run one by one. Compile the model again to have a graph for {limit} tokens"
+            f"another program compiled the graphs, for these prompts only: when a sequence joins, the tokens beyond "
+            f"{prompts[-1]} run one by one; compile the model again to have a graph for {limit} tokens"
         )
         yield Finding(("context_length_estimate",), problem, "warning")
 
@@ -138,10 +136,8 @@ def _neuron_config(case: Case) -> dict[str, Any]:
     options = case.effective
     slots, amp = options.max_rolling_batch_size, _AMP.get(options.dtype)
     config = handed_through(options, "tnx")
-    for keyword, bits in (
-        ("quant", options.weight_dtype),
-        ("kv_cache_quant", options.kv_cache_quantize),
-    ):
+    quantised = {"quant": options.weight_dtype, "kv_cache_quant": options.kv_cache_quantize}
+    for keyword, bits in quantised.items():
         if bits is not None:
             config[keyword] = put({}, quant_dtype=_8_BITS[bits], dequant_dtype=amp)
     if case.continuous_batching and slots is not None:
@@ -183,11 +179,8 @@ def _generation(options: ServingOptions, slots: int | None) -> dict[str, Any]:
 
 def _calls(options: ServingOptions) -> dict[str, dict[str, Any]]:
     calls: dict[str, dict[str, Any]] = {}
-    slots, limit, size = (
-        options.max_rolling_batch_size,
-        options.max_model_len,
-        options.pa_block_size,
-    )
+    slots, limit = options.max_rolling_batch_size, options.max_model_len
+    size = options.pa_block_size
     if options.enable_chunked_prefill and slots and limit and size:
         # Block 0 is for padding.
         blocks = options.pa_num_blocks or memory.blocks_of(limit, slots, size) + 1
