@@ -691,7 +691,7 @@ CORES = [
         DEGREE,
         "error",
         "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
-        "lower it, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
+        "lower the degree, raise that limit, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),

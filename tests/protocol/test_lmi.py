@@ -356,7 +356,7 @@ def test_names_in_messages_are_cut() -> None:
 
 
 def test_text_where_a_number_belongs_is_not_shown() -> None:
-    with pytest.raises(RequestError, match="temperature is a str") as caught:
+    with pytest.raises(RequestError, match="temperature is a string") as caught:
         with_parameters(temperature="a secret prompt")
     assert "secret" not in str(caught.value)
 
