@@ -243,8 +243,8 @@ class BatchingOptions(OptionGroup):
     """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
     queue."""
     decode_interleave: Annotated[Count, Option()] = 1
-    """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and new
-    requests wait longer."""
+    """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
+    new requests wait longer."""
     max_join_wait_ms: Annotated[Amount, Option()] = 100
     """Milliseconds that new requests wait for each other before they join a static batch, where every join prefills all
     running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while
@@ -384,9 +384,9 @@ class GraphOptions(OptionGroup):
             draft="off",
         ),
     ] = False
-    """Prefill prompts in chunks together with the running streams, so that a long prompt does not stall them: every step
-    has one token of each stream, and prompts share the rest of the tokens of `context_length_estimate`. Where a chunk
-    ends depends on the other requests; the answer does not, up to rounding of the dtype. Supported for llama on
+    """Prefill prompts in chunks together with the running streams, so that a long prompt does not stall them: every
+    step has one token of each stream, and prompts share the rest of the tokens of `context_length_estimate`. Where a
+    chunk ends depends on the other requests; the answer does not, up to rounding of the dtype. Supported for llama on
     transformers-neuronx, where it implies `is_block_kv_layout`, and on the CPU; NxDI 0.9 raises NotImplementedError."""
     pipeline_parallel_degree: Annotated[
         Count,

@@ -177,7 +177,8 @@ def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
     if estimated_load_s > case.options.model_loading_timeout:
         problem = (
             f"compiling takes about {estimated_load_s / 60:.0f} minutes without a compile cache, and DJL Serving stops "
-            f"the load after {case.options.model_loading_timeout} s; set at least {2 * estimated_load_s:.0f}, or compile beforehand"
+            f"the load after {case.options.model_loading_timeout} s; set at least {2 * estimated_load_s:.0f}, or "
+            "compile beforehand"
         )
         yield Finding(("model_loading_timeout",), problem, "warning")
 

@@ -174,7 +174,7 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
             problem += " fails while group_query_attention is set"
             yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
     elif sharing % kv_heads != 0:
-        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set a multiple, or remove shard_over_sequence"
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
         yield Finding((_FLASH, _DEGREE), problem)
     elif tnx and 1 < case.degree == kv_heads:
         problem = (

@@ -177,11 +177,12 @@ def _validated(values: Mapping[str, Any]) -> _Parameters:
     try:
         return _Parameters.model_validate(values)
     except ValidationError as error:
-        name, *index = error.errors()[0]["loc"]
+        place = error.errors()[0]["loc"]
     # Outside the except clause: the cause would hold the value, which may be part of a prompt.
+    name, index = str(place[0]), place[-1]
     value, expected = values[name], _Parameters.model_fields[name].description
-    if index and isinstance(value, list):
-        value, name = value[index[0]], f"{name}[{index[0]}]"
+    if isinstance(index, int) and isinstance(value, list):
+        value, name = value[index], f"{name}[{index}]"
     given = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
     msg = f"parameter {name!r} is {given}; expected {expected}"
     raise RequestError(msg)

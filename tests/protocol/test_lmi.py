@@ -361,6 +361,19 @@ def test_text_where_a_number_belongs_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("", "'stop' is an empty string; expected a non-empty string"),
+        (["a", 5], r"'stop\[1\]' is 5; expected"),
+        (["a", ""], r"'stop\[1\]' is an empty string"),
+    ],
+)
+def test_the_bad_one_of_several_stop_strings_is_named(stop: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        with_parameters(stop=stop)
+
+
 def test_a_stream_wants_log_probabilities_only_where_there_are_any() -> None:
     payload = {"inputs": "<5>", "stream": True}
     assert parse(payload).request.logprobs

@@ -287,7 +287,7 @@ def shape_findings(case: Case) -> Iterator[Finding]:
             )
             yield Finding(("qkv_tiling", "tensor_parallel_degree"), problem)
     if options.fuse_mlp and (model.intermediate_size or 0) % degree:
-        problem = f"the degree must divide the MLP's width {model.intermediate_size}; set a degree that divides it, or remove fuse_mlp"
+        problem = f"the degree must divide the MLP width {model.intermediate_size}; set one that does, or drop fuse_mlp"
         yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
     yield from _uneven_prompts(case)
     yield from _shared_heads(case)
