@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
+    ArtifactNotFoundError,
     BackendError,
     CompileError,
     InvalidOptionError,
