@@ -162,7 +162,7 @@ def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     assert report.prepared.planned.backend == "cpu"
     (warning,) = report.findings.messages("warning")
     assert "no weights" in warning
-    assert "only planned" in warning
+    assert "Only the plan is checked" in warning
     assert not report.loadable
     assert "plan OK, but the weights were not downloaded or checked: 1 warning" in printed(report)
 
@@ -953,3 +953,17 @@ def test_a_plan_that_there_is_not_refers_to_the_errors(tmp_path):
 
 def test_memory_of_a_device_is_not_memory_of_a_cpu():
     assert "GiB of memory" not in printed(run(TINY, machine="inf2.xlarge", model_loader="cpu"))
+
+
+def test_one_timeout_is_judged_for_both_models(both):
+    target, named = both
+    report = run(target, machine="inf2.48xlarge", **named, model_loading_timeout="60")
+    (warning,) = (w for w in report.findings.messages("warning") if "model_loading_timeout" in w)
+    assert not warning.startswith("the draft model")
+
+
+def test_the_rules_of_a_named_library_hold_for_a_model_that_cannot_be_read(laptop):
+    report = run(TINY, model_id="/nope/x", **LLAMA, qkv_tiling="true")
+    errors = report.findings.messages("error")
+    assert len(errors) == 2, errors
+    assert any("only the fused projection can be tiled" in error for error in errors)
