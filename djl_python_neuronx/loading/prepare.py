@@ -284,7 +284,7 @@ class Preparation:
         if model_id is None:
             if folder is None:
                 return None
-            origin = "model_dir" if "model_dir" in settings.origins else "the model argument"
+            origin = "the model argument"
             return self._detect(folder, str(folder), origin, weights_needed=weights_needed)
         if self.fetch_weights:
             folder = fetch.fetch(
