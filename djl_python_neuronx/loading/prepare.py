@@ -284,7 +284,8 @@ class Preparation:
         if model_id is None:
             if folder is None:
                 return None
-            return self._detect(folder, str(folder), "model_dir", weights_needed=weights_needed)
+            origin = "the model argument"
+            return self._detect(folder, str(folder), origin, weights_needed=weights_needed)
         if self.fetch_weights:
             folder = fetch.fetch(
                 model_id,
@@ -314,7 +315,7 @@ class Preparation:
             if weights_needed:
                 self.problems.add_error(error)
             else:
-                self.problems.add("warning", f"{error} It is only planned")
+                self.problems.add("warning", f"{error} Only the plan is checked.")
             return _without_weights(folder, name, str(path), read_json(path))
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
@@ -441,7 +442,7 @@ class Preparation:
             self.problems.add("warning", message, names)
 
     def _surroundings(self, case: Case) -> dict[str, object]:
-        """What graphs depend on beside options, as far as it is known of the machine that will serve."""
+        """Facts that graphs depend on beside options, as far as they are known of the machine that will serve."""
         known: dict[str, object] = {}
         if self.fetch_weights or self.machine.has_neuron:
             known["target"] = graph_target(case.machine, case.backend)
@@ -523,7 +524,7 @@ def _without_weights(path: Path, name: str, source: str, config: Mapping[str, An
 
 
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
-    """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
+    """Return True if the machine's runtime takes the degrees that are set. Limits of the process are left aside."""
     of_draft = options.draft_model_tp_size if options.drafting else None
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     degrees = (options.tensor_parallel_degree, of_draft)
