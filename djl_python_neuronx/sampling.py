@@ -64,6 +64,8 @@ class SamplingParams:
     """Names of the parameters in requests, in every protocol: the fields."""
     GREEDY_NAMES: ClassVar[tuple[str, ...]]
     """Parameters that apply to greedy requests too. Setting any other one turns sampling on."""
+    HOST_NAMES: ClassVar[tuple[str, ...]]
+    """Parameters that a device which samples does not support."""
 
     def __post_init__(self) -> None:
         """Reject values that are not allowed."""
@@ -90,14 +92,11 @@ class SamplingParams:
 
     def unsupported_on_device(self) -> list[str]:
         """Return the parameters that are set and that a device which samples does not support."""
-        return [
-            rule.name
-            for rule in fields(self)
-            if not rule.metadata["on_device"] and getattr(self, rule.name) != rule.default
-        ]
+        default = SamplingParams()
+        return [name for name in self.HOST_NAMES if getattr(self, name) != getattr(default, name)]
 
 
-SamplingParams.WIRE_NAMES = tuple(rule.name for rule in fields(SamplingParams))
-SamplingParams.GREEDY_NAMES = tuple(
-    rule.name for rule in fields(SamplingParams) if rule.metadata["greedy"]
-)
+_FIELDS = fields(SamplingParams)
+SamplingParams.WIRE_NAMES = tuple(rule.name for rule in _FIELDS)
+SamplingParams.GREEDY_NAMES = tuple(rule.name for rule in _FIELDS if rule.metadata["greedy"])
+SamplingParams.HOST_NAMES = tuple(rule.name for rule in _FIELDS if not rule.metadata["on_device"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -40,6 +41,13 @@ def test_commands_exist(document: str) -> None:
         with pytest.raises(SystemExit) as left:
             cli.main([command, "--help"])
         assert left.value.code == 0, command
+
+
+@pytest.mark.parametrize("name", SamplingParams.WIRE_NAMES)
+def test_each_sampling_parameter_is_documented(name: str) -> None:
+    assert f"\n| `{name}` | " in (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
+    features = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert name in features.partition("\n| Sampling | ")[2].partition("\n")[0]
 
 
 NAMED = r"`((?:djl_python_neuronx|tests|tools|docs|benchmarks|configs|constraints|\.ci)/[\w./-]*)"

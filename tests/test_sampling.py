@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -183,6 +185,19 @@ RULES = [
 
 
 class TestDistribution:
+    @pytest.mark.parametrize("name", set(SamplingParams.WIRE_NAMES) - {"seed"})
+    def test_each_parameter_has_a_rule_in_the_reference(self, name: str) -> None:
+        """Some entry of RULES sets it, and the reference differs without it."""
+        logits, history = normal(300), list(range(0, 300, 2))
+        default = getattr(SamplingParams(), name)
+        assert any(
+            not np.array_equal(
+                reference(logits, params, history),
+                reference(logits, replace(params, **{name: default}), history),
+            )
+            for params in RULES
+        ), f"set {name} in an entry of RULES, and apply it in reference()"
+
     @pytest.mark.parametrize("params", RULES, ids=repr)
     @pytest.mark.parametrize("vocab_size", [150, 5003])
     def test_follows_the_reference(self, params: SamplingParams, vocab_size: int) -> None:
@@ -192,7 +207,9 @@ class TestDistribution:
             draw(logits, params, 2400, history), reference(logits, params, list(history))
         )
 
-    @pytest.mark.parametrize("params", RULES[1:8], ids=repr)
+    @pytest.mark.parametrize(
+        "params", [rule for rule in RULES if rule.repetition_penalty == 1], ids=repr
+    )
     def test_ties_stay_or_go_together(self, params: SamplingParams) -> None:
         logits = normal(700, seed=2).round(1)
         assert_follows(draw(logits, params, 2400), reference(logits, params, []))
@@ -284,13 +301,17 @@ class TestSeeds:
         assert_follows((table[1:, :-1] * 16 + table[:-1, 1:]).ravel(), uniform)
 
 
+VALUES: dict[str, list[Any]] = {
+    # Each field's default and every value in RULES, with more where edges lie.
+    name: sorted({getattr(params, name) for params in (SamplingParams(), *RULES)})
+    for name in SamplingParams.WIRE_NAMES
+    if name != "seed"
+}
+VALUES["temperature"] += [0.3, 2.5]
+VALUES["top_k"] += [1, 5, 50, 3000]
+VALUES["top_p"] += [0.4]
 PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0, 0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 5, 50, 3000]),
-    top_p=st.sampled_from([1.0, 0.9, 0.4]),
-    min_p=st.sampled_from([0.0, 0.05]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    SamplingParams, **{name: st.sampled_from(values) for name, values in VALUES.items()}
 )
 
 

@@ -54,23 +54,17 @@ def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) 
 
     `limit`: set by its variables now. `started`: the limit that its runtime was started with.
     """
-    if started is not None and started.num_cores is not None:
-        if started.num_cores >= num_cores:
-            return None
+    bound = started or limit
+    if bound is None or bound.num_cores is None or bound.num_cores >= num_cores:
+        return None
+    if started is not None:
         return (
             f"{num_cores} NeuronCores are needed, and the runtime of this process was started with {started}, which it "
             "keeps. Load the model with the largest tensor_parallel_degree first, start the process with "
             f"{_NUM_CORES}={num_cores}, or serve this model from a process of its own"
         )
-    if (
-        started is not None
-        or limit is None
-        or limit.num_cores is None
-        or limit.num_cores >= num_cores
-    ):
-        return None
     return (
-        f"{num_cores} NeuronCores are needed, and {limit} gives this process {limit.num_cores}. Give it "
+        f"{num_cores} NeuronCores are needed, and {limit} gives this process {bound.num_cores}. Give it "
         f"{num_cores}, or lower tensor_parallel_degree"
     )
 
@@ -93,7 +87,7 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     limit = core_limit({**os.environ, **wanted})
     if reason := lacking(num_cores, limit, _Runtime.limit):
         raise BackendUnavailableError(reason)
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     for name, value in wanted.items():
         logger.info("environment name=%s value=%r", name, value)
     os.environ.update(wanted)
@@ -101,11 +95,9 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
         yield
         _Runtime.limit = _Runtime.limit or limit
     finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
+        for name in wanted:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def count_cores(root: Path = Path("/sys")) -> int:

@@ -88,9 +88,19 @@ class Problems:
         return tuple(self._errors)
 
     def include(self, others: Problems, prefix: str, options: tuple[str, ...]) -> None:
-        """Add the problems of another collection, each message after `prefix` and about `options`."""
+        """Add the problems of another collection, each message after `prefix` and about `options`.
+
+        The exceptions stay those that were raised, with their classes and facts.
+        """
+        errors = iter(others.errors)
         for problem in others:
-            self.add(problem.level, prefix + problem.message, options)
+            message = prefix + problem.message
+            if problem.level == "error":
+                error = next(errors)
+                error.args = (message,)
+                self.add_error(error, options)
+            else:
+                self.add(problem.level, message, options)
 
     def raise_errors(self) -> None:
         """Raise the errors collected so far; return if there are none.

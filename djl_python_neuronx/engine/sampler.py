@@ -1,9 +1,10 @@
 """The sampler: every sampling rule, vectorised over the batch.
 
-The rules, in the order in which they apply: repetition penalty over prompt and output, temperature, top_k, top_p,
-min_p, draw. Each is one function, used by both ways to draw: among the candidates of a top_k, or from a whole row. All
-rules keep or drop equal logits together: a tie at the k-th value, or at the edge of the nucleus, is kept whole. Greedy
-takes the lowest id of a tie.
+The order is: repetition penalty over prompt and output, temperature, top_k, all other rules, draw. After temperature
+and top_k every rule judges the same probabilities; a token stays if all rules keep it. Each rule is one function, used
+by both ways to draw: among the candidates of a top_k (`_draw_sorted`), or from a whole row (`_draw_whole`). A rule that
+no row uses costs one test of its parameter. All rules keep or drop equal logits together: a tie at the k-th value, or
+at the edge of the nucleus, is kept whole. Greedy takes the lowest id of a tie.
 
 No rule sorts the vocabulary. `top_k` needs only the logits above a floor, which the k-th best of some 2000 maxima
 gives; `top_p` without `top_k` draws first and then checks whether the token is in the nucleus.
@@ -376,10 +377,11 @@ class Sampler:
         kept = in_top_k(values, kth[:, None]).sum(axis=1)
         total, top_ps = mass[each, kept - 1][:, None], self._top_ps[slots][:, None]
         nucleus = np.minimum(kept, 1 + in_nucleus(mass, total, top_ps).sum(axis=1))
-        nucleus = (values >= values[each, nucleus - 1][:, None]).sum(axis=1)
+        kept = (values >= values[each, nucleus - 1][:, None]).sum(axis=1)
         min_ps = self._min_ps[slots][:, None]
-        likely = above_min_p(weights, weights[:, :1], min_ps).sum(axis=1)
-        kept = np.where(top_ks == 1, 1, np.minimum(nucleus, likely))
+        if min_ps.any():
+            kept = np.minimum(kept, above_min_p(weights, weights[:, :1], min_ps).sum(axis=1))
+        kept = np.where(top_ks == 1, 1, kept)
         chosen = (mass <= (uniforms * mass[each, kept - 1])[:, None]).sum(axis=1)
         return np.where(widths > 0, ids[each, order[each, chosen]], -1)
 
@@ -400,11 +402,8 @@ class Sampler:
         total = sums.sum(dtype=np.float64)
         if not total > 0:
             return -1
-        weights, mask = self._table.weights, self._table.mask
-        top_p, min_p = self._top_ps[slot], np.float32(self._min_ps[slot])
-        if self._min_ps[slot] > 0:
-            np.multiply(weights, above_min_p(weights, weights.max(), min_p), out=weights)
-            sums = self._table.fold(np.add, weights)
+        sums = self._drop_unlikely(slot, sums)
+        weights, mask, top_p = self._table.weights, self._table.mask, self._top_ps[slot]
         draws = 0
         while True:
             token = self._table.locate(sums, uniform)
@@ -422,3 +421,11 @@ class Sampler:
                 return token
             draws += 1
             uniform = self._draws.uniform(slots, position, draws)[0]
+
+    def _drop_unlikely(self, slot: int, sums: Float32Array) -> Float32Array:
+        """Set to 0 the weights that a rule other than top_p drops; returns the new column sums."""
+        weights, min_p = self._table.weights, np.float32(self._min_ps[slot])
+        if self._min_ps[slot] > 0:
+            np.multiply(weights, above_min_p(weights, weights.max(), min_p), out=weights)
+            sums = self._table.fold(np.add, weights)
+        return sums

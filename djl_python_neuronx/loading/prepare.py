@@ -337,7 +337,7 @@ class Preparation:
             return machines.for_process(self.machine, self.environ)
         machine = self.machine
         if machine.assumed:
-            self.problems.add("note", machine.assumed)
+            self.problems.add("warning" if self.fetch_weights else "note", machine.assumed)
         if not machine.has_neuron and not self.fetch_weights:
             machine = self._assume_machine(settings.options)
         machine = machines.for_process(machine, self.environ)
@@ -365,7 +365,8 @@ class Preparation:
             self.problems.add("warning", f"{limit.problem} ({where})")
         elif beyond := limit.beyond(machine):
             # The runtime of this machine is the judge of its own numbers: a container may count from 0.
-            self.problems.add("warning" if self._here else "error", f"{beyond} ({where})")
+            lenient = self._here or self.fetch_weights
+            self.problems.add("warning" if lenient else "error", f"{beyond} ({where})")
         elif machine.limited_by is not None:
             whole = f" of the {machine.neuron_cores}" if machine.neuron_cores else ""
             self.problems.add(
@@ -380,7 +381,7 @@ class Preparation:
 
         `case`: with the options of `settings`.
         """
-        resolved, case = assess(settings, case, self.problems)
+        resolved, case = assess(settings, case, self.problems, timed=role == "model")
         weights, fits = self._judge_graphs(model.artifact, case, role)
         compiled = model.artifact.compiled if fits else None
         case = replace(

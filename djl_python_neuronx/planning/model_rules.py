@@ -14,6 +14,7 @@ from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
 from djl_python_neuronx.planning.tnx.rules import shape_findings
+from djl_python_neuronx.sampling import SamplingParams
 
 DJL_ROWS = 32
 """Rows that DJL Serving's rolling batch sends unless max_rolling_batch_size is set. Source: RollingBatch.java."""
@@ -42,7 +43,10 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
         yield from _djl(case)
         yield from _load_time(case, estimated_load_s)
     yield from _compilers(case)
-    yield from broken_rules(BACKEND_RULES[case.backend], case.effective)
+    # The layout that enable_chunked_prefill implies: that option's own rules give the reason.
+    implied = {"cache_layout"}.intersection(case.filled)
+    rules = (rule for rule in BACKEND_RULES[case.backend] if implied.isdisjoint(rule.names))
+    yield from broken_rules(rules, case.effective)
     yield from overrides(case.options)
     yield from _foreign_graphs(case)
     yield from _no_equivalent(case)
@@ -211,7 +215,7 @@ def _device_sampling(case: Case) -> Iterator[Finding]:
         effect = f"every request gets {served}, and one that asks for another answers 400"
     else:
         most = min(sampled.global_top_k or 256, case.model.vocab_size or 256)
-        hosts = f"seeds, penalties, min_p, log-probabilities, top_k above {most}"
+        hosts = f"{', '.join(SamplingParams.HOST_NAMES)}, details, top_k above {most}"
         likely = f"the {most} most likely tokens"
         if case.options.on_device_default_top_k is None:
             hosts += ", sampling without top_k"

@@ -86,10 +86,13 @@ def examine(
     return resolved
 
 
-def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
+def assess(
+    resolved: Resolved, case: Case, problems: Problems, *, timed: bool = True
+) -> tuple[Resolved, Case]:
     """Fill in every option that follows from the model and the machine, and judge the result.
 
-    `case.options` are those of `resolved`, before they are filled in.
+    `case.options` are those of `resolved`, before they are filled in. `timed`: False for a draft model, which loads
+    within the timeout of the model that it drafts for.
     """
     filled = defaults.fill(case)
     case = replace(
@@ -100,7 +103,7 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
-    minutes = compile_minutes(graphs(case), case.model, case.draft)
+    minutes = compile_minutes(graphs(case), case.model, case.draft) if timed else 0
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
     resolved.report(found, problems)
     return resolved, case

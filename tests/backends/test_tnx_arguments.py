@@ -169,6 +169,26 @@ def test_a_large_model_whose_cache_is_divided_by_tokens(
     assert compiled(model) == own(plan.graphs)
 
 
+def test_a_model_without_shared_heads_has_a_decode_for_every_length(tmp_path: Path) -> None:
+    """Llama 2 7B: the library does not divide its cache, and one finding says so."""
+    (tmp_path / "config.json").write_text((MODELS / "llama-2-7b.json").read_text())
+    settings = {
+        "model_loader": "tnx",
+        "tensor_parallel_degree": "8",
+        "n_positions": "1024,2048",
+        "shard_over_sequence": "true",
+    }
+    report = check(
+        str(tmp_path), environ={}, overrides=settings, machine=machines.named("inf2.48xlarge")
+    )
+    assert report.findings.messages("error") == ()
+    (warning,) = (w for w in report.findings.messages("warning") if "shard_over_sequence" in w)
+    assert "switches it off" in warning
+    plan = report.prepared.planned
+    assert plan.arguments.constructor["n_positions"] == [1024, 2048]
+    assert [graph.bucket for graph in plan.graphs if graph.kind == "decode"] == [1024, 2048]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt-13b"])
 def test_architectures_with_static_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

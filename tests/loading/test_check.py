@@ -938,3 +938,17 @@ class TestLimit:
     def test_a_cpu_has_none(self, laptop):
         report = run(TINY, LISTED, model_loader="cpu")
         assert not any("NEURON_RT" in told.message for told in report.findings)
+
+
+def test_one_timeout_is_judged_for_both_models(both):
+    target, named = both
+    report = run(target, machine="inf2.48xlarge", **named, model_loading_timeout="60")
+    (warning,) = (w for w in report.findings.messages("warning") if "model_loading_timeout" in w)
+    assert not warning.startswith("the draft model")
+
+
+def test_the_rules_of_a_named_library_hold_for_a_model_that_cannot_be_read(laptop):
+    report = run(TINY, model_id="/nope/x", **LLAMA, qkv_tiling="true")
+    errors = report.findings.messages("error")
+    assert len(errors) == 2, errors
+    assert any("only the fused projection can be tiled" in error for error in errors)

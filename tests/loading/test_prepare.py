@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
+    ArtifactNotFoundError,
     BackendError,
     CompileError,
     InvalidOptionError,
@@ -153,6 +155,28 @@ def test_a_limit_that_is_not_understood_is_told(machine, options, caplog):
     )
     assert prepared.machine.limited_by is None
     assert "NEURON_RT_VISIBLE_CORES=zero is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("named", [None, machines.named("inf2.48xlarge")], ids=["here", "named"])
+def test_cores_that_there_are_not_are_a_warning_of_a_start(machine, options, caplog, named):
+    environ = {**machine.environ, "NEURON_RT_VISIBLE_CORES": "90-91", "NEURON_RT_NUM_CORES": ""}
+    prepare_or_raise(None, TINY, environ=environ, overrides=options, machine=named)
+    (record,) = (record for record in caplog.records if "has no core 91" in record.getMessage())
+    assert record.levelname == "WARNING"
+
+
+def test_what_is_assumed_of_the_machine_is_a_warning_of_a_start(machine, options, caplog):
+    assumed = replace(machines.named("inf2.48xlarge"), assumed="neuron-ls does not list the cores")
+    prepare_or_raise(None, TINY, environ=machine.environ, overrides=options, machine=assumed)
+    (record,) = (record for record in caplog.records if assumed.assumed in record.getMessage())
+    assert record.levelname == "WARNING"
+
+
+def test_a_draft_model_that_is_not_there_keeps_its_error():
+    drafts = {"speculative_draft_model": "/nope/x", "speculative_length": "2"}
+    with pytest.raises(ArtifactNotFoundError, match=r"^the draft model: .*/nope/x") as caught:
+        prepare_or_raise(None, TINY, environ={}, overrides=drafts)
+    assert caught.value.code == "artifact_not_found"
 
 
 def test_what_the_compiler_says_arrives(machine, options):

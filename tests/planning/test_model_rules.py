@@ -834,6 +834,27 @@ LAYOUT = [
         {"facts": LLAMA},
     ),
     (
+        "shard_over_sequence",
+        "warning",
+        "compiled for the longest only",
+        {"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
+        {"n_positions": 4096},
+    ),
+    (
+        "shard_over_sequence",
+        "warning",
+        "compiled for the longest only",
+        {"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
+        {"facts": MHA},
+    ),
+    (
+        "shard_over_sequence",
+        "warning",
+        "compiled for the longest only",
+        {"override_neuron_config": {"shard_over_sequence": True}, "n_positions": (1024, 4096)},
+        {"rolling_batch_strategy": "naive_rolling_batch"},
+    ),
+    (
         "weight_tiling",
         "error",
         "128 wide",
@@ -1231,3 +1252,18 @@ def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
     full = {**pairs, DEGREE: 1}
     assert not matching(full, DEGREE, "error", "does not fit")
     assert matching({**full, "logical_nc_config": 1}, DEGREE, "error", "has 12.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({**DRAFT, "speculative_length": 3}, "cache_layout"),
+        ({"rolling_batch_strategy": "naive_rolling_batch"}, "cache_layout"),
+        ({GQA: "shard-over-batch"}, "cache_layout"),
+    ],
+    ids=["drafts", "static-batches", "divided-by-rows"],
+)
+def test_a_layout_that_follows_from_chunks_is_not_blamed(values, name):
+    chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, name: "BSH", **values}
+    assert any(name in found.names for found in say(**chunks))
+    assert not any(name in found.names for found in say(**chunks, filled=(name,)))

@@ -212,7 +212,6 @@ WHOLE_HEADS = {"attention_layout": "BSH", "group_query_attention": "replicated-h
 NORM = {"fused_rmsnorm_qkv": True, "fuse_qkv": True, **WHOLE_HEADS}
 ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
-SEVERAL = {"max_rolling_batch_size": 4}
 CHUNKS = {"enable_chunked_prefill": True}
 ONE_LENGTH = {**BSH, "context_length_estimate": (512,)}
 TNX = [
@@ -301,22 +300,6 @@ TNX = [
         "error",
         {**CHUNKS, "kv_cache_quantize": "fp8"},
         {"kv_cache_quantize": None},
-    ),
-    (
-        "shard_over_sequence",
-        "warning",
-        {**SEVERAL, "shard_over_sequence": True, "n_positions": (1024, 2048)},
-        {"n_positions": 2048},
-    ),
-    (
-        "shard_over_sequence",
-        "warning",
-        {
-            **SEVERAL,
-            "override_neuron_config": {"shard_over_sequence": True},
-            "n_positions": (1024, 2048),
-        },
-        {"rolling_batch_strategy": "naive_rolling_batch"},
     ),
     (
         "shard_over_sequence",

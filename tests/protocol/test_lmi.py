@@ -19,6 +19,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.toy_tokenizer import TOKENIZER
 
@@ -82,14 +83,18 @@ def test_when_it_samples(parameters: dict[str, Any], temperature: float) -> None
 
 
 def test_every_parameter_arrives() -> None:
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    assert set(sampling) == set(SamplingParams.WIRE_NAMES)
     request = with_parameters(
+        **sampling,
         do_sample=True,
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        seed=11,
         max_new_tokens=3,
         stop=["a"],
         stop_sequences=["b", "a"],
@@ -97,14 +102,7 @@ def test_every_parameter_arrives() -> None:
         ignore_eos=True,
         details=True,
     ).request
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
-        0.5,
-        7,
-        0.9,
-        0.1,
-    )
-    assert (sampling.repetition_penalty, sampling.seed) == (1.2, 11)
+    assert vars(request.sampling) == sampling
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
     assert request.stop_token_ids == {4, 5}

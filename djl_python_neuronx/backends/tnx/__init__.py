@@ -127,7 +127,6 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
 
 
 def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
-    what = f"the model in {plan.model_dir}"
     try:
         with env.applied(plan.arguments, max(plan.tensor_parallel_degree, plan.process_cores)):
             model = construct(_weights_of(plan, compiled))
@@ -138,7 +137,7 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
                 if method != CACHE_CALL:
                     getattr(model, method)(**keywords)
     except Exception as error:
-        raise of_load(error, what) from error
+        raise of_load(error, f"the model in {plan.model_dir}") from error
     return model
 
 

@@ -25,7 +25,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
 from djl_python_neuronx.backends.slots import SlotBackend
 from djl_python_neuronx.backends.tnx.errors import of_step
-from djl_python_neuronx.backends.tnx.nan import find_nan_token, is_spoiled
+from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
 
 _PIECE = 8192
@@ -67,9 +67,9 @@ class TnxBackend(SlotBackend, ABC):
     def _decode_empty(self, position: int) -> torch.Tensor:
         """Return the model's output for token 0 at this position of every slot."""
 
-    @abstractmethod
     def _clear_nan(self, slot: int) -> None:
         """Remove every NaN and infinity from a free slot's cache."""
+        clear(self._model, slot)
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.

@@ -11,7 +11,6 @@ import torch
 from djl_python_neuronx.backends.base import Rows
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.base import TnxBackend
-from djl_python_neuronx.backends.tnx.nan import clear
 
 
 class ContinuousBackend(TnxBackend):
@@ -108,6 +107,3 @@ class ContinuousBackend(TnxBackend):
         ids, positions = (torch.full(shape, value, dtype=torch.int32) for value in (0, position))
         answer: torch.Tensor = self._model(ids, positions, torch.arange(len(ids)))
         return answer
-
-    def _clear_nan(self, slot: int) -> None:
-        clear(self._model, slot)

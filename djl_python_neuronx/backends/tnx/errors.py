@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from djl_python_neuronx.errors import (
@@ -28,10 +29,12 @@ class _Fault(NamedTuple):
     pattern: re.Pattern[str]
     kind: _Kind
     advice: str
+    codes: frozenset[int]
+    """The codes of the names in the pattern."""
 
 
-def _fault(pattern: str, kind: _Kind, advice: str) -> _Fault:
-    return _Fault(re.compile(pattern, re.IGNORECASE), kind, advice)
+def _fault(pattern: str, kind: _Kind, advice: str, codes: Iterable[int] = ()) -> _Fault:
+    return _Fault(re.compile(pattern, re.IGNORECASE), kind, advice, frozenset(codes))
 
 
 # Source: AWS Neuron documentation, nrt_status.h. Some libraries around the runtime give the number alone
@@ -40,31 +43,11 @@ def _fault(pattern: str, kind: _Kind, advice: str) -> _Fault:
 _STATUS = re.compile(
     r"(?:\bnrt\w*:?|load the model) status(?:[ _]code)?[=: ]+(?P<code>\d+)\b", re.IGNORECASE
 )
-_NAMES = {
-    2: "NRT_INVALID",
-    3: "NRT_INVALID_HANDLE",
-    4: "NRT_RESOURCE",
-    5: "NRT_TIMEOUT",
-    6: "NRT_HW_ERROR",
-    9: "NRT_LOAD_NOT_ENOUGH_NC",
-    10: "NRT_UNSUPPORTED_NEFF_VERSION",
-    11: "NRT_FAIL_HOST_MEM_ALLOC",
-    13: "NRT_UNINITIALIZED",
-    14: "NRT_CLOSED",
-    101: "NRT_EXEC_UNIT_UNRECOVERABLE",
-    1005: "NRT_EXEC_NC_BUSY",
-    1200: "NRT_EXEC_HW_ERR_COLLECTIVES",
-    1201: "NRT_EXEC_HW_ERR_HBM_UE",
-    1202: "NRT_EXEC_HW_ERR_NC_UE",
-    1203: "NRT_EXEC_HW_ERR_DMA_ABORT",
-    1204: "NRT_EXEC_SW_NQ_OVERFLOW",
-    1205: "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
-    1206: "NRT_NETWORK_PROXY_FAILURE",
-}
 _HOST_MEMORY = _fault(
     r"NRT_FAIL_HOST_MEM_ALLOC|cannot allocate memory|\bENOMEM\b",
     "memory",
     "The host is out of memory, not the device: lower compilation_worker_count, or use a machine with more memory",
+    codes={11},
 )
 # Source of the texts: AWS Neuron documentation, "Neuron Runtime troubleshooting", and reports of users of these
 # libraries. The first match counts.
@@ -78,12 +61,14 @@ _FAULTS = (
         r"NRT_UNSUPPORTED_NEFF_VERSION|NEFF version mismatch",
         "version",
         "Compile it again with the compiler of this image",
+        codes={10},
     ),
     _fault(
         r"NRT_LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|could not open the nd\d",
         "cores",
         "Lower tensor_parallel_degree, give the process more cores (NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES), or "
         "end the process that holds them (neuron-ls shows it)",
+        codes={9},
     ),
     # The whole message of torch-neuronx if the runtime fails to start; the reason is in the runtime's log.
     _fault(
@@ -101,24 +86,28 @@ _FAULTS = (
         r"NRT_EXEC_NC_BUSY",
         "busy",
         "Another model or thread of this process runs on the core: serve each model from a process of its own",
+        codes={1005},
     ),
     _HOST_MEMORY,
     _fault(
         r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory",
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
+        codes={4},
     ),
     _fault(
         r"NRT_(?:TIMEOUT|HW_ERROR|UNINITIALIZED|CLOSED|INVALID_HANDLE|NETWORK_PROXY_FAILURE|EXEC_HW_ERR\w*|"
         r"EXEC_SW_NQ_OVERFLOW|EXEC_UNIT_(?:UNRECOVERABLE|DISABLED))",
         "lost",
         "The device is lost to this process: start it again; if that does not help, replace the instance",
+        codes={3, 5, 6, 13, 14, 101, *range(1200, 1207)},
     ),
     _fault(
         r"\bNRT_INVALID\b|unsupported topology",
         "invalid",
         "The runtime's log, just before this, has the reason. If it names the topology, set a tensor_parallel_degree "
         "that the machine supports (see djl-neuronx check); else compile again with the compiler of this image",
+        codes={2},
     ),
 )
 
@@ -158,9 +147,9 @@ def _find(error: Exception) -> _Fault | None:
     if isinstance(error, MemoryError):
         return _HOST_MEMORY
     text = str(error)
-    names = [_NAMES.get(int(found["code"]), "") for found in _STATUS.finditer(text)]
-    said = " ".join([text, *names])
-    return next((fault for fault in _FAULTS if fault.pattern.search(said)), None)
+    codes = {int(found["code"]) for found in _STATUS.finditer(text)}
+    faults = (fault for fault in _FAULTS if fault.pattern.search(text) or codes & fault.codes)
+    return next(faults, None)
 
 
 def _tail(text: str) -> str:

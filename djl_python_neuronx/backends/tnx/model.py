@@ -115,11 +115,10 @@ def _neuron_config(library: Any, arguments: LibraryArguments) -> Any:  # noqa: A
                 "remove it in option.override_neuron_config, or leave out the option that sets it"
             )
             raise IncompatibleOptionsError(message)
+    config = importlib.import_module(f"{library.__name__}.config")
     classes: dict[str, Any] = {
         "quant": library.QuantizationConfig,
-        "kv_cache_quant": importlib.import_module(
-            f"{library.__name__}.config"
-        ).KVCacheQuantizationConfig,
+        "kv_cache_quant": config.KVCacheQuantizationConfig,
         "continuous_batching": library.ContinuousBatchingConfig,
         "on_device_generation": library.GenerationConfig,
     }

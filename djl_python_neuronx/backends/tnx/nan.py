@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def find_nan_token(
     measured: `decode` runs token 0 at a position of every slot, once for each of the cache `lengths`, while the last
     layer's values are NaN. All slots must be empty; they are empty again afterwards.
     """
-    caches = list(_values(model.decoder_lm_head.layers[-1]))
+    caches = _last_values(model)
     empty = [_read(cache) for cache in caches]
     if not all(shard.is_floating_point() for shards in empty for shard in shards):
         return -1  # integers are never NaN
@@ -58,7 +58,7 @@ def is_spoiled(model: Any, slot: int) -> bool:  # noqa: ANN401
     axis = _axis(model)
     return any(
         not shard.select(axis, slot).float().isfinite().all()
-        for cache in _values(model.decoder_lm_head.layers[-1])
+        for cache in _last_values(model)
         for shard in _read(cache)
     )
 
@@ -75,8 +75,8 @@ def clear(model: Any, slot: int) -> None:  # noqa: ANN401
                 _write(cache, shards)
 
 
-def _values(layer: Any) -> Iterator[Any]:  # noqa: ANN401
-    yield from layer.attn_v_cache.values()
+def _last_values(model: Any) -> list[Any]:  # noqa: ANN401
+    return list(model.decoder_lm_head.layers[-1].attn_v_cache.values())
 
 
 def _axis(model: Any) -> int:  # noqa: ANN401

@@ -61,7 +61,7 @@ class PagedBackend(TnxBackend):
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Return 0: no prefix is ever reused."""
-        self._spoiled[slot] = False
+        self._spoiled[slot] = False  # nothing to clear, see the class
         return super().acquire(slot, prompt_ids, adapter)
 
     def _rows_of(self, step: Step) -> Rows:
@@ -79,8 +79,7 @@ class PagedBackend(TnxBackend):
             answer = torch.cat([self._call(_row(rows, i)) for i in range(len(rows.slots))])
         return answer
 
-    def _decode(self, rows: Rows) -> torch.Tensor:
-        return self._prefill(rows)
+    _decode = _prefill
 
     def _call(self, rows: Rows) -> torch.Tensor:
         owners = np.repeat(np.arange(len(rows.slots)), rows.lens)
@@ -122,9 +121,6 @@ class PagedBackend(TnxBackend):
                 sampling=np.ones((len(slots), 3), np.float32),
             )
         )
-
-    def _clear_nan(self, slot: int) -> None:
-        """Do nothing; see the class."""
 
 
 def _joined(parts: list[Rows]) -> Rows:

@@ -44,16 +44,12 @@ class StaticBackend(TnxBackend):
         super().release(slots)
         self._next[list(slots)] = 0
 
-    def _prefill(self, rows: Rows) -> torch.Tensor:
-        return self._encode(rows)
-
     def _decode(self, rows: Rows) -> torch.Tensor:
         slots, ends = rows.slots, rows.starts
-        in_step = (self._filled[slots] == ends).all() and np.count_nonzero(self._filled) == len(
-            slots
-        )
+        all_rows = np.count_nonzero(self._filled) == len(slots)
+        in_step = all_rows and (self._filled[slots] == ends).all()
         if not in_step or not 0 <= self._end < self.spec.max_model_len:
-            return self._encode(rows)
+            return self._prefill(rows)
         self._history[slots, ends] = self._next[slots, 0] = rows.input_ids[:, 0]
         position = torch.tensor([self._end], dtype=torch.int32)
         self._end, end = _NOWHERE, self._end  # until the call has succeeded
@@ -61,14 +57,14 @@ class StaticBackend(TnxBackend):
         self._end = end + 1
         return answer if len(slots) == len(answer) else answer[torch.from_numpy(slots).long()]
 
-    def _encode(self, rows: Rows) -> torch.Tensor:
+    def _prefill(self, rows: Rows) -> torch.Tensor:
         """Prefill all sequences from their first tokens on; return the output of `rows`, whose new tokens come last."""
         lens = self._filled.copy()
         lens[rows.slots] = rows.starts + rows.lens
-        for row, slot in enumerate(rows.slots.tolist()):
-            self._history[slot, rows.starts[row] : lens[slot]] = rows.input_ids[
-                row, : rows.lens[row]
-            ]
+        for slot, start, count, new in zip(
+            rows.slots, rows.starts, rows.lens, rows.input_ids, strict=True
+        ):
+            self._history[slot, start : lens[slot]] = new[:count]
         width = int(lens.max())
         ids = np.zeros((len(lens), width), np.int32)
         pads = np.where(lens, width - lens, 0).astype(np.int32)

@@ -5,7 +5,7 @@ Source: transformers-neuronx 0.13, config.py and the models' constructors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from djl_python_neuronx.config.findings import Finding
@@ -41,7 +41,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         prompts = context_lengths(prompts, limit, slots, continuous=case.continuous_batching)
     positions: object = limit
     if limit is not None and capability.token_buckets:
-        positions = list(_token_lengths(options, limit, config))
+        positions = list(_token_lengths(case, limit))
     constructor = put(
         {},
         tp_degree=degree_of(options),
@@ -114,22 +114,29 @@ def context_lengths(
     return tuple(sorted({*prompts, limit}))
 
 
-def _token_lengths(
-    options: ServingOptions, limit: int, config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """Return the lengths to compile decodes for, ascending.
+def takes_longest_only(case: Case) -> bool:
+    """Return whether decodes are compiled for the longest token length only.
 
-    Only the longest where continuous batching meets a cache that is divided by tokens: transformers-neuronx 0.13
-    changes to the next length too late there (decoder.py: `forward_single` allows for the division only where all
-    rows share a position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on.
+    It is so where continuous batching meets a cache that is divided by tokens: transformers-neuronx 0.13 changes to the
+    next length too late there (decoder.py: `forward_single` allows for the division only where all rows share a
+    position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on. Where every head has keys of its own the
+    library does not divide the cache (`placement.findings`).
     """
+    options, heads = case.effective, case.model.num_heads
+    override = options.override_neuron_config or {}
+    divided = override.get("shard_over_sequence", options.shard_over_sequence)
+    shared = not heads or heads != case.model.num_kv_heads or options.group_query_attention
+    return bool(divided and shared and case.continuous_batching)
+
+
+def _token_lengths(case: Case, limit: int) -> tuple[int, ...]:
+    """Return the lengths to compile decodes for, ascending."""
+    options = case.effective
     lengths = options.token_buckets or make_buckets(limit)
     if options.enable_chunked_prefill and (size := options.pa_block_size):
         # A graph takes `length * slots // size` blocks: all that slots of this length can fill only if they are whole.
         return tuple(sorted({-(-length // size) * size for length in lengths}))
-    if config.get("shard_over_sequence") and "continuous_batching" in config:
-        return lengths[-1:]
-    return lengths
+    return lengths[-1:] if takes_longest_only(case) else lengths
 
 
 def _neuron_config(case: Case) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
-from djl_python_neuronx.planning.tnx.arguments import context_lengths
+from djl_python_neuronx.planning.tnx.arguments import context_lengths, takes_longest_only
 
 _NO_EFFECT = "no effect without the other; set that, or leave it out"
 _DISABLED = "transformers-neuronx disables it without a message unless"
@@ -24,13 +24,6 @@ _TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_per
 
 def _in_blocks(options: ServingOptions) -> bool:
     return bool(options.is_block_kv_layout or options.enable_chunked_prefill)
-
-
-def _divided_by_tokens(options: ServingOptions) -> bool:
-    override = options.override_neuron_config or {}
-    divided = override.get("shard_over_sequence", options.shard_over_sequence)
-    several = len(options.token_buckets or ()) > 1
-    return bool(divided and several and options.continuous_batching)
 
 
 def _whole_heads(options: ServingOptions) -> bool:
@@ -241,12 +234,6 @@ TNX_RULES: tuple[Rule, ...] = (
     when(
         lambda options: not _in_blocks(options), shard_over_sequence=True, cache_layout="BSH"
     ).refuse("a cache divided by tokens cannot have the BSH layout; leave cache_layout out"),
-    # See `tnx.arguments`.
-    when(_divided_by_tokens, shard_over_sequence=ANY, n_positions=ANY).warn(
-        "with continuous batching transformers-neuronx loses tokens between the lengths of a cache that is divided by "
-        "tokens, so decode graphs are compiled for the longest only; set n_positions to that one, or leave "
-        "shard_over_sequence out"
-    ),
     when(duplicate_q_weight_sos=SET, shard_over_sequence=UNSET).warn(_NO_EFFECT),
     when(sequence_parallel_norm_threshold=SET, sequence_parallel=UNSET).warn(_NO_EFFECT),
     *_SPECULATION,
@@ -286,6 +273,13 @@ def shape_findings(case: Case) -> Iterator[Finding]:
     if options.fuse_mlp and (model.intermediate_size or 0) % degree:
         problem = f"the degree must divide the MLP's width {model.intermediate_size}; set such a one, or leave it out"
         yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
+    if len(options.token_buckets or ()) > 1 and takes_longest_only(case):
+        problem = (
+            "with continuous batching transformers-neuronx loses tokens between the lengths of a cache that is divided "
+            "by tokens, so decode graphs are compiled for the longest only; set n_positions to that one, or leave "
+            "shard_over_sequence out"
+        )
+        yield Finding(("shard_over_sequence", "n_positions"), problem, "warning")
     yield from _uneven_prompts(case)
     yield from _shared_heads(case)
 
