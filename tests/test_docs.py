@@ -64,6 +64,21 @@ def test_files_that_guides_name_exist(document: str) -> None:
     assert [str(path) for path in named if not path.exists()] == []
 
 
+def test_code_in_guides_calls_what_the_files_of_its_step_define() -> None:
+    """A call in a Python block is of a function, class or method of a file that the same step names."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    checked = set()
+    for step in re.split(r"^(?:\d+\. |## )", text, flags=re.MULTILINE):
+        paths = [ROOT / name for name in re.findall(NAMED, step)]
+        source = "\n".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
+        for block in re.findall(r"```python\n(.*?)```", step, re.DOTALL):
+            called = set(re.findall(r"(\w+)\(", block))
+            defined = set(re.findall(r"^ *(?:def|class) (\w+)", source, re.MULTILINE))
+            assert called <= defined, f"{sorted(called - defined)} of the step: {step[:60]}"
+            checked |= called
+    assert {"when", "refuse", "_rule", "_both", "optional_flag"} <= checked
+
+
 def test_the_life_of_an_option_has_at_most_12_files() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     life = text.partition("## Life of an option\n")[2].partition("\n## ")[0]

@@ -125,8 +125,8 @@ class Rule:
 
     names: tuple[str, ...]
     """The options that the message lists."""
-    broken: Callable[[ServingOptions], object]
-    """Returns a truthy value if the options break the rule."""
+    holds: Callable[[ServingOptions], bool]
+    """True for options that have the combination."""
     problem: str
     level: Level = "error"
 

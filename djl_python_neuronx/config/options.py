@@ -64,7 +64,7 @@ _CACHE = "NEURON_COMPILE_CACHE_URL"
 
 
 def _both(nxdi: str, **facts: Any) -> Option:  # noqa: ANN401
-    """The marker of an option with TNX's name, whose name in NxD Inference is its alias."""
+    """The marker of an option named as in TNX; NxD Inference's name is accepted too."""
     return Option(aliases=(nxdi,), to={"tnx": SAME, "nxdi": nxdi}, **facts)
 
 

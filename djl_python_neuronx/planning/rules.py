@@ -44,7 +44,7 @@ def library_conflicts(options: ServingOptions, backend: str) -> Iterator[Finding
 def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Finding]:
     """Yield a finding for each rule that the options break."""
     for rule in rules:
-        if rule.broken(options):
+        if rule.holds(options):
             yield Finding(rule.names, rule.problem, rule.level)
 
 

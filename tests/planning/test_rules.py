@@ -709,7 +709,7 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, bro
 def test_every_rule_is_in_the_table(loader, rule):
     rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
     assert any(
-        rule.broken(options(**broken)) and not rule.broken(options(**{**broken, **mended}))
+        rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
         for broken, mended in rows
     )
 
