@@ -53,7 +53,7 @@ class Artifact:
 
     tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's names), context_length_estimate."""
     weights_source: str | None = None
-    """Where the compilation took the weights from, if the folder has none: Hub id (with @revision) or path."""
+    """Hub id (with @revision) or path of the weights that were compiled, if the folder has none."""
     eos_ids: frozenset[int] = frozenset()
     """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
 
@@ -123,7 +123,7 @@ class Format:
 
     name: str
     looks_for: str
-    """What makes a folder one of these, for the message when no format matches."""
+    """Files that mark a folder of this format, for the message when no format matches."""
     over: frozenset[str] = frozenset({"huggingface"})
     """Names of formats that it is a special case of: where both match, this one is meant."""
     backend: str | None = None

@@ -94,7 +94,7 @@ class Remote(Protocol):
     uri: str
     """For messages."""
     identity: Sequence[str]
-    """What makes it another folder: scheme, endpoint, bucket, prefix, selection."""
+    """Everything that distinguishes it from other folders: scheme, endpoint, bucket, prefix, selection."""
 
     def list(self) -> Sequence[RemoteFile]:
         """The selected files as they are now; makes at least one request."""

@@ -65,8 +65,8 @@ _OPTIMUM = {
 def holds_graphs(path: Path) -> bool:
     """True if a local folder holds graphs saved by transformers-neuronx, none of which is damaged.
 
-    False for anything else, such as a compiler's cache, whose graphs are checked too, or a folder that does not exist
-    yet.
+    False for anything else, such as a folder that does not exist yet, or a compiler's cache: its graphs are checked
+    too, and saved graphs in it do not count.
 
     Raises:
         ArtifactAccessError: the folder cannot be read, or a link in it leads out of it.
@@ -77,7 +77,8 @@ def holds_graphs(path: Path) -> bool:
             return False
         folder = Folder.open(path)
         _check_cache(folder)
-        return _count_graphs(folder) > 0
+        is_cache = any(map(_CACHE_FOLDER.fullmatch, folder.folders))
+        return _count_graphs(folder) > 0 and not is_cache
 
 
 def _check_cache(folder: Folder) -> None:
@@ -127,7 +128,7 @@ class CompileOnly(Presharded):
         return "VERSION" in folder.names and super().matches(folder)
 
     def read(self, folder: Folder) -> Artifact:
-        """As without VERSION, but graphs are required."""
+        """Read sharded weights and the graphs beside them, which are required."""
         _require_graphs(folder)
         return super().read(folder)
 

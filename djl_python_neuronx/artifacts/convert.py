@@ -67,7 +67,7 @@ def convert(
         raise InvalidOptionError(
             name="to", value=to, origin="the command line", allowed=" or ".join(TARGETS)
         )
-    artifact = detect(source, origin="the source of the conversion")
+    artifact = detect(source, origin="the argument `source`")
     tensors = TensorFiles(_choose_weights(artifact, to))
     _check_destination(destination, tensors.num_bytes())
     partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")

@@ -179,7 +179,7 @@ def check_whole(folder: Path, selection: Selection) -> None:
         missing = missing or _unfinished_files(folder, chosen)
     if missing:
         msg = (
-            f"the model in {folder} is not whole, its download was interrupted or left files out: {some(missing)} "
+            f"the model in {folder} is incomplete: the download was interrupted or skipped files: {some(missing)} "
             "missing. Start once without HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to load the rest, or name that folder "
             "in option.model_id to serve what is there."
         )
@@ -197,7 +197,7 @@ class _Request:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every download of the library takes."""
+        """Arguments that all downloads of the library share."""
         return {
             # The name, not the commit: the cache then records which commit the name means, for offline use.
             "revision": self.revision,
@@ -243,7 +243,7 @@ class _Request:
             errors.RepositoryNotFoundError: f"{site} has no model {self.model_id!r}, or a private one, and there is "
             f"no local folder of that name. Correct {origin}; for a private model set HF_TOKEN.",
             errors.HFValidationError: f"{self.model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
-            errors.LocalEntryNotFoundError: f"{what} is not in the cache, whole, and {away}, or name a local folder "
+            errors.LocalEntryNotFoundError: f"{what} is not completely cached, and {away}, or name a local folder "
             "of the model.",
             errors.EntryNotFoundError: f"{model} has no {CONFIG}; expected a model as transformers saves it. "
             f"Correct {origin}.",
@@ -259,7 +259,9 @@ def _reason(error: Exception) -> str:
 
 
 def _connection_failure(url: str, token: str | None) -> str:
-    """Why the Hub cannot be reached; empty if it can. The library itself would retry for half a minute.
+    """Return the reason why the Hub cannot be reached; empty if it can.
+
+    The library itself would retry for half a minute.
 
     Raises:
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses the request.

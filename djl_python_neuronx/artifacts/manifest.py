@@ -37,7 +37,7 @@ FORMAT = "djl_python_neuronx"
 VERSION = 1
 
 Role: TypeAlias = Literal["model", "draft"]
-"""What a model is compiled as: to be served, or as the draft model of another one."""
+"""Use of a compiled model: served itself, or the draft model of another one."""
 Hashes: TypeAlias = Literal["all", "without weights", "none"]
 """Which files `verify` hashes; weights can take minutes to read."""
 
@@ -133,7 +133,7 @@ def check_facts(wanted: CompileFacts, compiled: CompileFacts, where: str) -> Non
 
 
 def _json(value: object) -> str:
-    """Distinguishes 1 from 1.0 and from true, as the key does."""
+    """JSON text that distinguishes 1, 1.0 and true."""
     return "absent" if value is ABSENT else json.dumps(value, sort_keys=True)
 
 
@@ -438,7 +438,7 @@ def _sample(path: Path) -> str:
 
 
 def _middles(path: Path, size: int, digest: hashlib._Hash) -> Iterator[int]:
-    """Where to take samples, in bytes from the start of the file."""
+    """Byte offsets of the samples."""
     if path.suffix != ".safetensors":
         yield from ((2 * i + 1) * size // (2 * _SAMPLES_PER_FILE) for i in range(_SAMPLES_PER_FILE))
         return

@@ -79,7 +79,7 @@ def write_output(
     Raises:
         ConfigError: the source's `serving.properties` cannot be read.
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
-            `source` lie in each other.
+            `source` overlap.
         ArtifactNotFoundError: `source` is not a model folder.
         ArtifactAccessError: a file cannot be read or written, or the disk is full.
     """
@@ -150,7 +150,7 @@ def _open(source: Path) -> Folder:
 def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
     if source.is_relative_to(destination) or destination.is_relative_to(source):
         msg = (
-            f"the output {destination} and the model {source} lie in each other; expected two separate folders. "
+            f"the output {destination} and the model {source} overlap; expected separate folders. "
             "Name another output."
         )
         raise ArtifactError(msg)
@@ -165,8 +165,8 @@ def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> N
     except ArtifactError as error:
         found = some(names) if names else "a file"
         msg = (
-            f"the output {destination} exists and is not an unchanged output of this package (it holds {found}: "
-            f"{error}) Expected an empty folder, or none. Name another, or allow to overwrite it."
+            f"the output {destination} exists and is not an unchanged output of this package (it holds {found}); "
+            f"expected an empty folder, or none. Name another, or add --overwrite. The cause: {error}"
         )
         raise ArtifactError(msg) from error
 

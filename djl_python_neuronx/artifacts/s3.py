@@ -63,7 +63,7 @@ _ANSWERS = {
     "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP": "RequestTimeTooSkewed",
     "an object is in an archive class ({code}). Restore it to a class that can be read at once": "InvalidObjectState",
 }
-"""What to do -> the codes of S3's answers that it is for."""
+"""Error text with its fix -> the codes of S3's answers that it is for."""
 _CODES = {code: text for text, codes in _ANSWERS.items() for code in codes.split()}
 _OTHER = "S3 answers {code}: {text}. See the bucket's settings and this message's cause"
 _MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
@@ -252,7 +252,7 @@ def check_apart(uri: str, source: str) -> None:
     (bucket, key), (source_bucket, source_key) = parse(uri), parse(source)
     if bucket == source_bucket and (key.startswith(source_key) or source_key.startswith(key)):
         msg = (
-            f"the output {uri} and the model {source} lie in each other; expected two separate folders. "
+            f"the output {uri} and the model {source} overlap; expected separate folders. "
             "Name another output."
         )
         raise ArtifactError(msg)
@@ -277,7 +277,7 @@ def check_free(uri: str, environ: Mapping[str, str]) -> None:
             return
     msg = (
         f"the output {folder.uri} holds files that this package did not write ({some(names)}); expected an empty "
-        "folder. Name another, or allow to overwrite it."
+        "folder. Name another, or add --overwrite."
     )
     raise ArtifactError(msg)
 

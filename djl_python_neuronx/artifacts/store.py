@@ -68,7 +68,7 @@ _STALE_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class CompilePlace:
-    """Where compiled files are kept."""
+    """Folders of compiled files."""
 
     store: str
     """The root of the `CompileStore`: a folder, or `s3://...`."""
@@ -413,7 +413,7 @@ def take_folder(root: Path, key: str) -> Path:
 
 
 def empty_folder(root: Path, key: str) -> Path:
-    """As `take_folder`, for work that cannot be resumed."""
+    """Return a new folder for work that cannot be resumed; removes what earlier work left."""
     for other in root.glob(f"{key}.*"):
         shutil.rmtree(other, ignore_errors=True)
     return take_folder(root, key)

@@ -3,22 +3,24 @@
 Headers are parsed here, because `safetensors.safe_open` (0.4 to 0.8) gives no offsets, which digests need, refuses
 types that are newer than itself, and its errors name neither the file nor what to do.
 
-A pickle is a program. Its instructions, read without running any, name the functions that it would call; those that
-rebuild tensors are known, and any other makes the file refused. This check, and not TORCH_FORCE_WEIGHTS_ONLY_LOAD,
-protects the libraries, which call `torch.load` without `weights_only`: torch 2.1 honours the variable, but up to 2.5
-(the Neuron images have 2.1 to 2.5) a weights-only load can still run code (CVE-2025-32434; source: torch 2.1,
-serialization.load: a TorchScript archive goes to torch.jit.load, a tar file is unpacked). Both are refused here, and by
-`check`, which does not import torch.
+A pickle is a program. `check_pickle` reads its instructions without running any and refuses a file that would call
+anything but the functions that rebuild tensors: before anything is loaded and without torch, also in `check`, and
+TorchScript archives and tar files too, which run code in torch before 2.6 even in a weights-only load
+(CVE-2025-32434). `backends.env` sets TORCH_FORCE_WEIGHTS_ONLY_LOAD besides, so that the libraries' own `torch.load`
+refuses what this check could read otherwise than torch does.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import operator
 import pickle
 import pickletools
 import re
+import struct
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +77,11 @@ _PICKLES_OF_LEGACY_FILE = 5
 # Source: torch 2.13, serialization._is_torchscript_zip: torch.load hands archives with it to torch.jit.load.
 _TORCHSCRIPT_MEMBER = "constants.pkl"
 _MAX_PICKLE_BYTES = 1 << 30
+# Source: torch 2.13, serialization._is_zipfile. `zipfile.is_zipfile` looks at the end of the file instead.
+_ZIP_START = b"PK\3\4"
+# Source: PKWARE APPNOTE 4.3.14 to 4.3.16: the end record of 64 bits, its locator, and the end record without a comment.
+_END = struct.Struct("<4s36xQQ4s4xQ4x4s8xLLH")
+_END_32_BYTES = 22
 
 
 class TensorEntry(NamedTuple):
@@ -172,10 +179,11 @@ def check_pickle(folder: Folder, name: str) -> None:
     path = folder.file(name)
     try:
         with reading(path), path.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                _check_members(path, zipfile.ZipFile(file))
+            if file.read(len(_ZIP_START)) == _ZIP_START:
+                archive = zipfile.ZipFile(file)
+                _check_end(path, file)
+                _check_members(path, archive)
             else:
-                file.seek(0)
                 _check_legacy(path, file)
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
         msg = (
@@ -199,11 +207,33 @@ def check_archive(folder: Folder, name: str) -> None:
         raise ArtifactError(msg)
 
 
+def _check_end(path: Path, file: IO[bytes]) -> None:
+    """Refuse an archive whose members are not where its end record places them, counted from the start of the file.
+
+    `zipfile` corrects such places for data before the archive, torch does not: they would read different members.
+    """
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _END.size))
+    records = _END.unpack(file.read().rjust(_END.size, b"\0"))
+    magic_64, length_64, start_64, locator, located, magic, length, start, comment = records
+    stop = size - _END_32_BYTES
+    if is_64 := locator == b"PK\6\7":
+        stop, length, start = size - _END.size, length_64, start_64
+    is_true_64 = (magic_64, located) == (b"PK\6\6", stop)
+    if comment or magic != b"PK\5\6" or start + length != stop or is_64 != is_true_64:
+        raise _ambiguous(path, "has data before or behind its zip archive")
+
+
 def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    for member in archive.infolist():
-        if member.filename.rpartition("/")[2] == _TORCHSCRIPT_MEMBER:
+    members = archive.infolist()
+    # torch looks names up without regard to case; `filename` may come from a field that torch ignores.
+    names = [member.orig_filename.lower() for member in members]
+    if len(set(names)) < len(names):
+        raise _ambiguous(path, "has two members of one name")
+    for name, member in zip(names, members, strict=True):
+        if name.rpartition("/")[2] == _TORCHSCRIPT_MEMBER:
             raise _holds_code(path, "torch.jit.load")
-        if member.filename.endswith(".pkl"):
+        if name.endswith(".pkl"):
             if member.file_size > _MAX_PICKLE_BYTES:
                 msg = (
                     f"{path} has a pickle of {member.file_size} bytes beside its tensors; expected at most "
@@ -215,8 +245,14 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def _check_legacy(path: Path, file: IO[bytes]) -> None:
+    file.seek(0)
     if file.read(1) != pickle.PROTO:
         raise EOFError
+    if zipfile.is_zipfile(file):
+        raise _ambiguous(path, "is both pickles and a zip archive")
+    file.seek(0)
+    if tarfile.is_tarfile(file):
+        raise _ambiguous(path, "is both pickles and a tar file")
     file.seek(0)
     for _ in range(_PICKLES_OF_LEGACY_FILE):
         _check_instructions(path, file)
@@ -241,4 +277,11 @@ def _holds_code(path: Path, called: str) -> ArtifactError:
     return ArtifactError(
         f"{path} holds code: loading it would call {called}; expected tensors only. Do not load it with anything; "
         "use the model's safetensors files, or fetch it from a source that you trust."
+    )
+
+
+def _ambiguous(path: Path, what: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path} {what}, so that programs read it differently and code can hide in it; expected what torch.save "
+        "writes. Do not load it with anything; use the model's safetensors files."
     )

@@ -19,7 +19,7 @@ from djl_python_neuronx.artifacts.tensor_files import (
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 WeightsKind = Literal["safetensors", "pickle", "split", "presharded", "ranks"]
-"""How weights are laid out.
+"""Layout of weights.
 
 safetensors, pickle: whole, as Hugging Face saves them. split: whole, one `torch.save` file per tensor. presharded: cut,
 padded and transposed by transformers-neuronx for one tp degree. ranks: cut by NxD for one tp degree, a file per rank.

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 _FLAGS = "NEURON_CC_FLAGS"
 _NUM_CORES = "NEURON_RT_NUM_CORES"
+# The library calls torch.load without `weights_only`, which runs the code in pickles before torch 2.6. A second line
+# behind `artifacts.tensor_files.check_pickle`.
+_SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 
 class _Runtime:
@@ -35,7 +38,7 @@ def variables(
     An option wins over a variable. A limit on the cores that `current` sets is kept, and compiler flags that are set
     already stay in front of those of `arguments`.
     """
-    wanted = dict(arguments.environment)
+    wanted = {**arguments.environment, **_SAFE}
     there = shlex.split(current.get(_FLAGS, ""))
     missing = [flag for flag in arguments.compiler_flags if flag not in there]
     if missing:

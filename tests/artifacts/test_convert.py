@@ -299,3 +299,8 @@ def test_a_killed_conversion_leaves_nothing_with_the_name(tmp_path, whole):
     assert not (tmp_path / "made").exists()
     convert(whole, tmp_path / "made", "split")
     assert detect(tmp_path / "made").kind == "split"
+
+
+def test_a_source_that_does_not_exist_is_named_with_its_argument(tmp_path):
+    with pytest.raises(ArtifactNotFoundError, match=r"nothere .*argument `source`"):
+        convert(tmp_path / "nothere", tmp_path / "out", "safetensors")

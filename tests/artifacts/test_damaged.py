@@ -272,6 +272,62 @@ def pickle_in_a_tar_file(path):
     return "not a whole file of torch.save", ArtifactError
 
 
+def tar_file_that_starts_with_pickles(path):
+    """Five harmless pickles are the name of its first member; torch reads the other members."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    content = pickle.dumps(Hostile(), protocol=2)
+    with tarfile.open(file, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        archive.addfile(tarfile.TarInfo("\x80\x02N." * 5))
+        for name in ("storages", "tensors", "pickle"):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return "both pickles and a tar file", ArtifactError
+
+
+def pickles_before_an_archive(path):
+    """Torch takes a file for an archive by its first bytes, `zipfile` by its last ones."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    folders.pickled(file)
+    file.write_bytes(pickle.dumps(Hostile(), protocol=2) * 5 + file.read_bytes())
+    return "both pickles and a zip archive", ArtifactError
+
+
+def archive_before_an_archive(path):
+    """Torch takes the members from the place that the end record gives, `zipfile` from just before that record."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    folders.pickled(file, Hostile())
+    hostile = file.read_bytes()
+    folders.pickled(file)
+    file.write_bytes(hostile + file.read_bytes())
+    return "data before or behind its zip archive", ArtifactError
+
+
+def pickle_with_code_in_capitals(path):
+    """Torch looks up the members of an archive without regard to case."""
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/DATA.PKL", pickle.dumps(Hostile(), protocol=2))
+        archive.writestr("archive/version", "3\n")
+    return "system", ArtifactError
+
+
+def torchscript_in_capitals(path):
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    folders.pickled(file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/CONSTANTS.PKL", pickle.dumps((), protocol=2))
+    return "torch.jit.load", ArtifactError
+
+
+def members_of_one_name(path):
+    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    folders.pickled(file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("ARCHIVE/version", "3\n")
+    return "two members of one name", ArtifactError
+
+
 def cut_pickle(path):
     folders.huggingface(path)
     (path / "model.safetensors").unlink()

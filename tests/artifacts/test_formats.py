@@ -307,6 +307,10 @@ def test_saved_graphs(tmp_path):
     assert holds_graphs(folders.presharded(tmp_path))
 
 
+def test_a_cache_with_saved_graphs_beside_is_a_cache(tmp_path):
+    assert not holds_graphs(folders.neff_cache(folders.presharded(tmp_path)))
+
+
 def test_a_model_with_a_cache_beside_is_a_model(folder):
     folders.neff_cache(folder)
     assert detect(folder).format == "huggingface"

@@ -272,7 +272,7 @@ def test_offline_refuses_what_was_cut_off(snapshot, environ, damage):
         shard.resolve().unlink()
     with pytest.raises(ArtifactAccessError, match="Start once without HF_HUB_OFFLINE") as caught:
         offline(environ)
-    assert f"model in {snapshot} is not whole" in str(caught.value)
+    assert f"model in {snapshot} is incomplete" in str(caught.value)
     assert ": model-00002-of-00002.safetensors missing" in str(caught.value)
 
 

@@ -241,7 +241,7 @@ def test_what_is_not_ours_stays_unless_told(model, tmp_path, theirs):
 @pytest.mark.parametrize("where", [".", "out", ".."], ids=["same", "inside", "around"])
 def test_output_and_model_are_never_one(model, where):
     before = contents(model.parent)
-    with pytest.raises(ArtifactError, match="lie in each other"):
+    with pytest.raises(ArtifactError, match="overlap; expected separate folders"):
         write(model, model / where, overwrite=True)
     assert contents(model.parent) == before
 

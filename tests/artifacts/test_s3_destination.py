@@ -36,7 +36,7 @@ def test_output_and_model_are_never_one(output, source, is_apart):
     if is_apart:
         s3.check_apart(output, source)
     else:
-        with pytest.raises(ArtifactError, match="lie in each other"):
+        with pytest.raises(ArtifactError, match="overlap; expected separate folders"):
             s3.check_apart(output, source)
 
 
@@ -56,7 +56,7 @@ def test_what_is_not_ours_is_refused(proxy, bucket, there, is_free):
     if is_free:
         s3.check_free(URI, settings(proxy))
     else:
-        with pytest.raises(ArtifactError, match="allow to overwrite"):
+        with pytest.raises(ArtifactError, match="add --overwrite"):
             s3.check_free(URI, settings(proxy))
 
 

@@ -12,6 +12,7 @@ from djl_python_neuronx.planning.arguments import LibraryArguments
 
 FLAGS = LibraryArguments(compiler_flags=("-O1", "--a=b c"))
 CACHE = LibraryArguments(environment={"NEURON_COMPILE_CACHE_URL": "/cache"})
+SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 CORES = {"NEURON_RT_NUM_CORES": "2"}
 
 
@@ -33,7 +34,8 @@ def test_only_what_is_missing_is_set(
     arguments: LibraryArguments, current: dict[str, str], expected: dict[str, str]
 ) -> None:
     before = dict(current)
-    assert env.variables(arguments, 2, current) == expected
+    assert env.variables(arguments, 2, current) == {**expected, **SAFE}
+    assert env.variables(arguments, 2, {**current, **SAFE}) == expected
     assert current == before
 
 
