@@ -375,15 +375,13 @@ class Preparation:
                 f"{limit} ({where}) leaves {machine.visible_cores}{whole} NeuronCores: the plan counts these alone",
             )
 
-    def _plan(
-        self, settings: Resolved, model: _Model, case: Case, role: Role = "model"
-    ) -> Prepared:
+    def _plan(self, settings: Resolved, model: _Model, case: Case) -> Prepared:
         """Fill in the options, judge them and what the folder holds, and plan.
 
         `case`: with the options of `settings`.
         """
-        resolved, case = assess(settings, case, self.problems, timed=role == "model")
-        weights, fits = self._judge_graphs(model.artifact, case, role)
+        resolved, case = assess(settings, case, self.problems)
+        weights, fits = self._judge_graphs(model.artifact, case)
         compiled = model.artifact.compiled if fits else None
         case = replace(
             case,
@@ -402,12 +400,10 @@ class Preparation:
             fits=fits,
             environ=self.environ,
             progress=self.progress,
-            role=role,
+            role="draft" if case.is_draft else "model",
         )
 
-    def _judge_graphs(
-        self, artifact: Artifact, case: Case, role: Role
-    ) -> tuple[Weights | None, bool]:
+    def _judge_graphs(self, artifact: Artifact, case: Case) -> tuple[Weights | None, bool]:
         """Choose the weights, and compare what the folder was compiled for with the settings.
 
         Returns the weights, and whether the folder's graphs can be used.
@@ -423,7 +419,7 @@ class Preparation:
                 if mismatch is not None:
                     others = mismatch.differences.keys() - {FLAGS}
                     # Flags are the machine's, not the folder's: a draft model is compiled again for them.
-                    own_flags = role == "draft" and not others
+                    own_flags = case.is_draft and not others
                     refused = case.options.on_mismatch == "error" and not own_flags
                     self._report_mismatch(mismatch, artifact, refused=refused)
             if not (refused and others) and (artifact.weights or self.fetch_weights):
@@ -474,8 +470,8 @@ class Preparation:
         with self.problems.catch():
             settings = fill_recorded(settings, draft.artifact, backend)
         settings = replace(settings, options=as_draft_model(settings.options))
-        case = Case(settings.options, draft.facts, prepared.machine, backend)
-        other = self._plan(settings, draft, case, "draft")
+        case = Case(settings.options, draft.facts, prepared.machine, backend, is_draft=True)
+        other = self._plan(settings, draft, case)
         if self.problems.errors:
             return prepared
         cores = max(prepared.case.degree, other.case.degree)

@@ -70,6 +70,8 @@ class Case:
     """``cpu``, ``tnx`` or ``nxdi``."""
     draft: ModelFacts | None = None
     """The draft model; None: there is none, or its configuration is not known."""
+    is_draft: bool = False
+    """The model is the draft model of another one."""
     filled: Collection[str] = ()
     """Options whose values `defaults.fill` chose."""
     presharded: bool = False

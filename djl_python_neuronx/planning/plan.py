@@ -86,13 +86,10 @@ def examine(
     return resolved
 
 
-def assess(
-    resolved: Resolved, case: Case, problems: Problems, *, timed: bool = True
-) -> tuple[Resolved, Case]:
+def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
     """Fill in every option that follows from the model and the machine, and judge the result.
 
-    `case.options` are those of `resolved`, before they are filled in. `timed`: False for a draft model, which loads
-    within the timeout of the model that it drafts for.
+    `case.options` are those of `resolved`, before they are filled in.
     """
     filled = defaults.fill(case)
     case = replace(
@@ -103,7 +100,7 @@ def assess(
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
-    minutes = compile_minutes(graphs(case), case.model, case.draft) if timed else 0
+    minutes = compile_minutes(graphs(case), case.model, case.draft)
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
     resolved.report(found, problems)
     return resolved, case
