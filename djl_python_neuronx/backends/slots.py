@@ -1,4 +1,4 @@
-"""The part that backends share whose slots are neither copied nor reused for a prefix. Numpy only."""
+"""Base class of the backends: the state of slots, and checks of the steps. Numpy only."""
 
 from __future__ import annotations
 

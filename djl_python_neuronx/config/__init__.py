@@ -1,1 +1,1 @@
-"""Options: where they come from, what they mean, what they default to."""
+"""Options: their sources, definitions and defaults."""

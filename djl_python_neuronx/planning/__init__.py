@@ -1,1 +1,1 @@
-"""Options, model and machine to a plan and findings."""
+"""Planning: from options, model and machine to a plan and findings."""

@@ -1,4 +1,4 @@
-"""A Hugging Face model from its folder, complete or not at all."""
+"""Load a Hugging Face model from its folder; a checkpoint that lacks weights is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part that all batching modes on transformers-neuronx share: checks, the form of outputs, the state of slots."""
+"""Base class of all batching modes on transformers-neuronx: checks, the form of outputs, the state of slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What options are in the words of NxD Inference.
+"""Arguments of NxD Inference, derived from the options.
 
 Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrapper.py and inference_demo.py.
 """
