@@ -178,3 +178,17 @@ class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
+
+
+def json_type(value: object) -> str:
+    """The JSON type of a value, for error messages. The value itself may be part of a prompt."""
+    if value == "":
+        return "an empty string"
+    names = {
+        list: "a list",
+        str: "a string",
+        dict: "an object",
+        bool: "a boolean",
+        type(None): "null",
+    }
+    return names.get(type(value), "a number")

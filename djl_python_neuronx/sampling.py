@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, ClassVar, TypeVar
 
-from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.errors import RequestError, json_type
 
 _T = TypeVar("_T")
 
@@ -75,11 +75,7 @@ class SamplingParams:
                 continue
             numeric = isinstance(value, rule.metadata["types"]) and not isinstance(value, bool)
             if not numeric or not rule.metadata["holds"](value):
-                shown = (
-                    reprlib.repr(value)
-                    if isinstance(value, (int, float))
-                    else f"a {type(value).__name__}"
-                )
+                shown = reprlib.repr(value) if isinstance(value, (int, float)) else json_type(value)
                 msg = f"{rule.name} is {shown}; expected {rule.metadata['allowed']}"
                 raise RequestError(msg)
 

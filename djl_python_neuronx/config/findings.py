@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
@@ -35,6 +35,8 @@ class Problem:
     options: tuple[str, ...]
     """The options concerned; empty if there are none."""
     message: str
+    error: ServingError | None = field(default=None, compare=False)
+    """The exception of an error."""
 
 
 class Problems:
@@ -46,7 +48,6 @@ class Problems:
     def __init__(self) -> None:
         """Start with an empty collection."""
         self._found: dict[tuple[Level, str], Problem] = {}
-        self._errors: list[ServingError] = []
 
     def __iter__(self) -> Iterator[Problem]:
         """Iterate over all levels, in the order of discovery."""
@@ -71,8 +72,7 @@ class Problems:
                 continue
             name = getattr(leaf, "name", None)
             named = (NAMES.get(name, name),) if isinstance(name, str) else ()
-            self._found["error", message] = Problem("error", options or named, message)
-            self._errors.append(leaf)
+            self._found["error", message] = Problem("error", options or named, message, leaf)
 
     @contextmanager
     def catch(self) -> Iterator[None]:
@@ -85,22 +85,20 @@ class Problems:
     @property
     def errors(self) -> tuple[ServingError, ...]:
         """The errors as exceptions."""
-        return tuple(self._errors)
+        return tuple(problem.error for problem in self if problem.error is not None)
 
     def include(self, others: Problems, prefix: str, options: tuple[str, ...]) -> None:
         """Add the problems of another collection, each message after `prefix` and about `options`.
 
         The exceptions stay those that were raised, with their classes and facts.
         """
-        errors = iter(others.errors)
         for problem in others:
             message = prefix + problem.message
-            if problem.level == "error":
-                error = next(errors)
-                error.args = (message,)
-                self.add_error(error, options)
-            else:
+            if problem.error is None:
                 self.add(problem.level, message, options)
+            else:
+                problem.error.args = (message,)
+                self.add_error(problem.error, options)
 
     def raise_errors(self) -> None:
         """Raise the errors collected so far; return if there are none.
@@ -108,13 +106,14 @@ class Problems:
         Raises:
             ServingError: the only error as it is, or a `ConfigError` that lists all of them.
         """
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
+        errors = self.errors
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
             raise ConfigError.collect(
                 [
                     error if isinstance(error, ConfigError) else ConfigError(str(error))
-                    for error in self._errors
+                    for error in errors
                 ]
             )
 

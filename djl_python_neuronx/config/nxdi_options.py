@@ -145,11 +145,11 @@ class NxdiOptions(OptionGroup):
     ] = None
     """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
     prefix_buckets: Annotated[Buckets | None, _TUNING] = None
-    """Lengths of cached prefixes to compile prompt graphs for; with `enable_prefix_caching`."""
+    """Lengths of cached prefixes to compile prefill graphs for; with `enable_prefix_caching`."""
     windowed_context_encoding_size: _TuningCount = None
-    """Prompt tokens that are encoded at a time. For a sliding window model it must equal the window."""
+    """Prompt tokens that are prefilled at a time. For a sliding window model it must equal the window."""
     enable_cte_modular_flow: _Tuning = None
-    """Compile prompt graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
+    """Compile prefill graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
     layer_boundary_markers: _Tuning = None
     """Mark the borders of layers for the compiler."""
     disable_kv_cache_tiling: _Tuning = None

@@ -243,13 +243,13 @@ class BatchingOptions(OptionGroup):
     """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
     queue."""
     decode_interleave: Annotated[Count, Option()] = 1
-    """Decode steps between two prompt steps while sequences are running. Higher values make running streams smoother
-    and new requests wait longer."""
+    """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
+    new requests wait longer."""
     max_join_wait_ms: Annotated[Amount, Option()] = 100
-    """Milliseconds that new requests wait for each other before they join a static batch, where every join encodes all
+    """Milliseconds that new requests wait for each other before they join a static batch, where every join prefills all
     running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while
     nothing runs, or if they fill the free slots; 0 disables waiting. No effect with continuous batching. 100 ms is how
-    long DJL Serving collects a batch: usually less than the prompt step that it saves, and hardly noticeable before a
+    long DJL Serving collects a batch: usually less than the prefill that it saves, and hardly noticeable before a
     first token."""
 
 
@@ -384,9 +384,9 @@ class GraphOptions(OptionGroup):
             draft="off",
         ),
     ] = False
-    """Encode prompts in chunks together with the running streams, so that a long prompt does not stall them: every step
-    has one token of each stream, and prompts share the rest of the tokens of `context_length_estimate`. Where a chunk
-    ends depends on the other requests; the answer does not, up to rounding of the dtype. Supported for llama on
+    """Prefill prompts in chunks together with the running streams, so that a long prompt does not stall them: every
+    step has one token of each stream, and prompts share the rest of the tokens of `context_length_estimate`. Where a
+    chunk ends depends on the other requests; the answer does not, up to rounding of the dtype. Supported for llama on
     transformers-neuronx, where it implies `is_block_kv_layout`, and on the CPU; NxDI 0.9 raises NotImplementedError."""
     pipeline_parallel_degree: Annotated[
         Count,
@@ -405,8 +405,8 @@ class GraphOptions(OptionGroup):
         Lower,
         Option(graph=("cpu", "tnx", "nxdi")),
     ] = None
-    """How sequences join a running batch: `continuous_batching` encodes the new prompt only, `naive_rolling_batch`
-    encodes all sequences again. Default: the first if the model supports it."""
+    """How sequences join a running batch: `continuous_batching` prefills the new prompt only, `naive_rolling_batch`
+    prefills all sequences again. Default: the first if the model supports it."""
     allow_known_defects: Annotated[bool, Option()] = False
     """Serve combinations that are known to give wrong answers in the library. Without it they are errors."""
 
@@ -609,19 +609,19 @@ class ServingOptions(
 
     @property
     def drafting(self) -> bool:
-        """Whether a draft model is used."""
+        """True if a draft model is used."""
         return self.speculative_draft_model is not None and self.speculative_length > 0
 
     @property
     def speculating(self) -> bool:
-        """Whether steps verify drafted tokens, of a draft model or of a prompt lookup."""
+        """True if steps verify drafted tokens, of a draft model or of a prompt lookup."""
         return self.drafting or (
             self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
         )
 
     @property
     def continuous_batching(self) -> bool:
-        """Whether a sequence joins a running batch without a second prefill of the others, if the library can do it.
+        """True if a sequence joins a running batch without a second prefill of the others, if the library can do it.
 
         One slot needs no batching, unless it verifies drafts or its prompts come in chunks.
         """

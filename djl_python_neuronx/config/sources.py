@@ -247,7 +247,7 @@ def stripped(settings: Iterable[Setting]) -> Iterator[Setting]:
 
 
 def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> list[Setting]:
-    """What DJL Serving passes: settings of the user, changed or not, mixed with its own keys.
+    """Read what DJL Serving passes: settings of the user, changed or not, mixed with its own keys.
 
     The prefix is gone by then, so a value has the origin of the setting in `written` that it equals. The order is that
     of `written`, not that of Java's hash map: of two names for one option the user's first one counts.
@@ -349,7 +349,7 @@ def _origin(written: Sequence[Setting], first: Setting | None, name: str, value:
 
 
 def _unused(setting: Setting, *, all_cores: bool) -> str:
-    """Why a setting passed by DJL Serving has no effect; empty if it has one.
+    """The reason why a setting passed by DJL Serving has no effect; empty if it has one.
 
     `all_cores`: the user set the tensor parallel degree to `max`, which DJL Serving replaces by a number.
     """
@@ -414,7 +414,7 @@ def from_properties(path: Path) -> list[Setting]:
             if marked and line == 1:
                 remarks.append(("warning", f"{origin} {_MARK}"))
             if entry.key in found:
-                note = f"also set in {found[entry.key].origin}; the last line counts"
+                note = f"also set in {found[entry.key].origin}, which line {line} overrides"
                 remarks.append(("note", note))
             found[entry.key] = Setting(name, entry.value, origin, FILE_NAME, by_user, remarks)
         line += len(_LINE_END.findall(entry.source))

@@ -146,7 +146,7 @@ class _StopString:
             self._borders.append(self._extend(self._borders[-1], char))
 
     def find_end(self, part: str) -> int | None:
-        """Where in the next part of the text the stop string ends, or None if it does not."""
+        """The index in the next part of the text where the stop string ends. Returns None if it does not end there."""
         position = 0
         while position < len(part):
             if self.matched == 0:

@@ -51,7 +51,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:
-    """Where the loaded model samples, and within which bounds, in plain values."""
+    """Facts about sampling in plain values: host or device, and within which bounds."""
     if Want.LOGITS in spec.outputs:
         return {"place": "host"}
     facts: dict[str, object] = {"place": "device"}

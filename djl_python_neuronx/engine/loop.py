@@ -131,7 +131,7 @@ class EngineLoop:
 
     @property
     def error(self) -> ServingError | None:
-        """Why nothing is accepted any more; None while the loop is healthy."""
+        """The reason why nothing is accepted any more; None while the loop is healthy."""
         return self.streams.closed
 
     @property

@@ -170,7 +170,7 @@ class Scheduler:
         sequence.slot = None
 
     def _holds_back(self) -> bool:
-        """Whether the next step is a decode: decode steps are owed, or more sequences can share the next prefill."""
+        """Return True if the next step is a decode: decodes are owed, or more sequences can share the next prefill."""
         if self._decodes_owed:
             return True
         if not self._reprefills or len(self.waiting) >= self.slots.num_free:

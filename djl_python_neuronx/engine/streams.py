@@ -144,7 +144,7 @@ class Observer(Protocol):
 
 
 class StreamRegistry:
-    """All open streams, at most `most` of them; any thread.
+    """Registry of open streams, bounded by `most`. Thread-safe.
 
     `then` is called under the lock, so that the engine gets the command that ends a request after the one that adds it.
     """

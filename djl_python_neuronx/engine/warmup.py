@@ -126,7 +126,7 @@ class _Chunks(NamedTuple):
 
 
 def _step_of(graph: Graph, spec: ModelSpec) -> _Chunks:
-    """As many tokens, and as much of the cache, as a graph has room for."""
+    """A step that fills a graph's tokens and cache."""
     blocks = graph.cache // spec.cache_block
     num_rows = min(spec.num_slots, graph.bucket, blocks)
     end = min(blocks // num_rows * spec.cache_block, spec.max_model_len)

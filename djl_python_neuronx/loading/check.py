@@ -130,7 +130,7 @@ def _read_settings(
 
 
 def _missing_here(backend: str) -> Iterator[str]:
-    """What this installation lacks to load with a backend."""
+    """Yield what this installation lacks to load with a backend."""
     facts = NEURON_BACKENDS.get(backend)
     if facts is not None and (state := libraries()[facts.package].state) != "installed":
         what = "not installed" if state == "missing" else "PyPI's placeholder, not the library,"

@@ -284,7 +284,8 @@ class Preparation:
         if model_id is None:
             if folder is None:
                 return None
-            return self._detect(folder, str(folder), "model_dir", weights_needed=weights_needed)
+            origin = "the model argument"
+            return self._detect(folder, str(folder), origin, weights_needed=weights_needed)
         if self.fetch_weights:
             folder = fetch.fetch(
                 model_id,
@@ -314,7 +315,7 @@ class Preparation:
             if weights_needed:
                 self.problems.add_error(error)
             else:
-                self.problems.add("warning", f"{error} It is only planned")
+                self.problems.add("warning", f"{error} Only the plan is checked.")
             return _without_weights(folder, name, str(path), read_json(path))
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
@@ -374,15 +375,13 @@ class Preparation:
                 f"{limit} ({where}) leaves {machine.visible_cores}{whole} NeuronCores: the plan counts these alone",
             )
 
-    def _plan(
-        self, settings: Resolved, model: _Model, case: Case, role: Role = "model"
-    ) -> Prepared:
+    def _plan(self, settings: Resolved, model: _Model, case: Case) -> Prepared:
         """Fill in the options, judge them and what the folder holds, and plan.
 
         `case`: with the options of `settings`.
         """
-        resolved, case = assess(settings, case, self.problems, timed=role == "model")
-        weights, fits = self._judge_graphs(model.artifact, case, role)
+        resolved, case = assess(settings, case, self.problems)
+        weights, fits = self._judge_graphs(model.artifact, case)
         compiled = model.artifact.compiled if fits else None
         case = replace(
             case,
@@ -401,12 +400,10 @@ class Preparation:
             fits=fits,
             environ=self.environ,
             progress=self.progress,
-            role=role,
+            role="draft" if case.is_draft else "model",
         )
 
-    def _judge_graphs(
-        self, artifact: Artifact, case: Case, role: Role
-    ) -> tuple[Weights | None, bool]:
+    def _judge_graphs(self, artifact: Artifact, case: Case) -> tuple[Weights | None, bool]:
         """Choose the weights, and compare what the folder was compiled for with the settings.
 
         Returns the weights, and whether the folder's graphs can be used.
@@ -422,7 +419,7 @@ class Preparation:
                 if mismatch is not None:
                     others = mismatch.differences.keys() - {FLAGS}
                     # Flags are the machine's, not the folder's: a draft model is compiled again for them.
-                    own_flags = role == "draft" and not others
+                    own_flags = case.is_draft and not others
                     refused = case.options.on_mismatch == "error" and not own_flags
                     self._report_mismatch(mismatch, artifact, refused=refused)
             if not (refused and others) and (artifact.weights or self.fetch_weights):
@@ -445,7 +442,7 @@ class Preparation:
             self.problems.add("warning", message, names)
 
     def _surroundings(self, case: Case) -> dict[str, object]:
-        """What graphs depend on beside options, as far as it is known of the machine that will serve."""
+        """Facts that graphs depend on beside options, as far as they are known of the machine that will serve."""
         known: dict[str, object] = {}
         if self.fetch_weights or self.machine.has_neuron:
             known["target"] = graph_target(case.machine, case.backend)
@@ -473,8 +470,8 @@ class Preparation:
         with self.problems.catch():
             settings = fill_recorded(settings, draft.artifact, backend)
         settings = replace(settings, options=as_draft_model(settings.options))
-        case = Case(settings.options, draft.facts, prepared.machine, backend)
-        other = self._plan(settings, draft, case, "draft")
+        case = Case(settings.options, draft.facts, prepared.machine, backend, is_draft=True)
+        other = self._plan(settings, draft, case)
         if self.problems.errors:
             return prepared
         cores = max(prepared.case.degree, other.case.degree)
@@ -527,7 +524,7 @@ def _without_weights(path: Path, name: str, source: str, config: Mapping[str, An
 
 
 def _takes_degrees(machine: DeviceInfo, options: ServingOptions) -> bool:
-    """Whether the machine's runtime takes the degrees that are set, whatever part of it a process may use."""
+    """Return True if the machine's runtime takes the degrees that are set. Limits of the process are left aside."""
     of_draft = options.draft_model_tp_size if options.drafting else None
     legal = machines.legal_degrees(machine.family, machine.neuron_cores)
     degrees = (options.tensor_parallel_degree, of_draft)

@@ -107,7 +107,7 @@ def blocks(
             yield Block("Not for this handler", ignored, ("name", "why"))
     prepared = report.prepared
     if prepared is None:
-        yield Block.of_lines("Plan", ["none: config.json is missing"])
+        yield Block.of_lines("Plan", ["none: see the errors below"])
     else:
         yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
         yield from _argument_blocks(prepared)
@@ -195,7 +195,8 @@ def _duration(seconds: float) -> str:
 def _machine(prepared: Prepared) -> str:
     device, degree = prepared.planned.device, prepared.options.tensor_parallel_degree
     if prepared.case.on_cpu:
-        memory = f", {gib(device.memory_bytes)} GiB of memory" if device.memory_bytes else ""
+        known = device.memory_bytes and not device.has_neuron  # else it is the device's memory
+        memory = f", {gib(device.memory_bytes)} GiB of memory" if known else ""
         return f"{device.cpus} CPUs{memory}"
     machines = device.machines(degree) if isinstance(degree, int) else 1
     name = device.instance_type or "Neuron instance of unknown type"
@@ -203,10 +204,11 @@ def _machine(prepared: Prepared) -> str:
     capacity = f"of {gib(size)} GiB" if size else "of unknown memory"
     both = _two_degrees(prepared)
     whole = f"{machines} x {name}" if machines > 1 else name
-    cores = f"{max(both) if both else degree} of {machines * device.visible_cores} NeuronCores"
+    needed, cores = max(both or (prepared.case.degree,)), machines * device.visible_cores
+    used = f"{needed} of {cores}" if needed <= cores else f"{cores} of the {needed} required"
     limit = f" ({device.limited_by})" if device.limited_by else ""
     parts = f"; the model takes {both[0]}, the draft model {both[1]}" if both else ""
-    return f"{whole}: {cores}{limit} {capacity}{parts}"
+    return f"{whole}: {used} NeuronCores{limit} {capacity}{parts}"
 
 
 def _graphs(plan: ServingPlan) -> str:
@@ -248,7 +250,7 @@ def _verdict(report: Report) -> str:
 
 
 def _argument_blocks(prepared: Prepared) -> Iterator[Block]:
-    """What the library is given, for the model and for its draft model."""
+    """Yield the arguments of the library, for the model and for its draft model."""
     for one, whose in ((prepared, ""), (prepared.draft, ", for the draft model")):
         if one is not None and one.planned.arguments is not None:
             title = f"Handed to the {one.backend} library{whose}"

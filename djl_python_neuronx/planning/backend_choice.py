@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 SETUP_GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/"
 _INSTALL = (
     f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE}), or start from AWS's image "
-    "public.ecr.aws/neuron/pytorch-inference-neuronx, the base of this project's container"
+    "public.ecr.aws/neuron/pytorch-inference-neuronx"
 )
 
 # Source: the wheels on PyPI (transformers-neuronx 0.1, torch-neuronx 1.0, neuronx-cc 1.0.post1,
@@ -177,7 +177,7 @@ def _unknown_model(backend: str, model_type: str | None) -> str | None:
     known = NEURON_BACKENDS[backend].architectures
     if model_type is None or model_type in known:
         return None
-    return f"it knows no model of the type {model_type!r}; it knows {', '.join(known)}"
+    return f"it does not support model_type {model_type!r}; supported: {', '.join(known)}"
 
 
 def _library(name: str, module: str) -> Library:

@@ -153,14 +153,14 @@ _GROUP_DEFECTS = (
         "set kv_cache_quantize=fp8, or leave it out",
     ),
     Defect(
-        "transformers-neuronx mixes up the rows that a prompt graph has written to the divided cache",
+        "transformers-neuronx mixes up the rows that a prefill graph has written to the divided cache",
         _shard_over_batch,
         ("group_query_attention",),
         "set replicated-heads, or leave it out",
     ),
 )
 _GPTJ_DECODE = Defect(
-    "transformers-neuronx lets each token of a GPT-J see no other than the first",
+    "with transformers-neuronx each token of a GPT-J attends only to the first position",
     lambda _options, _model: True,
     fix="set model_loader=cpu",
 )

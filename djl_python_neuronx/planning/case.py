@@ -70,6 +70,8 @@ class Case:
     """``cpu``, ``tnx`` or ``nxdi``."""
     draft: ModelFacts | None = None
     """The draft model; None: there is none, or its configuration is not known."""
+    is_draft: bool = False
+    """The model is the draft model of another one."""
     filled: Collection[str] = ()
     """Options whose values `defaults.fill` chose."""
     presharded: bool = False
@@ -93,7 +95,7 @@ class Case:
 
     @cached_property
     def capability(self) -> Capability | None:
-        """What the library supports of the model's architecture; None: unknown architecture, or the cpu backend."""
+        """The library's support of the model's architecture; None: unknown architecture, or the cpu backend."""
         return capability_of(self.backend, self.model.model_type)
 
     @cached_property
@@ -122,6 +124,6 @@ class Case:
 
     @cached_property
     def continuous_batching(self) -> bool:
-        """Whether a sequence joins a running batch without a second prefill of the others."""
+        """True if a sequence joins a running batch without a second prefill of the others."""
         possible = self.capability is None or self.capability.continuous_batching
         return possible and self.options.continuous_batching

@@ -76,7 +76,7 @@ class _Room:
 
     @property
     def known(self) -> bool:
-        """Whether sizes of the model and the machine are known."""
+        """True if sizes of the model and the machine are known."""
         model, device = self.case.model, self.case.device
         if self.case.on_cpu:
             known = bool(device.memory_bytes and model.cache_values_per_token)

@@ -59,7 +59,7 @@ class DeviceInfo:
 
     @property
     def has_neuron(self) -> bool:
-        """Whether the machine has a Neuron device, working or not."""
+        """True if the machine has a Neuron device, working or not."""
         return self.neuron_devices > 0
 
     def machines(self, degree: int) -> int:

@@ -49,12 +49,12 @@ class CoreMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the cores exist and hold what is needed; an unknown `capacity` holds everything."""
+        """True if the cores exist and hold what is needed; an unknown `capacity` holds everything."""
         return self.possible and (self.capacity == 0 or self.needed <= self.capacity)
 
     @property
     def roomy(self) -> bool:
-        """Whether it fits with `SPARE` left."""
+        """True if it fits with `SPARE` left."""
         return self.possible and (
             self.capacity == 0 or self.needed <= self.capacity * (SPARE - 1) // SPARE
         )

@@ -94,7 +94,7 @@ def overrides(options: ServingOptions) -> Iterator[Finding]:
     """Yield what is wrong with the keywords in `override_neuron_config`, as far as it is known without the library."""
     names = options.override_neuron_config or {}
     if others := [name for name in names if name not in {*DERIVED, *RESERVED}]:
-        problem = f"whether the library knows {', '.join(others)} is only checked when it loads"
+        problem = f"{', '.join(others)}: checked when the model loads"
         yield Finding(_OVERRIDES, problem, "note")
     for name in names:
         if source := DERIVED.get(name):
@@ -176,12 +176,14 @@ def _djl(case: Case) -> Iterator[Finding]:
 
 
 def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
-    if estimated_load_s is None or case.options.compiled_graph_path is not None:
+    # A draft model loads within the timeout of the model that it drafts for.
+    if estimated_load_s is None or case.is_draft or case.options.compiled_graph_path is not None:
         return
     if estimated_load_s > case.options.model_loading_timeout:
         problem = (
-            f"compiling takes about {estimated_load_s / 60:.0f} minutes without a compile cache, and DJL Serving ends "
-            f"the load after this time; set at least {2 * estimated_load_s:.0f}, or compile beforehand"
+            f"compiling takes about {estimated_load_s / 60:.0f} minutes without a compile cache, and DJL Serving stops "
+            f"the load after {case.options.model_loading_timeout} s; set at least {2 * estimated_load_s:.0f}, or "
+            "compile beforehand"
         )
         yield Finding(("model_loading_timeout",), problem, "warning")
 
@@ -353,7 +355,7 @@ def _buckets(case: Case, capability: Capability) -> Iterator[Finding]:
         yield Finding(("n_positions",), problem)
     prompts = case.options.context_length_estimate
     if not capability.context_buckets and prompts and "context_length_estimate" not in case.filled:
-        problem = f"{case.library} compiles no prompt graph for {model_type}: prompts run token by token; left out"
+        problem = f"{case.library} compiles no prefill graph for {model_type}: prompts run token by token; left out"
         yield Finding(("context_length_estimate",), problem, "warning")
 
 
@@ -361,7 +363,7 @@ def _window(case: Case) -> Iterator[Finding]:
     """Source: neuronx-distributed-inference 0.9, models/config.py."""
     window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
     if case.backend == "nxdi" and window is not None and size not in {None, window}:
-        problem = f"prompts of this model are encoded by its sliding window of {window} tokens; set {window}"
+        problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
         yield Finding(("windowed_context_encoding_size",), problem)
 
 

@@ -63,15 +63,17 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
         return
     degree //= machines
     possible = families(device.family)
-    documented = legal_degrees(device.family, sys.maxsize)
+    documented, used = (
+        legal_degrees(device.family, sys.maxsize, used=used) for used in (False, True)
+    )
     where = " or ".join(family.name for family in possible)
     if degree in documented:
         return
-    if any(degree in family.used_degrees for family in possible):
+    if degree in used:
         problem = f"the Neuron runtime documents {join_words(documented)} on {where}; {degree} is used in practice"
         yield Finding((name,), problem, "note")
     else:
-        problem = f"the Neuron runtime takes {join_words(documented)} on {where}; set one of them"
+        problem = f"the Neuron runtime takes {join_words(used)} on {where}; set one of them"
         yield Finding((name,), problem)
 
 
@@ -82,23 +84,25 @@ def _cores(case: Case) -> Iterator[Finding]:
     machines = device.machines(case.degree)
     where = f" on {device.instance_type}" if device.instance_type else ""
     where = f" on {machines} machines" if machines > 1 else where
+    advice = "lower the degree, or use a larger machine"
     whole = device.neuron_cores
     if 0 < device.visible_cores < whole or (device.limited_by and not whole):
         limit = device.limited_by or "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES"
         where += f", of {whole}" if whole else ""
         where += f": {limit} limits this process"
+        advice = "lower the degree, raise that limit, or use a larger machine"
     names = (_DEGREE, "pipeline_parallel_degree", "ep_degree")
     factors = {name: size for name in names if (size := getattr(case.options, name)) > 1}
     world = math.prod(factors.values())
     if world > cores:
-        problem = f"{world} NeuronCores are needed and {cores} can be used{where}; lower it, or use a larger machine"
+        problem = f"{world} NeuronCores are needed and {cores} can be used{where}; {advice}"
         if core_memory(case) is not None:
             fit = smallest_fit(case.model, Load.of(case), device, case.backend)
             problem += f" (smallest that fits: {fit})" if fit else "; no known machine holds it"
         yield Finding(tuple(factors), problem)
     draft_degree = case.options.draft_model_tp_size if case.effective.drafting else None
     if draft_degree is not None and draft_degree > cores:
-        problem = f"{cores} NeuronCores can be used{where}; lower it, or use a larger machine"
+        problem = f"{cores} NeuronCores can be used{where}; {advice}"
         yield Finding((_DRAFT_DEGREE,), problem)
 
 
@@ -134,7 +138,8 @@ def _padding(case: Case) -> Iterator[Finding]:
     if memory is None or memory.padding == 0:
         yield Finding((_DEGREE,), problem, "note")
         return
-    problem += f": {memory.padding / GIB:.2f} GiB more on each core"
+    more = f"{memory.padding / GIB:.2f}" if memory.padding >= GIB / 100 else "less than 0.01"
+    problem += f": {more} GiB more on each core"
     better = [
         smaller
         for smaller in legal_degrees(case.device.family, degree - 1)
@@ -164,17 +169,17 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
     if tnx and heads == kv_heads:
         problem = f"no KV head is shared by several of the {heads} heads: transformers-neuronx"
         if case.effective.group_query_attention is None:
-            yield Finding((_FLASH,), f"{problem} switches it off; leave it out", "warning")
+            yield Finding((_FLASH,), f"{problem} switches it off; remove it", "warning")
         else:
             problem += " fails while group_query_attention is set"
             yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
     elif sharing % kv_heads != 0:
-        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set a multiple, or leave it out"
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
         yield Finding((_FLASH, _DEGREE), problem)
     elif tnx and 1 < case.degree == kv_heads:
         problem = (
             f"each of the {kv_heads} KV heads has one core, so no head can be divided and transformers-neuronx fails; "
-            f"set a larger multiple of {kv_heads}, or leave it out"
+            f"set a larger multiple of {kv_heads}, or remove shard_over_sequence"
         )
         yield Finding((_FLASH, _DEGREE), problem)
 

@@ -32,7 +32,7 @@ from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
-COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; may be half or twice"
+COMPILE_BASIS = "3 s per layer and graph, one after another, nothing cached; the real time may be 0.5 to 2 times this"
 """Basis of the estimated compile time, for messages.
 
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
@@ -86,13 +86,10 @@ def examine(
     return resolved
 
 
-def assess(
-    resolved: Resolved, case: Case, problems: Problems, *, timed: bool = True
-) -> tuple[Resolved, Case]:
+def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
     """Fill in every option that follows from the model and the machine, and judge the result.
 
-    `case.options` are those of `resolved`, before they are filled in. `timed`: False for a draft model, which loads
-    within the timeout of the model that it drafts for.
+    `case.options` are those of `resolved`, before they are filled in.
     """
     filled = defaults.fill(case)
     case = replace(
@@ -103,7 +100,7 @@ def assess(
         **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
-    minutes = compile_minutes(graphs(case), case.model, case.draft) if timed else 0
+    minutes = compile_minutes(graphs(case), case.model, case.draft)
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
     resolved.report(found, problems)
     return resolved, case

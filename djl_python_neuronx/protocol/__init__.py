@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from djl_python_neuronx.errors import RequestError
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol, json_type
+from djl_python_neuronx.errors import RequestError, json_type
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 
 PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)

@@ -130,15 +130,3 @@ def error_fields(error: ServingError) -> dict[str, Any]:
 def error_body(error: ServingError) -> bytes:
     """The body of an answer that is an error as a whole."""
     return orjson.dumps(error_fields(error))
-
-
-def json_type(value: object) -> str:
-    """The JSON type of a value, for error messages. The value itself may be part of a prompt."""
-    names = {
-        list: "a list",
-        str: "a string",
-        dict: "an object",
-        bool: "a boolean",
-        type(None): "null",
-    }
-    return names.get(type(value), "a number")

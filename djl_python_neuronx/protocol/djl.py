@@ -69,7 +69,7 @@ class Reply:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to send."""
+        """True if there is something to send."""
         return self.finished or any(self._pending)
 
     def feed(self, delta: Delta) -> None:
@@ -166,7 +166,7 @@ def read(row: Input) -> tuple[bytes, dict[str, str]]:
 
 
 def is_new(row: Input) -> bool:
-    """Whether Java sends a row for the first time, with properties and a seed. Later it is an empty payload."""
+    """True if Java sends a row for the first time, with properties and a seed. Later it is an empty payload."""
     return bool(row.get_properties()) or row.contains_key("seed") or bool(row.get_as_bytes())
 
 

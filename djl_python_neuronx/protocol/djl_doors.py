@@ -117,7 +117,7 @@ class PlainDoor:
         self._limit_s = 0.9 * predict_timeout_s
 
     def answer(self, inputs: Input) -> Output:
-        """Answer a call: with whole answers, or with a stream if its only request wants one."""
+        """Answer a call: with whole answers, or with a stream if its only request streams."""
         replies = Replies(self._service)
         deadline_s = time.monotonic() + self._limit_s
         for row in inputs.get_batches():

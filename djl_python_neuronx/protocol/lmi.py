@@ -15,14 +15,18 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
-from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, did_you_mean
+from djl_python_neuronx.errors import (
+    RequestError,
+    UnsupportedParameterError,
+    did_you_mean,
+    json_type,
+)
 from djl_python_neuronx.protocol.base import (
     Formatter,
     ParseContext,
     ParsedRequest,
     error_body,
     error_fields,
-    json_type,
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
@@ -173,9 +177,12 @@ def _validated(values: Mapping[str, Any]) -> _Parameters:
     try:
         return _Parameters.model_validate(values)
     except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
+        place = error.errors()[0]["loc"]
     # Outside the except clause: the cause would hold the value, which may be part of a prompt.
+    name, index = str(place[0]), place[-1]
     value, expected = values[name], _Parameters.model_fields[name].description
+    if isinstance(index, int) and isinstance(value, list):
+        value, name = value[index], f"{name}[{index}]"
     given = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
     msg = f"parameter {name!r} is {given}; expected {expected}"
     raise RequestError(msg)

@@ -33,7 +33,9 @@ def test_gptj_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)
     settings = {**BASE, "n_positions": "64"}
-    with pytest.raises(ConfigError, match=r"no other than the first.*allow_known_defects=true"):
+    with pytest.raises(
+        ConfigError, match=r"attends only to the first position.*allow_known_defects=true"
+    ):
         Service.load(None, tmp_path, environ=ENVIRON, overrides=settings)
     settings["allow_known_defects"] = "true"
     application = Application("gptj")

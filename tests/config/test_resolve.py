@@ -1062,7 +1062,13 @@ class TestOddities:
         assert resolved.options.n_positions == 128
         (note,) = told(resolved, "note")
         assert "also set in" in note
-        assert "line 1" in note
+        assert "line 1, which line 2 overrides" in note
+
+    def test_a_key_that_is_there_twice_and_overridden(self, folder):
+        model_dir = folder("option.n_positions=64", "option.n_positions=128")
+        notes = told(resolve(None, model_dir, {}, {"n_positions": "512"}), "note")
+        assert any("line 1, which line 2 overrides" in note for note in notes)
+        assert all("last line counts" not in note for note in notes)
 
     def test_a_variable_in_two_spellings(self, tmp_path):
         environ = {"OPTION_N_POSITIONS": "64", "OPTION_n_positions": "128", "OPTION_DTYPE": "bf16"}

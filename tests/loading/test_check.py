@@ -162,7 +162,7 @@ def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     assert report.prepared.planned.backend == "cpu"
     (warning,) = report.findings.messages("warning")
     assert "no weights" in warning
-    assert "only planned" in warning
+    assert "Only the plan is checked" in warning
     assert not report.loadable
     assert "plan OK, but the weights were not downloaded or checked: 1 warning" in printed(report)
 
@@ -909,7 +909,11 @@ class TestLimit:
         report = run(both[0], LISTED, "inf2.48xlarge", **LLAMA, tensor_parallel_degree="24")
         (error,) = report.findings.messages("error")
         assert "24 NeuronCores are needed and 8 can be used" in error
-        assert "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process" in error
+        assert (
+            "of 24: NEURON_RT_VISIBLE_CORES=8-15 limits this process; lower the degree, raise"
+            in error
+        )
+        assert "inf2.48xlarge: 8 of the 24 required NeuronCores" in printed(report)
 
     def test_option_env_sets_it_and_is_named(self, both):
         target = both[0]
@@ -938,6 +942,17 @@ class TestLimit:
     def test_a_cpu_has_none(self, laptop):
         report = run(TINY, LISTED, model_loader="cpu")
         assert not any("NEURON_RT" in told.message for told in report.findings)
+
+
+def test_a_plan_that_there_is_not_refers_to_the_errors(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    text = printed(run(tmp_path))
+    assert "none: see the errors below" in text
+    assert "config.json is missing" not in text
+
+
+def test_memory_of_a_device_is_not_memory_of_a_cpu():
+    assert "GiB of memory" not in printed(run(TINY, machine="inf2.xlarge", model_loader="cpu"))
 
 
 def test_one_timeout_is_judged_for_both_models(both):

@@ -265,3 +265,8 @@ def test_a_backend_that_compiles_nothing_asks_for_no_flags():
     prepared = prepare_or_raise(None, TINY, environ=environ, overrides={"model_loader": "cpu"})
     found = obtain(prepared, prepared.load_tokenizer())
     assert (found.folder, dict(found.facts.graph_options)) == (None, {})
+
+
+def test_a_folder_that_is_not_there_is_named_by_the_argument(tmp_path):
+    with pytest.raises(ArtifactNotFoundError, match="Correct the model argument"):
+        prepare_or_raise(None, tmp_path / "nothere", environ={})

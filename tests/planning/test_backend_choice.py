@@ -67,7 +67,9 @@ def test_auto_takes_the_library_that_knows_the_model():
     assert choose(INF2, both, model_type="qwen3") == "nxdi"
     assert choose(INF2, both, model_type="llama") == "nxdi"
     assert choose(INF2, both, model_type="gpt2") == "tnx"
-    with pytest.raises(BackendUnavailableError, match="nxdi: it knows no model of the type 't5'"):
+    with pytest.raises(
+        BackendUnavailableError, match="nxdi: it does not support model_type 't5'; supported: "
+    ):
         choose(INF2, both, model_type="t5")
 
 

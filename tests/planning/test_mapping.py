@@ -377,7 +377,7 @@ class TestOverrides:
     def test_other_names_are_the_librarys_to_judge(self):
         assert self.problems(qk_layernorm=True, something_new=1) == []
         note, _ = overrides(given(override_neuron_config={"new": 1, "tp_degree": 2}))
-        assert (note.level, "knows new is only checked when it loads" in note.problem) == (
+        assert (note.level, "new: checked when the model loads" in note.problem) == (
             "note",
             True,
         )

@@ -594,7 +594,7 @@ BATCHES = [
     ),
 ]
 CORES = [
-    (DEGREE, "error", "1, 2, 4, 8 and 24 on inf2", {DEGREE: 6}, {DEGREE: 8}),
+    (DEGREE, "error", "1, 2, 4, 8, 12 and 24 on inf2", {DEGREE: 6}, {DEGREE: 8}),
     (DEGREE, "error", "on trn1", {DEGREE: 4, "device": TRN1}, {"device": INF2}),
     (DEGREE, "error", "on trn2", {DEGREE: 24, "device": TRN2}, {DEGREE: 64}),
     (DEGREE, "error", "set one of them", {DEGREE: 5, "device": UNSAID}, {DEGREE: 64}),
@@ -691,7 +691,7 @@ CORES = [
         DEGREE,
         "error",
         "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
-        "lower it, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
+        "lower the degree, raise that limit, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
         {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
         {"device": INF2},
     ),
@@ -991,7 +991,11 @@ LAYOUT = [
 ]
 # Words of a defect to what brings it up and what does not.
 UPSTREAM = {
-    "GPT-J see no other": ("model_loader", {"facts": of("gptj")}, {"loader": "cpu"}),
+    "GPT-J attends only to the first position": (
+        "model_loader",
+        {"facts": of("gptj")},
+        {"loader": "cpu"},
+    ),
     "to whole numbers": (
         "kv_cache_quantize",
         {"kv_cache_quantize": "int8"},

@@ -354,9 +354,22 @@ def test_names_in_messages_are_cut() -> None:
 
 
 def test_text_where_a_number_belongs_is_not_shown() -> None:
-    with pytest.raises(RequestError, match="temperature is a str") as caught:
+    with pytest.raises(RequestError, match="temperature is a string") as caught:
         with_parameters(temperature="a secret prompt")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("", "'stop' is an empty string; expected a non-empty string"),
+        (["a", 5], r"'stop\[1\]' is 5; expected"),
+        (["a", ""], r"'stop\[1\]' is an empty string"),
+    ],
+)
+def test_the_bad_one_of_several_stop_strings_is_named(stop: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        with_parameters(stop=stop)
 
 
 def test_a_stream_wants_log_probabilities_only_where_there_are_any() -> None:

@@ -61,7 +61,7 @@ class TnxBackend(SlotBackend, ABC):
 
     @abstractmethod
     def _decode(self, rows: Rows) -> torch.Tensor:
-        """As `_prefill`, one token for each row."""
+        """Decode one token per row; returns the same shapes as `_prefill`."""
 
     @abstractmethod
     def _decode_empty(self, position: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class TnxBackend(SlotBackend, ABC):
         return rows
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
-        """As `SlotBackend._check`; also refuse shapes that the library has no graphs for."""
+        """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
         super()._check(kind, rows)
         width = rows.input_ids.shape[1]
         if kind == "decode":

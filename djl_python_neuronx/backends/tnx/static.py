@@ -33,7 +33,7 @@ class StaticBackend(TnxBackend):
         self._num_reprefilled = 0
 
     def run(self, step: Step) -> StepOutput:
-        """As `TnxBackend.run`; the output counts the tokens that were prefilled again."""
+        """Run a step as `TnxBackend.run` does, and count the tokens that were prefilled again."""
         self._num_reprefilled = 0
         output = super().run(step)
         output.num_reprefilled = self._num_reprefilled

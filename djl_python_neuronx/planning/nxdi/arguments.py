@@ -99,7 +99,7 @@ def _batches(options: ServingOptions, continuous: bool) -> dict[str, object]:
     names = ("batch_size", "ctx_batch_size", "tkg_batch_size", "max_batch_size")
     batches: dict[str, object] = dict.fromkeys(names, slots)
     if continuous:
-        # A continuous batching prompt graph takes one row (kv_cache_manager.py asserts it).
+        # A prefill graph of continuous batching takes one row (kv_cache_manager.py asserts it).
         batches.update(ctx_batch_size=1, is_continuous_batching=True)
     return batches
 

@@ -107,7 +107,7 @@ def context_lengths(
 
     A sequence that joins a static batch makes all of them prefill again, however long they have become. Beyond the
     largest length that would run token by token, so a graph for `limit` tokens is added. Without `prompts` there are
-    no prompt graphs.
+    no prefill graphs.
     """
     if continuous or not prompts or not limit or (slots or 1) == 1:
         return prompts or ()

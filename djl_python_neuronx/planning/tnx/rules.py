@@ -19,7 +19,6 @@ from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
 from djl_python_neuronx.planning.tnx.arguments import context_lengths, takes_longest_only
 
 _speculating = attrgetter("speculating")
-_NO_EFFECT = "no effect without the other; set that, or leave it out"
 _DISABLED = "transformers-neuronx disables it without a message unless"
 _TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 
@@ -235,8 +234,12 @@ _BSH_CACHE = (
     ).refuse("a cache divided by tokens cannot have the BSH layout; leave cache_layout out"),
 )
 _DIVIDED_TOKENS = (
-    when(duplicate_q_weight_sos=SET, shard_over_sequence=UNSET).warn(_NO_EFFECT),
-    when(sequence_parallel_norm_threshold=SET, sequence_parallel=UNSET).warn(_NO_EFFECT),
+    when(duplicate_q_weight_sos=SET, shard_over_sequence=UNSET).warn(
+        "duplicate_q_weight_sos has no effect without shard_over_sequence; set both, or remove it"
+    ),
+    when(sequence_parallel_norm_threshold=SET, sequence_parallel=UNSET).warn(
+        "sequence_parallel_norm_threshold has no effect without sequence_parallel; set both, or remove it"
+    ),
 )
 _SAMPLING = (
     # Source: layers/generation.py.
@@ -274,7 +277,7 @@ def shape_findings(case: Case) -> Iterator[Finding]:
             )
             yield Finding(("qkv_tiling", "tensor_parallel_degree"), problem)
     if options.fuse_mlp and (model.intermediate_size or 0) % degree:
-        problem = f"the degree must divide the MLP's width {model.intermediate_size}; set such a one, or leave it out"
+        problem = f"the degree must divide the MLP width {model.intermediate_size}; set one that does, or drop fuse_mlp"
         yield Finding(("fuse_mlp", "tensor_parallel_degree"), problem)
     if len(options.token_buckets or ()) > 1 and takes_longest_only(case):
         problem = (
