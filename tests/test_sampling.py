@@ -185,9 +185,17 @@ RULES = [
 
 
 class TestDistribution:
-    @pytest.mark.parametrize("name", set(SamplingParams.WIRE_NAMES) - {"seed"})
-    def test_each_parameter_has_a_rule_in_the_reference(self, name: str) -> None:
-        """Some entry of RULES sets it, and the reference differs without it."""
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [
+            (name, way)
+            for name in SamplingParams.WIRE_NAMES
+            for way in ("top_k", "whole row")
+            if name != "seed" and (name, way) != ("top_k", "whole row")
+        ],
+    )
+    def test_each_parameter_has_a_rule_in_the_reference(self, name: str, way: str) -> None:
+        """In both ways to draw some entry of RULES sets it, and the reference differs without it."""
         logits, history = normal(300), list(range(0, 300, 2))
         default = getattr(SamplingParams(), name)
         assert any(
@@ -196,7 +204,8 @@ class TestDistribution:
                 reference(logits, replace(params, **{name: default}), history),
             )
             for params in RULES
-        ), f"set {name} in an entry of RULES, and apply it in reference()"
+            if (params.top_k > 0) == (way == "top_k")
+        ), f"set {name} in an entry of RULES ({way}), and apply it in reference()"
 
     @pytest.mark.parametrize("params", RULES, ids=repr)
     @pytest.mark.parametrize("vocab_size", [150, 5003])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, when
 from djl_python_neuronx.config.options import ServingOptions
@@ -17,6 +18,7 @@ from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
 from djl_python_neuronx.planning.tnx.arguments import context_lengths, takes_longest_only
 
+_speculating = attrgetter("speculating")
 _DISABLED = "transformers-neuronx disables it without a message unless"
 _TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 
@@ -115,10 +117,6 @@ def _with_drafts(source: str) -> Iterator[Rule]:
     )
 
 
-def _speculating(options: ServingOptions) -> bool:
-    return options.speculating
-
-
 def _verified(options: ServingOptions) -> int:
     """Return the tokens of a row in a step that verifies drafts; 0 without speculation."""
     return options.speculative_length + 1 if options.speculating else 0
@@ -166,7 +164,7 @@ _SPECULATION: tuple[Rule, ...] = (
     ),
 )
 
-TNX_RULES: tuple[Rule, ...] = (
+_PROJECTIONS = (
     when(qkv_tiling=SET, fuse_qkv=UNSET).refuse(
         "only the fused projection can be tiled; set fuse_qkv=true, or leave qkv_tiling out"
     ),
@@ -212,6 +210,8 @@ TNX_RULES: tuple[Rule, ...] = (
     when(mlp_out_weight_transpose=True, weight_tiling=True, fuse_mlp=UNSET).warn(
         "tiled weights are not transposed; set fuse_mlp=true, or leave one of them out"
     ),
+)
+_BSH_CACHE = (
     when(cache_layout="BSH", rolling_batch_strategy="naive_rolling_batch").refuse(
         "the BSH cache needs continuous batching; leave one of them out"
     ),
@@ -226,20 +226,22 @@ TNX_RULES: tuple[Rule, ...] = (
     when(_several_buckets, cache_layout="BSH", context_length_estimate=ANY, n_positions=ANY).refuse(
         "the BSH cache supports one length; set n_positions to one number, and context_length_estimate to the same"
     ),
-    *_CHUNKS,
     when(cache_layout="BSH", group_query_attention="shard-over-batch").refuse(
         "a cache divided by rows cannot have the BSH layout (decoder.py asserts it); leave one of them out"
     ),
     when(
         lambda options: not _in_blocks(options), shard_over_sequence=True, cache_layout="BSH"
     ).refuse("a cache divided by tokens cannot have the BSH layout; leave cache_layout out"),
+)
+_DIVIDED_TOKENS = (
     when(duplicate_q_weight_sos=SET, shard_over_sequence=UNSET).warn(
         "duplicate_q_weight_sos has no effect without shard_over_sequence; set both, or remove it"
     ),
     when(sequence_parallel_norm_threshold=SET, sequence_parallel=UNSET).warn(
         "sequence_parallel_norm_threshold has no effect without sequence_parallel; set both, or remove it"
     ),
-    *_SPECULATION,
+)
+_SAMPLING = (
     # Source: layers/generation.py.
     when(
         on_device_generation=lambda sampled: (
@@ -249,6 +251,7 @@ TNX_RULES: tuple[Rule, ...] = (
         "global_top_k needs dynamic=true (transformers-neuronx asserts it); set it, or use top_k alone"
     ),
 )
+TNX_RULES = (*_PROJECTIONS, *_BSH_CACHE, *_CHUNKS, *_DIVIDED_TOKENS, *_SPECULATION, *_SAMPLING)
 """Checked in this order."""
 
 
