@@ -69,12 +69,9 @@ class Engine:
         self.dead: BackendError | None = None
         """Why the device was given up; every later step does nothing."""
         self._backend = backend
-        self._scheduler = (
-            ChunkScheduler(self.spec)
-            if self.spec.mixed_steps
-            else Scheduler(
-                self.spec, decode_interleave=decode_interleave, max_join_wait_s=max_join_wait_s
-            )
+        scheduling = ChunkScheduler if self.spec.mixed_steps else Scheduler
+        self._scheduler = scheduling(
+            self.spec, decode_interleave=decode_interleave, max_join_wait_s=max_join_wait_s
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)

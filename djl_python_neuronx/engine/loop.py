@@ -317,10 +317,8 @@ class EngineLoop:
     # Watchdog thread
 
     def _watch(self) -> None:
-        while (
-            not self._closing.wait(min(WATCHDOG_PERIOD_S, self._step_timeout_s / 4))
-            and not self._dead.is_set()
-        ):
+        period_s = min(WATCHDOG_PERIOD_S, self._step_timeout_s / 4)
+        while not self._closing.wait(period_s) and not self._dead.is_set():
             call = self.engine.device_call
             if call is not None:
                 limit_s = self._step_timeout_s * (FIRST_CALL_FACTOR if call.first else 1)

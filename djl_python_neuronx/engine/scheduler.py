@@ -206,27 +206,13 @@ class ChunkScheduler(Scheduler):
 
     Running streams are never silent: the budget that their tokens leave goes to the prompts, the oldest first. So the
     largest bucket bounds how much an arrival can add to the time between two tokens.
+
+    The prefill buckets are numbers of tokens of a whole step; the last is larger than the number of slots (`LoadPlan`).
     """
-
-    def __init__(self, spec: ModelSpec) -> None:
-        """`spec.prefill_buckets` are numbers of tokens of a whole step.
-
-        Raises:
-            ValueError: the running sequences alone can fill a step.
-        """
-        super().__init__(spec)
-        self._budget = spec.prefill_buckets[-1]
-        if self._budget <= spec.num_slots:
-            msg = (
-                f"a step holds {self._budget} tokens (context_length_estimate), and {spec.num_slots} slots "
-                "(max_rolling_batch_size) leave none of them to prompts; expected more tokens than slots. Raise "
-                "context_length_estimate or lower max_rolling_batch_size"
-            )
-            raise ValueError(msg)
 
     def schedule(self) -> Batch:
         """See `Scheduler`."""
-        budget = self._budget - len(self.running)
+        budget = self._spec.prefill_buckets[-1] - len(self.running)
         chunks: list[Chunk] = []
         known = len(self._entered)
         for sequence in self._entered:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
-from typing import NamedTuple
 
 from djl_python_neuronx.backends.base import ModelSpec, Step, Want
 from djl_python_neuronx.engine.batching import plain_rows
@@ -95,7 +94,7 @@ def _fill_caches(runner: Runner) -> None:
     backend, spec = runner.backend, runner.backend.spec
     slots, most = list(range(spec.num_slots)), spec.prefill_buckets[-1]
     steps = sorted({_step_of(graph, spec) for graph in _mixed_graphs(spec)}, reverse=True)
-    longest = steps[0].end
+    longest, *_ = steps[0]
     ends = (*range(most, longest, most), longest)
     logger.info(
         "warm_up_cache slots=%d tokens=%d calls=%d", spec.num_slots, longest, len(ends) * len(slots)
@@ -117,17 +116,12 @@ def _write(runner: Runner, slots: list[int], end: int, lens: list[int]) -> None:
     runner.run(Step(prefill=rows), sum(lens))
 
 
-class _Chunks(NamedTuple):
-    """Chunks of `num_tokens` in all, in slots that each hold `end` tokens with them."""
+def _step_of(graph: Graph, spec: ModelSpec) -> tuple[int, int, int]:
+    """A step that fills a graph's tokens and cache.
 
-    end: int
-    num_rows: int
-    num_tokens: int
-
-
-def _step_of(graph: Graph, spec: ModelSpec) -> _Chunks:
-    """A step that fills a graph's tokens and cache."""
+    Returns the tokens that each slot holds with its chunk, the number of chunks, and their tokens in all.
+    """
     blocks = graph.cache // spec.cache_block
     num_rows = min(spec.num_slots, graph.bucket, blocks)
     end = min(blocks // num_rows * spec.cache_block, spec.max_model_len)
-    return _Chunks(end, num_rows, min(graph.bucket, num_rows * end))
+    return end, num_rows, min(graph.bucket, num_rows * end)

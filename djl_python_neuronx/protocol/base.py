@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -113,12 +114,8 @@ async def generate(
     Raises:
         ServingError: the request was rejected.
     """
-    if len(body) <= INLINE_BODY_BYTES:
-        parsed = service.parse(body, request_id=request_id, headers=headers)
-    else:
-        parsed = await asyncio.to_thread(
-            service.parse, body, request_id=request_id, headers=headers
-        )
+    parse = partial(service.parse, body, request_id=request_id, headers=headers)
+    parsed = parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
     return parsed, service.loop.generate(parsed.request)
 
 

@@ -156,9 +156,8 @@ class PlainDoor:
         self._collect(replies, deadline_s)
         records = [row.take() for row in replies.rows]
         types = {record.headers["Content-Type"] for record in records}
-        output = new_output(
-            {"Content-Type": types.pop() if len(types) == 1 else "application/json"}
-        )
+        content_type = types.pop() if len(types) == 1 else "application/json"
+        output = new_output({"Content-Type": content_type})
         for i, record in enumerate(records):
             output.add(record.body(), key="data", batch_index=i)
         return output

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.runner import Graph
 from djl_python_neuronx.engine.warmup import warm_up
-from djl_python_neuronx.errors import PromptTooLongError, StepError
+from djl_python_neuronx.errors import IncompatibleOptionsError, PromptTooLongError, StepError
 from djl_python_neuronx.types import FinishReason
 from tests.engine.test_engine import assert_clean, request, run, tokens
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
@@ -137,8 +139,10 @@ def test_warm_up_runs_a_step_of_every_size() -> None:
 
 
 def test_slots_that_can_fill_a_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_rolling_batch_size"):
-        Engine(ToyBackend(replace(SPEC, num_slots=16)))
+    buckets, limit = SPEC.prefill_buckets, SPEC.max_model_len
+    LoadPlan(Path("model"), buckets[-1] - 1, limit, buckets, mixed_steps=True)
+    with pytest.raises(IncompatibleOptionsError, match="max_rolling_batch_size"):
+        LoadPlan(Path("model"), buckets[-1], limit, buckets, mixed_steps=True)
 
 
 def test_a_prompt_that_is_refused_alone_leaves_the_streams_alone() -> None:

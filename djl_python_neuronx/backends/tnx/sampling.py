@@ -67,14 +67,12 @@ class DeviceSampling:
         wanted = self._sent.copy()
         wanted[(wanted[:, 0] < 1)] = _GREEDY
         wanted[rows.slots] = rows.sampling
+        keywords = {
+            **self._fixed,
+            "top_k": wanted[:, 0].astype(int).tolist(),
+            "top_p": wanted[:, 1].tolist(),
+            "temperature": wanted[:, 2].tolist(),
+        }
         # A new object each time: the library changes its argument.
-        config = import_library().GenerationConfig(
-            **{
-                **self._fixed,
-                "top_k": wanted[:, 0].astype(int).tolist(),
-                "top_p": wanted[:, 1].tolist(),
-                "temperature": wanted[:, 2].tolist(),
-            }
-        )
-        self._model.update_generation_config(config)
+        self._model.update_generation_config(import_library().GenerationConfig(**keywords))
         self._sent = wanted
