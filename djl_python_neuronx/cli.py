@@ -31,13 +31,15 @@ logger = logging.getLogger(__name__)
 PACKAGE = "djl-python-neuronx"
 DEFAULT_PORT = 8080
 
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
     arguments = _parser().parse_args(argv)
     setup_logging(arguments.log_level.upper())
     try:
-        run: Callable[[argparse.Namespace], int] = arguments.run
+        run: Run = arguments.run
         return run(arguments)
     except ServingError as error:
         sys.stderr.write(f"djl-neuronx: {error}\n")
@@ -97,8 +99,7 @@ def _add_serve(commands: Commands) -> None:
         help="seconds that running requests have to end at shutdown (default %(default)g)",
     )
     _add_options(command)
-    _add_log_level(command, "info")
-    command.set_defaults(run=_serve)
+    _complete(command, _serve, log_level="info")
 
 
 def _add_check(commands: Commands) -> None:
@@ -119,8 +120,7 @@ def _add_check(commands: Commands) -> None:
     command.add_argument("--all", action="store_true", help="also list options at their default")
     command.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
     _add_options(command)
-    _add_log_level(command, "warning")
-    command.set_defaults(run=_check)
+    _complete(command, _check, log_level="warning")
 
 
 def _add_compile(commands: Commands) -> None:
@@ -150,8 +150,7 @@ def _add_compile(commands: Commands) -> None:
     )
     _add_instance(command)
     _add_options(command)
-    _add_log_level(command, "info")
-    command.set_defaults(run=_compile)
+    _complete(command, _compile, log_level="info")
 
 
 def _add_convert(commands: Commands) -> None:
@@ -164,8 +163,7 @@ def _add_convert(commands: Commands) -> None:
     command.add_argument("source", type=Path, help="model folder")
     command.add_argument("destination", type=Path, help="new folder")
     command.add_argument("--to", required=True, choices=["safetensors", "split"])
-    _add_log_level(command, "info")
-    command.set_defaults(run=_convert)
+    _complete(command, _convert, log_level="info")
 
 
 def _add_instance(command: argparse.ArgumentParser) -> None:
@@ -189,9 +187,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_log_level(command: argparse.ArgumentParser, default: str) -> None:
+def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> None:
+    """Set what every command has: the function that runs it, and its log level."""
     levels = ["debug", "info", "warning", "error"]
-    command.add_argument("--log-level", choices=levels, default=default)
+    command.add_argument("--log-level", choices=levels, default=log_level)
+    command.set_defaults(run=run)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -126,9 +126,8 @@ class TextStream:
         if found:
             end, negative_len = min(found)  # the first to end, of those the longest
             return pending[: len(self._held) + end + negative_len], True
-        readable = (
-            len(pending) if ends else len(pending) - max(stop.matched for stop in self._stops)
-        )
+        held_back = 0 if ends else max(stop.matched for stop in self._stops)
+        readable = len(pending) - held_back
         self._held = pending[readable:]
         return pending[:readable], False
 
@@ -233,9 +232,7 @@ class _WindowDetokenizer:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         # Without special ids: a context that has no text would make the next token look like the start of one.
-        written = (
-            token_id for token_id in reversed(prompt_ids) if token_id not in self._special_ids
-        )
+        written = (one for one in reversed(prompt_ids) if one not in self._special_ids)
         self._window = list(islice(written, _CONTEXT_TOKENS))[::-1]
         self._num_context = len(self._window)
 

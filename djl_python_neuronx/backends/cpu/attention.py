@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,8 @@ class SlotCache(Cache):
     def __init__(self, num_slots: int, max_model_len: int) -> None:
         super().__init__(layers=[])
         self._shape = (num_slots, max_model_len)
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Keys and values of each layer."""
         self._slots: slice | torch.Tensor = slice(0)
         self._reach = 0
         self._ends = np.zeros(num_slots, np.int64)  # from here on, a slot holds zeros
@@ -111,7 +112,7 @@ class SlotCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+        return sum(tensor.nbytes for tensor in chain(*self._layers))
 
     def aim(self, rows: Rows, reach: int) -> None:
         """Write the valid columns of `rows` to their slots; let attention read `reach` columns."""
@@ -135,18 +136,16 @@ class SlotCache(Cache):
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a layer's [B, kv_heads, S, head_dim]; returns its keys and values up to `reach`."""
-        while layer_idx >= len(self._keys):
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
-        keys = self._store(self._keys[layer_idx], key_states)
-        values = self._store(self._values[layer_idx], value_states)
-        return keys, values
+        while layer_idx >= len(self._layers):
+            self._layers.append((self._allocate(key_states), self._allocate(value_states)))
+        keys, values = self._layers[layer_idx]
+        return self._store(keys, key_states), self._store(values, value_states)
 
     def _wipe(self, rows: Rows) -> None:
         """Zero the columns from the start of each row on: a mask hides numbers, but 0 times NaN is NaN."""
         ends = self._ends[rows.slots]
         for i in np.flatnonzero(rows.starts < ends):
-            for layer in (*self._keys, *self._values):
+            for layer in chain(*self._layers):
                 layer[rows.slots[i], :, rows.starts[i] : ends[i]] = 0
         self._ends[rows.slots] = rows.starts + rows.lens
 
@@ -173,5 +172,4 @@ class SlotCache(Cache):
 
     def clear(self) -> None:
         """Free every tensor."""
-        self._keys.clear()
-        self._values.clear()
+        self._layers.clear()
