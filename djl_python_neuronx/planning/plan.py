@@ -32,9 +32,7 @@ from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
-COMPILE_BASIS = (
-    "3 s per layer and graph, one at a time, nothing cached; the real time is 0.5 to 2 times this"
-)
+COMPILE_BASIS = "3 s per layer and graph, one by one, nothing cached; real times: 0.5 to 2 times it"
 """Basis of the estimated compile time, for messages.
 
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
