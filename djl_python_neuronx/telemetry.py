@@ -62,9 +62,7 @@ METRICS: dict[str, Metric] = {
     "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
     "slots_in_use": Metric("gauge", "Sequences with a slot."),
     "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
-    "compile_cache_hits_total": Metric(
-        "counter", "Compiled models found in the store, local or remote."
-    ),
+    "compile_cache_hits_total": Metric("counter", "Compiled models found in a store or mirror."),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "load_seconds": Metric("gauge", "Time to load the model."),
 }

@@ -359,12 +359,13 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
 
 def _names(folder: Path) -> Iterator[str]:
     """Paths of all files in a folder but its manifest, in order."""
-    for name in sorted(file_names(folder) - {FILE_NAME}):
+    for name in sorted(file_names(folder)):
         path = folder / name
         if path.is_symlink() or not path.is_file():
             msg = f"{path} is a link or a special file; expected only files and folders in it. Put a copy in its place."
             raise ArtifactError(msg)
-        yield name
+        if name != FILE_NAME:
+            yield name
 
 
 def _package_version() -> str:

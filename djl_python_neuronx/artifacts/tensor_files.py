@@ -22,6 +22,7 @@ import re
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -62,7 +63,7 @@ Source: safetensors 0.8, enum Dtype."""
 # checkpoints of language models contain.
 _HARMLESS = re.compile(
     r"collections (OrderedDict|Counter)"
-    r"|torch (\w+Storage|Size|Tensor|device|[a-z]+\d+\w*)"
+    r"|torch (\w+Storage|Size|Tensor|device|bool|[a-z]+\d+\w*)"
     r"|torch\.storage (\w+Storage)"
     r"|torch\.nn\.parameter Parameter"
     r"|torch\._utils _rebuild_\w+"
@@ -185,7 +186,7 @@ def check_pickle(folder: Folder, name: str) -> None:
                 _check_members(path, archive)
             else:
                 _check_legacy(path, file)
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError) as error:
         msg = (
             f"{path} is not a whole file of torch.save: it is cut off, or something else has its name. "
             "Copy or download it again."

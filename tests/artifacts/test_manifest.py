@@ -161,6 +161,14 @@ def test_what_is_no_file_is_refused(folder, kind):
         manifests.verify(folder, manifests.read(folder))
 
 
+def test_a_manifest_that_is_a_link_is_refused(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere.json"
+    (folder / manifests.FILE_NAME).rename(elsewhere)
+    (folder / manifests.FILE_NAME).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="manifest.json is a link or a special file"):
+        manifests.verify(folder, manifests.read(folder))
+
+
 def change(folder, **changes):
     path = folder / "manifest.json"
     value = read_json(path)
