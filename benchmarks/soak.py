@@ -29,6 +29,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import random
 import resource
 import signal
@@ -42,24 +43,30 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "tiny-llama"
-DEADLINE_S = 120.0
-"""Of each request: none waits or runs as long as this."""
+DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
+"""Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
 RECOVERY_S = 120.0
 START_S = 120.0
 SETTLE_S = 15.0
 """After the last answer, for descriptors and threads of the front; after its end, for its processes."""
 DRAIN_S = 20
+PREDICT_TIMEOUT_S = {True: 5.0, False: 30.0}
+"""Of the embedded server, and of DJL's engine, which ends a process that lets a call wait as long."""
 MARK = "SOAK_RUN"
 """Environment variable that every process of a run inherits."""
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
 FORMS = ("json", "jsonlines", "sse")
+SSE = "text/event-stream"
 CLEAN_STATUSES = (408, 500, 503)
 SHOWN = 20
 
@@ -90,6 +97,7 @@ class Reply:
     status: int
     data: bytes
     timed_out: bool = False
+    """The deadline came, or the client left."""
     broken: str | None = None
     """How the connection failed."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -182,9 +190,7 @@ def questions(count: int, pick: random.Random) -> list[Question]:
 def judge(reply: Reply, form: str, text: str, *, leaves: bool = False) -> str:
     """The outcome of a request whose right answer is `text`; "wrong: …" says what is wrong."""
     if reply.timed_out and not leaves:
-        return (
-            f"wrong: no end within {DEADLINE_S:g} s, status {reply.status}, {reply.data[-200:]!r}"
-        )
+        return f"wrong: no end in time, status {reply.status}, {reply.data[-200:]!r}"
     if reply.broken:
         return f"wrong: connection broken ({reply.broken}) after {reply.data[-200:]!r}"
     if reply.timed_out and reply.status in (0, 200) and (form == "json" or not reply.data):
@@ -263,12 +269,13 @@ class Embedded:
             if self.send("GET", "/ping", b"", {}, deadline_s).status == 200:
                 return
             time.sleep(0.05)
-        msg = f"not ready within {START_S:g} s: {self.log.read_text()[-3000:]}"
+        msg = f"not ready within {START_S:g} s: {self.said}"
         raise SoakError(msg)
 
-    def ask(self, question: Question, form: str, deadline_s: float) -> Reply:
-        """Send a request and read until its end; leave at the deadline."""
-        headers = {"accept": "text/event-stream"} if form == "sse" else {}
+    def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
+        """Send a request and read until its end, or leave after some seconds."""
+        headers = {"accept": SSE} if form == "sse" else {}
+        deadline_s = time.monotonic() + (DEADLINE_S if leave_s is None else leave_s)
         return self.send("POST", "/invocations", question.body(form), headers, deadline_s)
 
     def send(
@@ -300,6 +307,16 @@ class Embedded:
             connection.close()
         return Reply(status, data, headers=headers_received)
 
+    @property
+    def said(self) -> str:
+        """The end of the log."""
+        return self.log.read_text()[-3000:]
+
+    @property
+    def alive(self) -> bool:
+        """True until the process has ended."""
+        return self.process.poll() is None
+
     def end(self) -> int:
         """SIGTERM. Returns the exit status."""
         self.process.terminate()
@@ -311,7 +328,110 @@ class Embedded:
         self.process.wait()
 
 
-DOORS: dict[str, Callable[..., Any]] = {"embedded": Embedded}
+class Djl:
+    """DJL's released engine in one of its modes, through the driver of its tests."""
+
+    port = None
+
+    def __init__(
+        self, mode: str, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]
+    ) -> None:
+        """Start a JVM and begin to load the model."""
+        sys.path.insert(0, str(ROOT))
+        from tests.djl import java
+
+        classes, self._folder = work / "classes", work / "model"
+        for folder in (classes, self._folder):
+            folder.mkdir()
+        lines = ["engine=Python", "minWorkers=1", "maxWorkers=1"]
+        settings = {
+            "model_id": MODEL, "entryPoint": "djl_python_neuronx.handler", **MODES[mode], **options
+        }  # fmt: skip
+        lines += [f"option.{name}={value}" for name, value in settings.items()]
+        (self._folder / "serving.properties").write_text("\n".join(lines) + "\n")
+        self._java = java.Java(java.compile_driver(classes), work / "cache", environ)
+        self.front = 0
+        self._batches: queue.SimpleQueue[tuple[tuple[str, int], str, Future[Any]]] | None = None
+        if mode == "plain":
+            # As DJL Serving does: one call at a time, with what has come meanwhile.
+            self._batches = queue.SimpleQueue()
+            threading.Thread(target=self._send_batches, daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Load the model."""
+        self._java.load("tiny", self._folder)
+        (self.front,) = self._java.workers
+
+    @property
+    def said(self) -> str:
+        """The end of the log."""
+        return self._java.tail()
+
+    @property
+    def alive(self) -> bool:
+        """True while Java has the process that it started first."""
+        return self._java.workers == [self.front]
+
+    def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
+        """Send a request and read until its end; a client that leaves a stream does so after some chunks."""
+        accept = SSE if form == "sse" else "application/json"
+        leaves_stream = leave_s is not None and form != "json"
+        num_chunks = 1 + int(10 * leave_s) if leaves_stream else 0
+        answer = self._send((accept, num_chunks), question.body(form).decode())
+        patience_s = DJL_DEADLINE_S if leave_s is None or leaves_stream else leave_s
+        over = not answer.done.wait(patience_s)
+        return Reply(
+            answer.status or 0,
+            answer.content,
+            timed_out=over or len(answer.chunks) == num_chunks > 0,
+            broken=" | ".join(answer.errors) or None,
+        )
+
+    def _send(self, how: tuple[str, int], body: str) -> Any:  # noqa: ANN401  (the driver's answer)
+        if self._batches is not None:
+            self._batches.put((how, body, sent := Future()))
+            return sent.result()
+        return self._submit(how, body)[0]
+
+    def _submit(self, how: tuple[str, int], *bodies: str) -> list[Any]:
+        accept, num_chunks = how
+        several = len(bodies) > 1
+        headers = {"Accept": accept}
+        return self._java.submit(
+            "tiny", *bodies, headers=headers, leave_after=num_chunks, together=several
+        )
+
+    def _send_batches(self) -> None:
+        last = None
+        while True:
+            batch = [self._batches.get()]
+            while len(batch) < BATCH_SIZE and not self._batches.empty():
+                batch.append(self._batches.get())
+            if last is not None:
+                last.started.wait()  # Java's thread is busy until the answers begin
+            for how, alike in itertools.groupby(sorted(batch, key=itemgetter(0)), itemgetter(0)):
+                _, bodies, sent = zip(*alike, strict=True)
+                for future, answer in zip(sent, self._submit(how, *bodies), strict=True):
+                    future.set_result(last := answer)
+
+    def end(self) -> int:
+        """Close the model. Returns the exit status of the JVM."""
+        return self._java.close()
+
+    def kill(self) -> None:
+        """Close it, if that has not happened."""
+        self._java.close()
+
+
+BATCH_SIZE = 16
+MODES = {
+    "async": {"async_mode": "true", "rolling_batch": "disable"},
+    "rolling": {"rolling_batch": "tnx"},
+    "plain": {"rolling_batch": "disable", "batch_size": BATCH_SIZE},
+}
+DOORS: dict[str, Callable[..., Any]] = {
+    "embedded": Embedded, **{mode: partial(Djl, mode) for mode in MODES}
+}  # fmt: skip
 
 
 def left(deadline_s: float) -> float:
@@ -381,7 +501,7 @@ class Soak:
     """A run against a door that serves."""
 
     def __init__(
-        self, door: Embedded, pick: random.Random, num_streams: int, num_questions: int
+        self, door: Embedded | Djl, pick: random.Random, num_streams: int, num_questions: int
     ) -> None:
         self.door = door
         self.pick = pick
@@ -398,7 +518,7 @@ class Soak:
     def learn(self) -> None:
         """Get every text in a quiet pass; the known ones must agree."""
         for question in self.questions:
-            reply = self.door.ask(question, "json", time.monotonic() + DEADLINE_S)
+            reply = self.door.ask(question, "json")
             if reply.status != 200:
                 msg = f"the quiet pass failed: {reply}"
                 raise SoakError(msg)
@@ -409,7 +529,7 @@ class Soak:
     def repeat(self) -> None:
         """Ask everything again without kills, in every form in turn: all must be right."""
         for question, form in zip(self.questions, itertools.cycle(FORMS), strict=False):
-            reply = self.door.ask(question, form, time.monotonic() + DEADLINE_S)
+            reply = self.door.ask(question, form)
             outcome = judge(reply, form, self.texts[question])
             if outcome != "right":
                 self.wrong.append(f"after the kills: {form}: {outcome}")
@@ -419,12 +539,11 @@ class Soak:
         pick = random.Random(seed)
         while not self.over.is_set():
             question, form = pick.choice(self.questions), pick.choice(FORMS)
-            leaves = pick.random() < 1 / 8
+            leave_s = pick.uniform(0, 3) if pick.random() < 1 / 8 else None
             sent_s = time.monotonic()
-            deadline_s = sent_s + (pick.uniform(0, 3) if leaves else DEADLINE_S)
             try:
-                reply = self.door.ask(question, form, deadline_s)
-                outcome = judge(reply, form, self.texts[question], leaves=leaves)
+                reply = self.door.ask(question, form, leave_s)
+                outcome = judge(reply, form, self.texts[question], leaves=leave_s is not None)
             except Exception as error:  # noqa: BLE001  (a client that ends unnoticed would prove nothing)
                 outcome = f"wrong: the client failed: {error!r}"
             self.tally.count(outcome, sent_s)
@@ -499,7 +618,7 @@ def soak(
     kills: int,
     streams: int,
     seed: int,
-    predict_timeout: float = 5.0,
+    predict_timeout: float | None = None,
     num_questions: int = 60,
 ) -> dict[str, Any]:
     """Run it. Returns the object that is printed; `wrong` is empty if nothing was.
@@ -510,8 +629,8 @@ def soak(
     mark = uuid.uuid4().hex
     options = {
         "model_loader": "cpu",
-        "max_rolling_batch_size": 64,
-        "predict_timeout": predict_timeout,
+        **({} if door_name == "plain" else {"max_rolling_batch_size": 64}),
+        "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
         "engine_restarts": 2 * kills + 10,
     }
     if not kills:
@@ -530,6 +649,8 @@ def soak(
             before = Front.of(door.front)
             soak.run(kills)
             soak.repeat()
+            if not door.alive:
+                soak.wrong.append(f"the front has ended: {door.said}")
             after = settled(door.front, before)
             began_s = time.monotonic()
             exit_status = door.end()
@@ -540,13 +661,13 @@ def soak(
         leftovers = {
             "grown": after.grown(before),
             "processes": marked(mark),
-            "port": port_taken(door.port),
+            "port": door.port is not None and port_taken(door.port),
             "files": sorted(str(path) for path in temporary.iterdir()),
             "shared_memory": sorted(name for name in soak.memory if Path(name).exists()),
         }
         wrong = soak.wrong + [f"left: {name} {found}" for name, found in leftovers.items() if found]
         if exit_status != 0:
-            wrong.append(f"exit status {exit_status} after SIGTERM: {door.log.read_text()[-3000:]}")
+            wrong.append(f"exit status {exit_status} at the end: {door.said}")
         recoveries = soak.tally.recoveries
         return {
             "door": door_name,

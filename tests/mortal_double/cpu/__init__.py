@@ -1,9 +1,9 @@
 """The toy in place of the cpu backend, for engine processes that die.
 
-Files in the folder `MORTAL`: while `hold` exists, a load waits; `prefilled` gets a line with the first id of each
-prompt that a step begins. Variables: `MORTAL_LOAD_S` and `MORTAL_STEP_S` are the seconds of a load and of a decode, a
-prompt with the token `MORTAL_POISON` kills the process, and a process whose load begins while `doomed` exists kills
-itself.
+Files in the folder `MORTAL`: while `hold` exists, a load waits; a load that begins while `doomed` exists kills its
+process; `prefilled` gets a line with the second id (the first is bos) of each prompt that a step begins. Variables:
+`MORTAL_LOAD_S` and `MORTAL_STEP_S` are the seconds of a load and of a decode; a prompt with the token `MORTAL_POISON`
+kills the process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mortal(ToyBackend):
         if step.prefill is not None:
             ids = step.prefill.input_ids[0].tolist()
             with (FOLDER / "prefilled").open("a") as log:
-                log.write(f"{ids[0]}\n")
+                log.write(f"{ids[1]}\n")
             if int(os.environ.get("MORTAL_POISON", "-1")) in ids:
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().run(step)
