@@ -57,9 +57,16 @@ class ServingError(Exception):
 class ConfigError(ServingError, ValueError, code="config_error"):
     """One or more invalid settings, listed in `problems`."""
 
+    _listed: tuple[ConfigError, ...] = ()
+
     def __init__(self, message: str, problems: Sequence[ConfigError] = ()) -> None:
         super().__init__(message)
-        self.problems: tuple[ConfigError, ...] = tuple(problems) or (self,)
+        self._listed = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """The problems that the message lists; of a single problem the error itself."""
+        return self._listed or (self,)
 
     @staticmethod
     def collect(problems: Sequence[ConfigError]) -> ConfigError:
@@ -178,6 +185,20 @@ class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
+
+
+def revive(code: str, message: str) -> ServingError:
+    """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
+
+    A `ServingError` if no class has the code.
+    """
+    kinds: list[type[ServingError]] = [ServingError]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    found = next((kind for kind in kinds if kind.code == code), ServingError)
+    error = found.__new__(found)
+    Exception.__init__(error, message)
+    return error
 
 
 def json_type(value: object) -> str:
