@@ -33,6 +33,7 @@ from djl_python_neuronx.protocol.djl import (
     new_output,
     read,
     record_output,
+    stream_output,
     unexpected,
 )
 
@@ -143,11 +144,9 @@ class PlainDoor:
         finished, record = reply.finished, reply.take()
         if record.error is not None:
             return failure(record.error)
-        output = new_output(record.headers)
         if finished:
-            return output.add(record.data, key="data")
-        chunks = self._chunks(record.data, replies, reply)
-        return output.add_stream_content(chunks, output_formatter=None)
+            return new_output(record.headers).add(record.data, key="data")
+        return stream_output(record.headers, self._chunks(record.data, replies, reply))
 
     def close(self) -> None:
         """Do nothing: no request outlives its call."""
