@@ -263,6 +263,9 @@ def test_several_requests_that_kill_the_engine_end_each_by_themselves(serve):
     for prompt, reply in zip(prompts, replies, strict=True):
         if "~" in prompt:
             assert reply.result().status == 500
+        elif reply.result().status == 503:
+            # It had a token when a neighbour killed the engine.
+            assert error(reply.result())["type"] == "backend_unavailable"
         else:
             assert ids(reply.result()) == right(prompt)
     assert server.prefilled.count(first_id(POISON)) == 6
@@ -380,7 +383,7 @@ def test_metrics_count_deaths_by_cause(serve):
     server.kill_engine(signal.SIGSEGV)
     assert ids(server.ask("b")) == right("b")
     text = server.get("/metrics").data.decode()
-    restarts = [line for line in text.splitlines() if "engine" in line and "SIG" in line]
+    restarts = [line for line in text.splitlines() if "total{" in line and "SIG" in line]
     assert sorted(line.rsplit(" ", 1)[1] for line in restarts) == ["1.0", "1.0"]
     assert {"SIGKILL", "SIGSEGV"} == {line.split('"')[1] for line in restarts}
     assert server.metric('djl_neuronx_requests_total{finish_reason="length"') == 2
@@ -446,7 +449,8 @@ def test_a_second_sigterm_ends_everything_at_once(serve, state):
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
     assert wait_until(lambda: not any(map(alive, [server.front, *below])), 5.0)
-    assert server.process.wait() == 0
+    # The second may come when Python itself is ending.
+    assert server.process.wait() in (0, -signal.SIGTERM)
     for reply in replies:
         assert not reply.result().timed_out
     assert "Traceback" not in server.said
