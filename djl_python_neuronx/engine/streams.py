@@ -120,6 +120,8 @@ class Stream:
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
+        self.deaths = 0
+        """Ends of the engine at which the request was running."""
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
@@ -135,6 +137,9 @@ class Observer(Protocol):
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """A step has run and given tokens; `info` is None if it failed."""
+
+    def died(self, cause: str) -> None:
+        """The engine has ended, by a signal, a status or an error."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""
@@ -155,6 +160,8 @@ class StreamRegistry:
         self._most = most
         self._open: dict[str, Stream] = {}
         self._changed = threading.Condition()
+        self.lock = self._changed
+        """Held while the registry changes; reentrant."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -195,6 +202,11 @@ class StreamRegistry:
                 if not self._open:
                     self._changed.notify_all()
             return stream
+
+    def open_streams(self) -> list[Stream]:
+        """All streams, the oldest first."""
+        with self._changed:
+            return list(self._open.values())
 
     def end_all(self) -> list[Stream]:
         """Remove and return every stream."""

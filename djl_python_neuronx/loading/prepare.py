@@ -84,6 +84,18 @@ class LoadProgress:
     transfer: Progress | None = None
     """Downloads and uploads."""
     compile: Callable[[CompileProgress], None] | None = None
+    stage: Callable[[str], None] = logger.debug
+    """The stage of a load, in words."""
+
+    def in_words(self, stage: Callable[[str], None]) -> LoadProgress:
+        """Return callbacks that also describe the stages of a load and each progress of a compile to `stage`."""
+
+        def compiled(progress: CompileProgress) -> None:
+            stage(f"compiling, {progress}")
+            if self.compile is not None:
+                self.compile(progress)
+
+        return replace(self, compile=compiled, stage=stage)
 
 
 SILENT = LoadProgress()
