@@ -57,9 +57,16 @@ class ServingError(Exception):
 class ConfigError(ServingError, ValueError, code="config_error"):
     """One or more invalid settings, listed in `problems`."""
 
+    _listed: tuple[ConfigError, ...] = ()
+
     def __init__(self, message: str, problems: Sequence[ConfigError] = ()) -> None:
         super().__init__(message)
-        self.problems: tuple[ConfigError, ...] = tuple(problems) or (self,)
+        self._listed = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """The problems that the message lists; of a single problem the error itself."""
+        return self._listed or (self,)
 
     @staticmethod
     def collect(problems: Sequence[ConfigError]) -> ConfigError:

@@ -102,7 +102,7 @@ class Service:
         graphs = [obtain(model, tokenizer) for model in models]
         options = prepared.options
         job = EngineJob(
-            *(
+            tuple(
                 ModelJob(model.backend, compiled.plan, compiled.folder)
                 for model, compiled in zip(models, graphs, strict=True)
             ),

@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -26,18 +27,34 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def guarded(command: Sequence[str]) -> list[str]:
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def guarded(command: Sequence[str], *, stop: Sequence[signal.Signals] = _STOPS) -> list[str]:
     """The command line that runs `command` under a guard. Start it from this process directly, without a shell.
 
     Streams, working directory and environment are inherited; the exit status is returned (128 + n for signal n).
-    SIGTERM or SIGINT to the guard ends the tree.
+    A signal of `stop` to the guard ends the tree; it ignores SIGTERM and SIGINT if `stop` lacks them.
     """
-    return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *command]
+    stops = ",".join(str(int(number)) for number in stop)
+    return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), stops, *command]
 
 
-def _main(starter: int, command: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+def outlive_stops() -> None:
+    """Ignore SIGTERM and SIGINT in this process, but not in those that it starts, which libraries end by SIGTERM.
+
+    A system that stops a service signals all of its processes; this one has to run until its starter ends it.
+    """
+    for number in _STOPS:
+        # With SIG_IGN, the programs that it executes would ignore the signal too.
+        signal.signal(number, _ignore)
+        signal.siginterrupt(number, False)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+
+
+def _main(starter: int, stops: Collection[int], command: Sequence[str]) -> int:
+    for number in {*_STOPS, *stops}:
+        signal.signal(number, _stop if number in stops else _ignore)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         # Without threads here, code between fork and exec is safe.
@@ -52,6 +69,8 @@ def _main(starter: int, command: Sequence[str]) -> int:
                 return code if code >= 0 else 128 - code
         return 128 + signal.SIGKILL
     finally:
+        for number in stops:
+            signal.signal(number, _ignore)
         _kill_tree()
 
 
@@ -67,10 +86,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    pass
+
+
 def _kill_tree() -> None:
     """Kill all descendants, and those that they start meanwhile; return when none is left."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     while found := _descendants():
         for pid in found:
             with suppress(ProcessLookupError):
@@ -97,4 +118,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(_main(int(sys.argv[1]), [*map(int, sys.argv[2].split(","))], sys.argv[3:]))

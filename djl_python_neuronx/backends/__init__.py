@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -12,10 +14,25 @@ from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendUnavailableError, did_you_mean
 
-__all__ = ["COMPILER", "BackendModule", "CompilingModule", "LoadPlan", "compiler", "get", "names"]
+__all__ = [
+    "COMPILER",
+    "BackendModule",
+    "CompilingModule",
+    "LoadPlan",
+    "compiler",
+    "get",
+    "names",
+    "python_command",
+]
 
 COMPILER = "neuronx-cc"
 """The package of the compiler that every `CompilingModule` uses."""
+# The path first, so that the rest can be imported.
+_START = (
+    "import json, sys; sys.path[:], backend_path = json.loads(sys.argv[2]); "
+    "from importlib import import_module; from djl_python_neuronx import backends; "
+    "backends.__path__[:] = backend_path; import_module(sys.argv[1]).main()"
+)
 
 
 class BackendModule(Protocol):
@@ -87,3 +104,12 @@ def compiler(name: str) -> CompilingModule | None:
     """
     module = get(name)
     return module if isinstance(module, CompilingModule) else None
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that calls `main()` of a module in a new Python.
+
+    That Python finds the same packages and the same backends as this one, whatever its environment is.
+    """
+    paths = json.dumps([sys.path, [*map(str, __path__)]])
+    return [sys.executable, "-I", "-c", _START, module, paths]

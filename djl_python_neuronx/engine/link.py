@@ -24,7 +24,7 @@ from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.sampler import logprobs
-from djl_python_neuronx.errors import BackendError, ServingError, revive
+from djl_python_neuronx.errors import ServingError, revive
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 
@@ -140,22 +140,23 @@ def decode_error(fields: Sequence[str] | None) -> ServingError | None:
 def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:
     """A step's message: flat arrays, one element a row; log-probabilities are made from the logits here."""
     outputs, info = result
+    facts = None
     if info is not None:
-        info = info._replace(draft_error=encode_error(info.draft_error))  # type: ignore[arg-type]
+        facts = {**info._asdict(), "draft_error": encode_error(info.draft_error)}
     return (
         [output.request_id for output in outputs],
         [output.token_ids for output in outputs],
         [output.finish_reason for output in outputs],
         [encode_error(output.error) for output in outputs],
         [_logprobs(output) for output in outputs],
-        None if info is None else list(info),
+        facts,
         list(state),
     )
 
 
 def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
     """The inverse of `encode_step`; its outputs have log-probabilities instead of logits."""
-    *rows, info, state = columns
+    *rows, facts, state = columns
     outputs = [
         TokenOutput(
             request_id,
@@ -166,10 +167,9 @@ def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
         )
         for request_id, token_ids, reason, error, scores in zip(*rows, strict=True)
     ]
-    if info is not None:
-        info = StepInfo(*info)
-        if info.draft_error is not None:
-            info = info._replace(draft_error=BackendError(info.draft_error[1]))
+    info = None
+    if facts is not None:
+        info = StepInfo(**{**facts, "draft_error": decode_error(facts["draft_error"])})
     return StepResult(outputs, info), EngineState(*state)
 
 

@@ -232,20 +232,21 @@ class EngineLoop:
                 death = self._receive()
         except Exception as error:
             logger.exception("output_failed")
-            message = f"the output thread failed ({type(error).__name__}: {error}); restart the server"
+            message = (
+                f"the output thread failed ({type(error).__name__}: {error}); restart the server"
+            )
             death = _Death(BackendUnavailableError(message), "output thread")
         if self._closing.is_set():
             stopped = "the server stopped before this request was finished"
             self._end(self.streams.end_all(), RequestAbortedError(stopped))
             self._end_engine()
             return
-        error = death.error
-        self.streams.close(error)
-        logger.critical("engine_given_up error=%s", error)
-        self._end(self.streams.end_all(), error)
+        self.streams.close(death.error)
+        logger.critical("engine_given_up error=%s", death.error)
+        self._end(self.streams.end_all(), death.error)
         self._end_engine()
         if self._on_death is not None:
-            self._on_death(error)
+            self._on_death(death.error)
 
     def _receive(self) -> _Death:
         """Deliver what the engine sends until it ends. Returns why it ended."""
@@ -366,7 +367,9 @@ class EngineLoop:
         self._end_engine()
         self._settle(death.error)
         while self._may_restart(death):
-            pause_s = min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
+            pause_s = (
+                min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
+            )
             self._idle_starts += 1
             self._report(f"starting the engine again after its end ({death.cause})")
             if self._closing.wait(pause_s):
@@ -409,7 +412,9 @@ class EngineLoop:
                 twice.append(stream)
         gone = BackendUnavailableError(f"{error}. Send the request again")
         self._end(self._removed(sent), gone)
-        message = f"this request was running at two ends of the engine, so it is not run again: {error}"
+        message = (
+            f"this request was running at two ends of the engine, so it is not run again: {error}"
+        )
         self._end(self._removed(twice), ServingError(message))
 
     def _removed(self, streams: list[Stream]) -> list[Stream]:
@@ -425,8 +430,10 @@ class EngineLoop:
     # Watchdog thread
 
     def _watch(self) -> None:
-        """Detect an engine that is silent although it has work. Time is counted in turns, so that a stop of this
-        process does not count."""
+        """Detect an engine that is silent although it has work.
+
+        Its silence is counted in turns, so that a stop of this process does not count.
+        """
         period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
         while not self._closing.wait(period_s) and self.error is None:
             if self._link is None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.errors import BackendError, StepError
+from djl_python_neuronx.errors import BackendError, ServingError, StepError
 
 MAX_FAILED_STEPS = 3
 """Device calls that may fail in a row before a model is given up: a lost device fails every call, and would fail every
@@ -40,7 +40,7 @@ class StepInfo(NamedTuple):
     """Tokens prefilled again although they had been in the cache."""
     draft_s: float = 0.0
     """Time that its proposal took, the draft model's calls included."""
-    draft_error: BackendError | None = None
+    draft_error: ServingError | None = None
     """Why the proposer failed; None if it did not."""
     drafted: int = 0
     """Draft tokens that were verified."""

@@ -42,8 +42,9 @@ _NOT_CACHED = -1
 class Proposer(Protocol):
     """Proposes draft tokens for running sequences. Engine thread only."""
 
-    runner: Runner | None
-    """Runs the proposer's own device calls; None: it makes none."""
+    @property
+    def runner(self) -> Runner | None:
+        """Runs the proposer's own device calls; None: it makes none."""
 
     def propose(
         self, sequences: list[Sequence], counts: list[int], sampler: Sampler

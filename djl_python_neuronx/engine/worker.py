@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from djl_python_neuronx.engine.core import Engine, StepResult
@@ -70,7 +71,9 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
             return _Worker(engine, link, settings.queue_timeout_s).run()
         except Exception as error:
             logger.exception("engine_failed")
-            reason = f"the engine failed ({type(error).__name__}: {error}); its log has the traceback"
+            reason = (
+                f"the engine failed ({type(error).__name__}: {error}); its log has the traceback"
+            )
             link.send("dead", BackendUnavailableError.code, reason)
             return False
         finally:
@@ -93,7 +96,7 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
             link.send("progress", "running every graph once")
             _warm_up(engine)
         link.send("ready", SPEC.dump_python(engine.spec, mode="json"), _speculation(engine))
-    except Exception as error:  # noqa: BLE001  (a border: the front raises it)
+    except Exception as error:
         if not isinstance(error, ServingError):
             logger.exception("load_failed")
         link.send("failed", *(encode_error(load_failure(error)) or ()))
@@ -162,10 +165,9 @@ class _Worker:
             while (message := self._link.receive()) is not None:
                 kind, argument = message
                 if kind == "add":
-                    request = decode_request(argument)
-                    self._commands.put(lambda request=request: self._engine.add(request))
+                    self._commands.put(partial(self._engine.add, decode_request(argument)))
                 else:
-                    self._commands.put(lambda name=argument: self._engine.abort(name))
+                    self._commands.put(partial(self._engine.abort, argument))
         finally:
             self._commands.put(None)
 
@@ -203,11 +205,14 @@ class EngineThread:
 
     restartable = False
 
-    def __init__(self, load: Load, settings: WorkerSettings = WorkerSettings()) -> None:  # noqa: B008  (frozen)
+    def __init__(self, load: Load, settings: WorkerSettings = WorkerSettings()) -> None:
         front, end = socket.socketpair()
         self.link = Link(front)
         self._thread = threading.Thread(
-            target=work, args=(worker_link(end), load, settings), name="djl-neuronx-engine", daemon=True
+            target=work,
+            args=(worker_link(end), load, settings),
+            name="djl-neuronx-engine",
+            daemon=True,
         )
         self._thread.start()
 

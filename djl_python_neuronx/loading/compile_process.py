@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,41 +21,13 @@ from pathlib import Path
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts.guard import guarded
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import (
-    ArtifactAccessError,
-    ArtifactError,
-    ArtifactNotFoundError,
-    BackendError,
-    BackendUnavailableError,
-    CompileError,
-    DeviceMemoryError,
-    IncompatibleOptionsError,
-    ServingError,
-)
+from djl_python_neuronx.errors import CompileError, ServingError, revive
 from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
 
-# Like multiprocessing's "spawn", which has no guard: the path first, so that the rest can be imported.
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
-    "from djl_python_neuronx.loading.compile_process import _main; _main()"
-)
 _LOOK_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
-_ERRORS: Mapping[str, type[ServingError]] = {
-    kind.code: kind
-    for kind in (
-        ArtifactAccessError,
-        ArtifactError,
-        ArtifactNotFoundError,
-        BackendError,
-        BackendUnavailableError,
-        DeviceMemoryError,
-        IncompatibleOptionsError,
-    )
-}
-"""Errors of a compile beside `CompileError`, each made of its message alone."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +57,6 @@ class Forecast:
     listener: Callable[[CompileProgress], None] | None = None
 
 
-@dataclass(frozen=True)
-class _Job:
-    backend: str
-    search_path: tuple[str, ...]
-    """The search path of `backends`."""
-    plan: LoadPlan
-    target: Path
-    outcome: Path
-    """File for the error of a failed compile."""
-    log_level: str
-
-
 def compile_guarded(
     backend: str,
     plan: LoadPlan,
@@ -118,18 +77,23 @@ def compile_guarded(
     with tempfile.TemporaryDirectory() as temporary:
         outcome = Path(temporary, "outcome.json")
         level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
-        path = tuple(map(str, backends.__path__))
-        job = _Job(backend, path, plan, target, outcome, level)
+        job = {
+            "backend": backend,
+            "plan": plan.to_json().decode(),
+            "target": str(target),
+            "outcome": str(outcome),
+            "log_level": level,
+        }
         status = _run(job, environ, _Watch(target, neff_cache, forecast))
         if status != 0:
             raise _failure(backend, outcome, status)
 
 
-def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
+def _run(job: Mapping[str, str], environ: Mapping[str, str], watch: _Watch) -> int:
     """Run the job in a process of its own, and report its progress. Returns the process's status."""
-    command = guarded([sys.executable, "-I", "-c", _START])
+    command = guarded(backends.python_command(__name__))
     with tempfile.TemporaryFile() as content:
-        content.write(json.dumps(sys.path).encode() + b"\n" + pickle.dumps(job))
+        content.write(json.dumps(job).encode())
         content.seek(0)
         process = subprocess.Popen(command, stdin=content, env=dict(environ))  # noqa: S603
     try:
@@ -148,7 +112,7 @@ def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
 def _failure(backend: str, outcome: Path, status: int) -> ServingError:
     if outcome.exists():
         found = json.loads(outcome.read_bytes())
-        return _ERRORS.get(found["code"], CompileError)(found["message"])
+        return revive(found["code"], found["message"])
     ended = f"ended with status {status}"
     if status > 128:
         ended = f"was killed ({signal.Signals(status - 128).name})"
@@ -158,19 +122,20 @@ def _failure(backend: str, outcome: Path, status: int) -> ServingError:
     )
 
 
-def _main() -> None:
-    job: _Job = pickle.load(sys.stdin.buffer)  # noqa: S301  (written by this program, see `_run`)
-    setup_logging(job.log_level)
-    backends.__path__[:] = job.search_path
+def main() -> None:
+    """Run the job on standard input, see `compile_guarded`. Its error goes to the file `outcome`."""
+    job = json.load(sys.stdin.buffer)
+    setup_logging(job["log_level"])
     try:
-        compiler = backends.compiler(job.backend)
+        compiler = backends.compiler(job["backend"])
         assert compiler is not None  # noqa: S101  (else there is no job)
-        compiler.compile(job.plan, job.target)
+        compiler.compile(LoadPlan.from_json(job["plan"]), Path(job["target"]))
     except Exception as error:
+        code = error.code if isinstance(error, ServingError) else CompileError.code
         if not isinstance(error, ServingError):
             logger.exception("compile_failed")
-        code, message = getattr(error, "code", ""), str(error) or type(error).__name__
-        job.outcome.write_text(json.dumps({"code": code, "message": message}), encoding="utf-8")
+        found = {"code": code, "message": str(error) or type(error).__name__}
+        Path(job["outcome"]).write_text(json.dumps(found), encoding="utf-8")
         sys.exit(1)
 
 

@@ -49,8 +49,8 @@ class ModelJob:
 class EngineJob:
     """An engine to load and run, in plain values."""
 
-    model: ModelJob
-    draft: ModelJob | None = None
+    models: tuple[ModelJob, ...]
+    """The model, and its draft model if it has one."""
     ngram_prompt_lookup_max: int = 1
     """Longest match of the prompt look-up, which proposes drafts if there is no draft model."""
     decode_interleave: int = 1
@@ -64,9 +64,10 @@ class EngineJob:
         Raises:
             ServingError: they cannot be loaded, or do not fit each other.
         """
-        backend = self.model.load()
+        model, *drafts = self.models
+        backend = model.load()
         try:
-            proposer = self._load_proposer(backend)
+            proposer = self._load_proposer(backend, *drafts)
         except BaseException:
             backend.close()
             raise
@@ -77,26 +78,24 @@ class EngineJob:
             proposer=proposer,
         )
 
-    def _load_proposer(self, backend: Backend) -> Proposer | None:
+    def _load_proposer(self, backend: Backend, draft: ModelJob | None = None) -> Proposer | None:
         """The source of proposed tokens for a model that verifies them, or None."""
         spec = backend.spec
         if not spec.num_speculative_tokens:
             return None
-        if self.draft is None:
+        if draft is None:
             return NgramProposer(spec, self.ngram_prompt_lookup_max)
-        draft = self.draft.load()
+        proposing = draft.load()
         problem = None
-        if draft.spec.vocab_size != spec.vocab_size:
-            problem = (
-                f"has a vocabulary of {draft.spec.vocab_size} tokens, the model of {spec.vocab_size}"
-            )
-        elif Want.LOGITS not in draft.spec.outputs:
+        if proposing.spec.vocab_size != spec.vocab_size:
+            problem = f"has a vocabulary of {proposing.spec.vocab_size} tokens, the model of {spec.vocab_size}"
+        elif Want.LOGITS not in proposing.spec.outputs:
             problem = "samples on the device and returns no logits"
         if problem is not None:
-            draft.close()
+            proposing.close()
             msg = f"the draft model {problem}; set another speculative_draft_model"
             raise IncompatibleOptionsError(msg)
-        return DraftModel(draft)
+        return DraftModel(proposing)
 
 
 _JOB = TypeAdapter(EngineJob)
@@ -114,7 +113,7 @@ class EngineProcess:
         with end:
             # A session of its own: Ctrl-C in a terminal is for the front.
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=end, env=dict(environ), start_new_session=True
+                command, stdin=end.fileno(), env=dict(environ), start_new_session=True
             )
         self.link = Link(front)
         self.link.send(_JOB.dump_json(job).decode())

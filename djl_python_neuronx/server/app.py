@@ -178,9 +178,7 @@ def create_app(application: Application) -> Starlette:
     )
 
 
-def serve(
-    load: Load, *, folder_name: str, host: str, port: int, drain_s: float = 30.0
-) -> int:
+def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float = 30.0) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load."""
     application = Application(folder_name)
     config = uvicorn.Config(
