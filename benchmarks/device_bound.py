@@ -1,17 +1,31 @@
-"""Does the device set the speed? Tokens/s of eight streams over HTTP, next to a loop that only calls the model.
+"""Does the device set the speed? Streams over HTTP, next to a loop that only calls the device.
 
+    python benchmarks/device_bound.py --device sleep --json                    # the whole table, 10 minutes
+    python benchmarks/device_bound.py --device sleep --rows 8 --vocab 32000 --step-ms 10.45 --engine-process both
     export TNX_SRC=<a checkout of transformers-neuronx> PYTHONPATH=<its CPU rig>:$TNX_SRC/src
     python benchmarks/device_bound.py                                        # the whole table, 15 minutes
     python benchmarks/device_bound.py --seconds 5 --runs 3 --settings greedy # a minute
 
-Both sides run transformers-neuronx itself on one llama of random weights. XLA's CPU computes in place of the device,
-and a program takes at least `--exec-ms`: by default the published decode step of Llama-3-8B, whose vocabulary it has,
-on an inf2.48xlarge with a batch of 8. The rig's sleep overshoots, so only ratios count.
+`--device sleep`: a device that only waits (`sleep_device.py`), and costs the host nothing. One row for each shape,
+setting and door, medians of `--runs` runs, the servers and the bare loop in turn:
+
+* `door`: what the streams are read from. `embedded`: `djl-neuronx serve`.
+* `engine_process`: the option's value; `default`: it was not set.
+* `setting`: greedy; topk_topp: top_k 50 and top_p 0.9; topp: top_p 0.9 alone; both at temperature 0.8.
+* `rows`, `vocab`: streams at once, and logits of each in a step.
+* `device_us`: a step of the bare loop, a process that calls the device and nothing else.
+* `step_us`: a step of the server while all streams run, by the times at which the device returned.
+* `loss_us`: `step_us` less `device_us`: what the host adds to each step.
+* `read_us`: CPU time per step of the clients, one process that reads all sockets every 50 ms, on the same cores.
+
+`--device rig` (the default): transformers-neuronx itself on one llama of random weights. XLA's CPU computes in place of
+the device, and a program takes at least `--step-ms`: by default the published decode step of Llama-3-8B, whose
+vocabulary it has, on an inf2.48xlarge with a batch of 8. The rig's sleep overshoots, so only ratios count.
 
 * `ours`: `djl-neuronx serve` in a process of its own, read over eight sockets by this one. The clock starts when all
   eight stream, and none of them ends within it.
 * `bare`: another process, which calls the model with eight rows and takes the argmax. The two take turns.
-* `ratio`: of the medians. `of_device`: the bare loop's share of what eight rows per `--exec-ms` would be. Below 0.9
+* `ratio`: of the medians. `of_device`: the bare loop's share of what eight rows per `--step-ms` would be. Below 0.9
   the machine is busy or too slow to stand in for the device: `met` is then unknown (None).
 * `host_us`: the critical path that `host_cost.py` finds for the setting, on flat logits as these are.
 * `bound`: what `ratio` should reach: 0.98 for greedy; else a loss of `host_us` per step of the bare loop and 1 %.
@@ -22,24 +36,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
-import socket
+import itertools
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import orjson
-import torch
+import sleep_device
 from host_cost import PROMPT_LEN, Case, measure
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from sleep_device import endless, num_tokens, open_streams, process, save_tokenizer
 
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -54,7 +67,6 @@ FIRST_LENGTH = 128
 POLL_S = 0.05
 """Clients that woke up for every token would take the server's cores; the sockets hold what comes meanwhile."""
 QUIET_S = 1.0
-START_S = 300.0
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "greedy": {},
@@ -62,6 +74,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "topp": {"temperature": 0.8, "top_p": 0.95},
     }
 )
+SLEEP_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {name: {**rules, "top_p": 0.9} if rules else {} for name, rules in SETTINGS.items()}
+)
+SHAPES = ((8, 32_000, 10.45), (8, 128_256, 10.45), (32, 32_000, 15.0), (128, 32_000, 25.0))
+"""Rows, vocabulary and step in ms."""
+SLEEP_WARM_STEPS = 20
+SLEEP_PROMPT_LEN = 16
+STREAMED = 0.9
+"""Least share of the tokens of a run that has to arrive in it; fewer, and the text would lag behind the device."""
 TRUSTED = 0.9
 GREEDY_BOUND = 0.98
 ALLOWANCE = 0.01
@@ -96,6 +117,9 @@ for line in sys.stdin:
 
 def save_model(folder: Path, length: int) -> None:
     """Write a llama of one layer, whose logits vary by about 1, with a byte-level tokenizer of its whole vocabulary."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -108,39 +132,7 @@ def save_model(folder: Path, length: int) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*alphabet, *(f"Ġ{i}" for i in range(VOCAB - len(alphabet)))]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def process(command: list[str], environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process of this interpreter that is told to end."""
-    with subprocess.Popen(
-        [sys.executable, *command],
-        env={**os.environ, **environ},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as running:
-        try:
-            yield running
-        finally:
-            running.terminate()
-
-
-def wait_ready(server: subprocess.Popen[str], port: int) -> None:
-    """Return when the server answers."""
-    deadline_s = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError):  # refused, or 503 while it loads
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
-            return
-        time.sleep(0.2)
-    sys.exit(f"the server is not ready after {START_S:g} s, or has ended; its messages are above")
+    save_tokenizer(folder, VOCAB)
 
 
 def bare_rate(bare: subprocess.Popen[str], seconds: float) -> float:
@@ -154,23 +146,13 @@ def bare_rate(bare: subprocess.Popen[str], seconds: float) -> float:
 
 def served_rate(port: int, parameters: Mapping[str, Any], length: int, seconds: float) -> float:
     """Tokens/s of eight streams together."""
-    sampling = {"do_sample": bool(parameters), **parameters}
-    endless = {"max_new_tokens": length - PROMPT_LEN, "ignore_eos": True}
-    payload = {"inputs": "x" * PROMPT_LEN, "parameters": {**endless, **sampling}, "stream": True}
-    body = orjson.dumps(payload)
-    head = f"POST /invocations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    with contextlib.ExitStack() as stack:
-        streams = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(ROWS)
-        ]
-        for stream in streams:
-            stream.sendall(head.encode() + body)
-        received = [_num_tokens(stream.recv(2**16), b"HTTP/1.1 200") for stream in streams]
+    with open_streams(port, ROWS, endless(PROMPT_LEN, length, parameters)) as streams:
+        received = [num_tokens(stream.recv(2**16), b"HTTP/1.1 200") for stream in streams]
 
         def poll() -> tuple[int, float]:
             time.sleep(POLL_S)
             for i, stream in enumerate(streams):
-                received[i] += _num_tokens(stream.recv(2**20))
+                received[i] += num_tokens(stream.recv(2**20))
             return sum(received), time.perf_counter()
 
         while min(received) < WARM_STEPS:
@@ -182,15 +164,13 @@ def served_rate(port: int, parameters: Mapping[str, Any], length: int, seconds: 
     return (last - first) / (now - began)
 
 
-def _num_tokens(data: bytes, start: bytes = b"") -> int:
-    """Lines of JSON end in a bare line feed, HTTP's own in two characters."""
-    if not data or not data.startswith(start):
-        sys.exit(f"a stream has ended; expected tokens, found {data[:500].decode()!r}")
-    return data.count(b"\n") - data.count(b"\r")
-
-
 def compare(
-    setting: str, bare: subprocess.Popen[str], port: int, length: int, options: argparse.Namespace
+    setting: str,
+    bare: subprocess.Popen[str],
+    port: int,
+    length: int,
+    step_ms: float,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """A row: the two in turns."""
     pairs = []
@@ -204,7 +184,7 @@ def compare(
     sampling = SamplingParams(**SETTINGS[setting])
     host_us = measure(case, num_tokens=200, device_s=0.0, sampling=sampling)["critical_us"]
     bound = 1 - host_us / 1e6 * bare_s / ROWS - ALLOWANCE if SETTINGS[setting] else GREEDY_BOUND
-    of_device = bare_s / ROWS * options.exec_ms / 1e3
+    of_device = bare_s / ROWS * step_ms / 1e3
     return {
         "setting": setting,
         "bare": round(bare_s, 1),
@@ -217,13 +197,14 @@ def compare(
     }
 
 
-def rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
-    """A row for each setting."""
-    most_steps = options.seconds / options.exec_ms * 1e3
+def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """A row for each setting, on the rig."""
+    step_ms = options.step_ms or EXEC_MS
+    most_steps = options.seconds / step_ms * 1e3
     length = FIRST_LENGTH * (2 + int((PROMPT_LEN + WARM_STEPS + most_steps) / FIRST_LENGTH))
     save_model(work / "model", length)
     environ = {
-        "NEURON_EMU_EXEC_MS": str(options.exec_ms),
+        "NEURON_EMU_EXEC_MS": str(step_ms),
         "NEURON_RT_NUM_CORES": "1",
         "NEURON_COMPILE_CACHE_URL": str(work / "programs"),
         "DJL_CACHE_DIR": str(work / "cache"),
@@ -233,9 +214,7 @@ def rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     lengths = [str(FIRST_LENGTH), str(length)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = sleep_device.free_port()
     settings = {
         "model_loader": "tnx",
         "tensor_parallel_degree": 1,
@@ -244,18 +223,121 @@ def rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
         "context_length_estimate": PROMPT_LEN,
         "max_rolling_batch_size": ROWS,
     }
-    serve = ["-m", "djl_python_neuronx.cli", "serve", str(work / "model")]
-    serve += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    serve += [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    command = sleep_device.serve_command(work / "model", port, settings)
+    serve = ["-m", "djl_python_neuronx.cli", *command]
     shapes = [str(number) for number in (ROWS, PROMPT_LEN, WARM_STEPS)]
     bare_loop = ["-c", BARE, str(work / "model"), *shapes, *lengths]
     with process(bare_loop, environ) as bare, process(serve, environ) as server:
-        wait_ready(server, port)
+        sleep_device.wait_ready(server, port)
         assert bare.stdout is not None
         if bare.stdout.readline() != "ready\n":
             sys.exit("the bare loop could not load the model; its messages are above")
         for setting in options.settings:
-            yield compare(setting, bare, port, length, options)
+            yield compare(setting, bare, port, length, step_ms, options)
+
+
+@dataclass
+class Door:
+    """A loaded model that streams are read from."""
+
+    name: str
+    engine_process: str
+    port: int
+    stamps: sleep_device.Stamps
+
+
+def sleep_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """A row for each shape, setting and door, on the device that only waits."""
+    given = (options.rows, options.vocab, options.step_ms)
+    shapes = (
+        SHAPES
+        if given == (None, None, None)
+        else [
+            tuple(
+                own if own is not None else default
+                for own, default in zip(given, SHAPES[0], strict=True)
+            )
+        ]
+    )
+    for i, shape in enumerate(shapes):
+        yield from measure_shape(*shape, options, work / str(i))
+
+
+def measure_shape(
+    rows: int, vocab: int, step_ms: float, options: argparse.Namespace, work: Path
+) -> Iterator[dict[str, Any]]:
+    """The rows of one shape: `--runs` rounds of the bare loop and every door and setting."""
+    most_steps = SLEEP_WARM_STEPS + (options.seconds + 10) / step_ms * 1e3
+    length = SLEEP_PROMPT_LEN + int(most_steps)
+    sleep_device.save_model(work / "bare", vocab=vocab, step_s=step_ms / 1e3, length=length)
+    sleep_device.Stamps(work / "bare")
+    modes = ["true", "false"] if options.engine_process == "both" else [options.engine_process]
+    with contextlib.ExitStack() as stack:
+        doors = []
+        for mode in modes:
+            folder = shutil.copytree(work / "bare", work / mode)
+            port = stack.enter_context(
+                sleep_device.sleep_server(
+                    folder,
+                    rows=rows,
+                    length=length,
+                    longest_prompt=SLEEP_PROMPT_LEN,
+                    engine_process=mode,
+                )
+            )
+            doors.append(Door("embedded", mode, port, sleep_device.Stamps(folder)))
+        script = str(Path(sleep_device.__file__))
+        bare = stack.enter_context(process([script, "bare", str(work / "bare"), str(rows)]))
+        assert bare.stdout is not None
+        bare.stdout.readline()
+        device_us: list[float] = []
+        runs: dict[tuple[str, int], list[tuple[float, float]]] = {
+            case: [] for case in itertools.product(options.settings, range(len(doors)))
+        }
+        for _ in range(options.runs):
+            device_us.append(bare_rate(bare, options.seconds) * 1e6)
+            for (setting, i), found in runs.items():
+                payload = endless(SLEEP_PROMPT_LEN, length, SLEEP_SETTINGS[setting])
+                found.append(run_streams(doors[i], rows, payload, options.seconds))
+    for (setting, i), found in runs.items():
+        step_us, read_us = map(statistics.median, zip(*found, strict=True))
+        yield {
+            "door": doors[i].name,
+            "engine_process": doors[i].engine_process,
+            "setting": setting,
+            "rows": rows,
+            "vocab": vocab,
+            "device_us": round(statistics.median(device_us)),
+            "step_us": round(step_us),
+            "loss_us": round(step_us - statistics.median(device_us)),
+            "read_us": round(read_us),
+        }
+
+
+def run_streams(
+    door: Door, rows: int, payload: Mapping[str, Any], seconds: float
+) -> tuple[float, float]:
+    """Stream `rows` requests for some seconds. Returns step and reader's CPU time per step, in µs."""
+    with open_streams(door.port, rows, payload) as streams:
+        received = [num_tokens(stream.recv(2**16), b"HTTP/1.1 200") for stream in streams]
+
+        def poll() -> None:
+            time.sleep(POLL_S)
+            for i, stream in enumerate(streams):
+                received[i] += num_tokens(stream.recv(2**20))
+
+        while min(received) < SLEEP_WARM_STEPS:
+            poll()
+        (first, began_s), cpu_s, arrived = door.stamps.last(), time.process_time(), sum(received)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            poll()
+        (last, ended_s), cpu_s = door.stamps.last(), time.process_time() - cpu_s
+        num_steps, share = last - first, (sum(received) - arrived) / (last - first) / rows
+    if share < STREAMED:
+        sys.exit(f"only {share:.0%} of the tokens of a run arrived in it; the text lags behind")
+    time.sleep(QUIET_S)  # the server ends what nobody reads any more
+    return (ended_s - began_s) / num_steps * 1e6, cpu_s / num_steps * 1e6
 
 
 def main() -> int:
@@ -264,18 +346,34 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one object per line")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run's clock")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", choices=["rig", "sleep"], default="rig")
+    parser.add_argument("--seconds", type=float, help="of each run's clock (default 20; sleep: 2)")
+    parser.add_argument("--runs", type=int, help="default 5; sleep: 7")
     parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--exec-ms", type=float, default=EXEC_MS)
+    parser.add_argument(
+        "--step-ms", type=float, help=f"the device's time per step (default {EXEC_MS})"
+    )
+    sleep = parser.add_argument_group("with --device sleep, by default four shapes")
+    sleep.add_argument("--rows", type=int, help="streams")
+    sleep.add_argument("--vocab", type=int)
+    sleep.add_argument(
+        "--engine-process",
+        choices=sleep_device.ENGINE_PROCESS,
+        default="default",
+        help="option.engine_process of the servers; default: not set",
+    )
     options = parser.parse_args()
-    if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
+    on_sleep = options.device == "sleep"
+    options.seconds = options.seconds or (2.0 if on_sleep else 20.0)
+    options.runs = options.runs or (7 if on_sleep else 5)
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if missing and not on_sleep:
         sys.exit(
             f"{' and '.join(missing)} cannot be imported; expected transformers-neuronx and its CPU rig on PYTHONPATH. "
             "Set PYTHONPATH=<rig>:$TNX_SRC/src, where TNX_SRC is a checkout of transformers-neuronx"
         )
     with tempfile.TemporaryDirectory() as work:
-        for row in rows(options, Path(work)):
+        for row in (sleep_rows if on_sleep else rig_rows)(options, Path(work)):
             if options.json:
                 print(orjson.dumps(row).decode(), flush=True)
             else:

@@ -195,6 +195,20 @@ def load_failure(error: Exception) -> ServingError:
     return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
 
 
+def revive(code: str, message: str) -> ServingError:
+    """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
+
+    A `ServingError` if no class has the code.
+    """
+    kinds: list[type[ServingError]] = [ServingError]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    found = next((kind for kind in kinds if kind.code == code), ServingError)
+    error = found.__new__(found)
+    Exception.__init__(error, message)
+    return error
+
+
 def json_type(value: object) -> str:
     """The JSON type of a value, for error messages. The value itself may be part of a prompt."""
     if value == "":

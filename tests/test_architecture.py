@@ -75,6 +75,14 @@ def test_every_error_has_a_code_of_its_own():
     assert len(set(codes)) == len(codes)
 
 
+def test_every_error_comes_back_from_another_process():
+    for _, kind, _, _ in [(0, errors.ServingError, (), 500), *error_tree(errors.ServingError)]:
+        error = errors.revive(kind.code, "what and why")
+        assert (type(error), str(error), error.args) == (kind, "what and why", ("what and why",))
+        assert errors.ConfigError not in kind.mro() or error.problems == (error,)
+    assert type(errors.revive("of_another_version", "what")) is errors.ServingError
+
+
 def test_generated_pages_are_current():
     pages = {
         "docs/options.md": document.options_page(),

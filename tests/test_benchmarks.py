@@ -34,3 +34,37 @@ def test_a_benchmark_starts(script):
         [sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def _rows(script, *arguments):
+    ran = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return list(map(json.loads, ran.stdout.splitlines()))
+
+
+def test_streams_from_a_device_that_sleeps():
+    narrow = "--device sleep --rows 3 --vocab 500 --step-ms 2 --seconds 0.2 --runs 1"
+    rows = _rows("device_bound.py", *narrow.split(), "--settings", "greedy", "topp")
+    assert [row["setting"] for row in rows] == ["greedy", "topp"]
+    for row in rows:
+        assert row["device_us"] >= 2000
+        assert abs(row["step_us"] - row["device_us"] - row["loss_us"]) <= 1
+        assert (row["door"], row["rows"], row["vocab"]) == ("embedded", 3, 500)
+        assert row["read_us"] > 0
+
+
+def test_time_between_tokens_under_a_load():
+    narrow = "--loads quiet body --seconds 0.5 --runs 1"
+    quiet, body = _rows("isolation.py", *narrow.split())
+    assert (quiet["load"], quiet["per_s"], quiet["grew_ms"]) == ("quiet", 0, 0)
+    assert (body["load"], body["streams"]) == ("body", 8)
+    assert body["per_s"] > 0
+    for row in (quiet, body):
+        assert row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
+        assert row["gaps"] > 8

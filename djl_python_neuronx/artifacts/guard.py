@@ -25,8 +25,6 @@ _LOOK_EVERY_S = 0.1
 # Numbers as in Linux, include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 

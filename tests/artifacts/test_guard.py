@@ -1,5 +1,6 @@
 """A guarded command never outlives its starter, and neither does anything that it started."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,7 +36,9 @@ time.sleep(float(sys.argv[2]))
 _STARTER = """
 import subprocess, sys
 from djl_python_neuronx.artifacts.guard import guarded
-guard = subprocess.Popen(guarded([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"]))
+stop = [int(number) for number in sys.argv[3:]]
+command = guarded([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], stop=stop)
+guard = subprocess.Popen(command)
 print(guard.pid, flush=True)
 guard.wait()
 """
@@ -70,10 +73,15 @@ def all_gone(pids):
 
 
 @pytest.fixture
-def started(tmp_path):
+def stop():
+    return [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture
+def started(tmp_path, stop):
     path = tmp_path / "pids"
     starter = subprocess.Popen(
-        [sys.executable, "-c", _STARTER, _TREE, str(path)],
+        [sys.executable, "-c", _STARTER, _TREE, str(path), *(str(int(one)) for one in stop)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -100,6 +108,44 @@ def test_all_end_when_the_guard_is_told_to(started, number):
     subprocess.run(["kill", f"-{number}", str(guard)], check=True)
     starter.wait()
     assert all_gone([guard, *tree])
+
+
+@pytest.mark.parametrize("stop", [[signal.SIGUSR1]])
+def test_a_guard_with_a_signal_of_its_own_takes_no_other(started):
+    starter, guard, tree = started
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(guard, number)
+    time.sleep(0.3)
+    assert all(map(alive, [guard, *tree]))
+    os.kill(guard, signal.SIGUSR1)
+    starter.wait()
+    assert all_gone([guard, *tree])
+
+
+_OUTLIVING = """
+import os, signal, subprocess, sys, time
+from djl_python_neuronx.artifacts.guard import outlive_stops
+outlive_stops()
+for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+started = subprocess.Popen(["sleep", "600"])
+started.terminate()
+assert started.wait() == -signal.SIGTERM
+ready, say = os.pipe()
+forked = os.fork()
+if not forked:
+    os.write(say, b"!")
+    time.sleep(60)
+os.read(ready, 1)
+os.kill(forked, signal.SIGTERM)
+assert os.waitpid(forked, 0)[1] == signal.SIGTERM
+"""
+
+
+def test_a_process_outlives_stops_and_its_children_do_not():
+    subprocess.run(
+        [sys.executable, "-c", _OUTLIVING], cwd=Path(__file__).parents[2], check=True, timeout=60
+    )
 
 
 def test_the_command_ends_when_the_guard_is_killed(started):

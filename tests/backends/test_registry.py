@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends import BackendModule, CompilingModule
 from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
+from djl_python_neuronx.planning.arguments import LibraryArguments
 
 PLAN = backends.LoadPlan(Path("/nowhere"), 2, 64, (16, 32))
 
@@ -87,6 +89,28 @@ def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], name
     fields = {"num_slots": 2, "max_model_len": 64, "prefill_buckets": (16, 32), **changes}
     with pytest.raises(IncompatibleOptionsError, match=named):
         backends.LoadPlan(Path("/nowhere"), **fields)
+
+
+def test_a_plan_crosses_to_another_process_as_it_is() -> None:
+    arguments = LibraryArguments(
+        constructor={"n_positions": [32, 64], "amp": "bf16", "unroll": None},
+        neuron_config={"on_device_generation": {"top_p": 1.0, "dynamic": True, "top_k": [1, 2]}},
+        calls={"to_neuron": {}, "enable_speculative_decoder": {"batch_sizes": [2]}},
+        compiler_flags=("-O1", "--a=b c"),
+        environment={"NEURON_COMPILE_CACHE_URL": "/ä b"},
+    )
+    plan = backends.LoadPlan(
+        Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True, "main", 3,
+        frozenset({1, 2}), 3, True, "global_top_k", True, arguments,
+    )  # fmt: skip
+    default = backends.LoadPlan(Path(), 1, 1, (1,))
+    for entry in fields(plan):
+        assert getattr(plan, entry.name) != getattr(default, entry.name), "nothing is left out here"
+    for one in (plan, default):
+        crossed = backends.LoadPlan.from_json(one.to_json())
+        assert crossed == one
+        assert repr(crossed) == repr(one)
+        assert [*crossed.arguments.calls] == [*one.arguments.calls]
 
 
 def kernel_files(root: Path, threads_per_core: int, quota: str | None) -> Path:

@@ -93,7 +93,7 @@ def tnx_plan(
     path = directory / "config.json"
     model = ModelFacts.from_config(json.loads(path.read_text()) if path.exists() else {})
     case = Case(options, model, named("trn1.32xlarge"), "tnx", foreign_graphs=foreign_graphs)
-    return LoadPlan(
+    plan = LoadPlan(
         directory,
         num_slots,
         max_model_len,
@@ -104,3 +104,7 @@ def tnx_plan(
         tensor_parallel_degree=tp,
         arguments=library_arguments(case),
     )
+    # As the process that loads it has it.
+    crossed = LoadPlan.from_json(plan.to_json())
+    assert crossed == plan
+    return crossed

@@ -1,7 +1,9 @@
 """Options as a start has them: `examine` and `assess` with the errors beside, or with every error raised at once."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import machines
@@ -36,7 +38,10 @@ def library_arguments(options, backend, *, model_type=None, continuous=None, **s
         options = options.model_copy(update={"rolling_batch_strategy": strategy})
     model = ModelFacts.from_config({"model_type": model_type} if model_type else {})
     case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
-    return planning.library_arguments(case)
+    found = planning.library_arguments(case)
+    plan = LoadPlan(Path("model"), 1, 1, (1,), arguments=found)
+    assert LoadPlan.from_json(plan.to_json()) == plan
+    return found
 
 
 def resolve(*arguments, **keywords):

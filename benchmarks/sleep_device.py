@@ -1,0 +1,201 @@
+"""The command line of djl_python_neuronx with a device that only waits, in place of the cpu backend.
+
+    python benchmarks/sleep_device.py serve MODEL ...    # MODEL: a folder that `save_model` has written
+    python benchmarks/sleep_device.py bare MODEL ROWS    # the bare loop: reads seconds, prints seconds per step
+
+`device_bound.py --device sleep` and `isolation.py` import the rest: model folder, processes, streams. Nothing here
+needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from djl_python_neuronx import backends
+
+BACKENDS = Path(__file__).parent / "sleep_backends"
+NUM_STAMPS = 2**14
+START_S = 300.0
+ENGINE_PROCESS = ("true", "false", "both", "default")
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+
+def save_tokenizer(folder: Path, vocab: int) -> None:
+    """Write a byte-level tokenizer whose whole vocabulary is used: a character is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, *(f"Ġ{i}" for i in range(vocab - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+
+
+def save_model(folder: Path, *, vocab: int, step_s: float, length: int) -> None:
+    """Write a model folder that the backend in `sleep_backends` serves; its weights are never read."""
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": length,
+        "step_s": step_s,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
+    save_file({name: np.zeros(1, np.float32) for name in names}, str(folder / "model.safetensors"))
+    save_tokenizer(folder, vocab)
+
+
+@contextlib.contextmanager
+def process(
+    command: Sequence[str], environ: Mapping[str, str] = NO_VARIABLES
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of this interpreter that gets SIGTERM at the end."""
+    with subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.terminate()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def serve_command(model: Path, port: int, options: Mapping[str, object]) -> list[str]:
+    """Return the arguments that serve a model with these options."""
+    words = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--log-level"]
+    return [*words, "warning", *(w for name, v in options.items() for w in ("-o", f"{name}={v}"))]
+
+
+def wait_ready(server: subprocess.Popen[str], port: int) -> None:
+    """Return when the server answers."""
+    deadline_s = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):  # refused, or 503 while it loads
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
+            return
+        time.sleep(0.2)
+    sys.exit(f"the server is not ready after {START_S:g} s, or has ended; its messages are above")
+
+
+@contextlib.contextmanager
+def sleep_server(
+    model: Path, *, rows: int, length: int, longest_prompt: int, engine_process: str
+) -> Iterator[int]:
+    """A server of a model folder; its port. `engine_process`: true, false or default, which leaves the option out."""
+    options: dict[str, object] = {
+        "model_loader": "cpu",
+        "n_positions": length,
+        "context_length_estimate": longest_prompt,
+        "max_rolling_batch_size": rows,
+    }
+    if engine_process != "default":
+        options["engine_process"] = engine_process
+    port = free_port()
+    with process([__file__, *serve_command(model, port, options)]) as server:
+        wait_ready(server, port)
+        yield port
+
+
+@contextlib.contextmanager
+def open_streams(port: int, rows: int, payload: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
+    """Sockets that a POST of `payload` was written to."""
+    body = orjson.dumps(payload)
+    head = f"POST /invocations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", port)
+        streams = [
+            stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(rows)
+        ]
+        for stream in streams:
+            stream.sendall(head.encode() + body)
+        yield streams
+
+
+def endless(prompt_len: int, length: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a payload whose stream lasts until the slot is full."""
+    lasting = {"max_new_tokens": length - prompt_len, "ignore_eos": True}
+    sampling = {"do_sample": bool(parameters), **parameters}
+    return {"inputs": "x" * prompt_len, "parameters": {**lasting, **sampling}, "stream": True}
+
+
+def num_tokens(data: bytes, start: bytes = b"") -> int:
+    """Return the tokens in a part of a stream: lines of JSON end in a bare line feed, HTTP's own in two characters."""
+    if not data or not data.startswith(start):
+        sys.exit(f"a stream has ended; expected tokens, found {data[:500].decode()!r}")
+    return data.count(b"\n") - data.count(b"\r")
+
+
+class Stamps:
+    """The ends of a device's steps, as its process writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Empty the file in the folder of a model that no process has loaded."""
+        self._ends = np.memmap(folder / "stamps", np.int64, "w+", shape=(1 + NUM_STAMPS,))
+
+    def last(self) -> tuple[int, float]:
+        """Return the number of steps so far, and the end of the last one in s."""
+        done = int(self._ends[0])
+        return done, int(self._ends[1 + (done - 1) % NUM_STAMPS]) / 1e9
+
+
+def bare_loop(folder: Path, rows: int) -> None:
+    """Call the device and nothing else, for each line of seconds on stdin."""
+    from djl_python_neuronx.backends.cpu import Device  # the one of `sleep_backends`
+
+    device = Device(folder, rows)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        num_steps, began_s = 0, time.monotonic()
+        end_s = began_s + float(line)
+        while (now_s := time.monotonic()) < end_s:
+            device.decode(rows)
+            num_steps += 1
+        print((now_s - began_s) / num_steps, flush=True)
+
+
+def main() -> int:
+    """Run the bare loop, or a command of djl-neuronx."""
+    from djl_python_neuronx import cli
+
+    backends.__path__.insert(0, str(BACKENDS))
+    if sys.argv[1:2] == ["bare"]:
+        bare_loop(Path(sys.argv[2]), int(sys.argv[3]))
+        return 0
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
