@@ -288,7 +288,8 @@ class Engine:
     ) -> list[TokenOutput]:
         """Fail the sequences of a failed device call.
 
-        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead and every sequence fails.
+        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead, and no sequence gets an
+        output: another engine may run it.
         """
         if counts:
             self._failed_steps += 1
@@ -302,5 +303,5 @@ class Engine:
         failure = translate(error)
         if failure.fatal or self._failed_steps >= MAX_FAILED_STEPS:
             self.dead = failure
-            sequences = list(self._live.values())
+            return []
         return [self._fail(sequence, translate(error)) for sequence in sequences]

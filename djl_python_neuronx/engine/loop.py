@@ -100,7 +100,7 @@ class EngineLoop:
         tokenizer: Tokenizer,
         *,
         observer: Observer,
-        settings: LoopSettings = LoopSettings(),  # noqa: B008  (frozen)
+        settings: LoopSettings = LoopSettings(),
         on_death: Callable[[ServingError], None] | None = None,
         on_progress: Callable[[str], None] = logger.debug,
     ) -> None:
@@ -360,7 +360,7 @@ class EngineLoop:
     # Death and restart, output thread
 
     def _restart(self, death: _Death) -> bool:
-        """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives the engine up."""
+        """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
         with self.streams.lock:
             self._link = None
         self.state = EngineState()

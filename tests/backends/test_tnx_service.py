@@ -76,7 +76,7 @@ def test_known_answers_come_through_the_server(service: Service) -> None:
     application.service = service
     server = Running(application)
     wanted = [check for check in checks() if len(check["prompt"].encode()) < 100][:24]
-    device = service.backend.spec.outputs == Want.TOKENS
+    device = service.loop.spec.outputs == Want.TOKENS
 
     def answer(i: int, check: dict[str, Any]) -> str:
         parameters = {"max_new_tokens": check["max_new_tokens"], "do_sample": False}

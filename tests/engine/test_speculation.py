@@ -124,7 +124,7 @@ def test_any_arrivals_give_what_they_give_without_drafts(
             break
         for output in engine.step().outputs:
             assert output.error is None, output.error
-            if output.request.logprobs:
+            if requests[int(output.request_id)].logprobs:
                 assert output.logits is not None
                 assert output.logits.shape == (len(output.token_ids), SPEC.vocab_size)
             found[output.request_id] += output.token_ids
