@@ -365,7 +365,8 @@ class EngineLoop:
             self._link = None
         self.state = EngineState()
         self._end_engine()
-        self._settle(death.error)
+        if self._host.restartable:
+            self._settle(death.error)
         while self._may_restart(death):
             pause_s = (
                 min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
@@ -376,8 +377,9 @@ class EngineLoop:
                 return False
             try:
                 self._host, self._hang = self._launch(), None
-                if not self._closing.is_set():
-                    self._await_ready()
+                if self._closing.is_set():
+                    return False
+                self._await_ready()
             except ServingError as error:
                 death = _Death(error, error.code)
                 continue

@@ -566,6 +566,6 @@ def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() ->
     for name, first in (("a", 5), ("b", 13), ("c", 7)):
         engine.add(request(name, [first, 8], 3))
     outputs = engine.step().outputs
-    assert {output.request_id for output in outputs if output.error is not None} == set("abc")
+    assert {output.request_id for output in outputs if output.error is not None} == {"b"}
     assert backend.num_steps == 0
     assert engine.step() == ([], None)

@@ -237,7 +237,7 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
         for name in "abc":
             loop.submit(request(name, [5, 6], 30), inbox)
         assert backend.hanging.wait(PATIENCE_S)
-        loop._patience_s = 0.2  # from now on: other steps may be slow on a busy machine
+        loop._patience_s = 0.2  # for this step: others may be slow on a busy machine
         wait_until(lambda: deaths)
         assert answered_before_death == [3]
         assert isinstance(deaths[0], BackendUnavailableError)

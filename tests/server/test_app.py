@@ -26,6 +26,8 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 import uvicorn  # noqa: E402
 
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
+from djl_python_neuronx.engine import worker  # noqa: E402
+from djl_python_neuronx.engine.link import decode_request  # noqa: E402
 from djl_python_neuronx.engine.speculation import (  # noqa: E402
     DraftModel,
     NgramProposer,
@@ -381,7 +383,8 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
         assert http.get(running.url + "/ping").status_code == 200
         http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        application.service.loop._patience_s = 0.2  # from now on: other steps may be slow
+        settings = replace(application.service.loop._settings, step_timeout_s=0.2)
+        application.service.loop._settings = settings  # from now on: other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
         assert "option.predict_timeout" in hung.json()["error"]
@@ -424,11 +427,20 @@ def test_metrics_count(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
-def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: int) -> None:
+def test_what_joining_a_static_batch_costs_is_counted(
+    wait_ms: int, reencoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second request comes during the first one's second token: it joins then, or after its end."""
     spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reprefill")
     backend = ToyBackend(spec)
     backend.hang_at = {1}
+    received: list[GenerationRequest] = []
+
+    def note(fields: Any) -> GenerationRequest:
+        received.append(decode_request(fields))
+        return received[-1]
+
+    monkeypatch.setattr(worker, "decode_request", note)
     service = toy_service(backend, max_join_wait_ms=wait_ms)
     inbox = BlockingQueue()
     try:
@@ -439,6 +451,8 @@ def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: i
         service.loop.submit(
             GenerationRequest("b", [8, 9], max_new_tokens=3, ignore_eos=True), inbox
         )
+        wait_until(lambda: len(received) == 2)
+        time.sleep(0.05)  # from its decoding into the queue
         backend.resume.set()
         wait_until(lambda: service.loop.state[:2] == (0, 0) and len(service.loop.streams) == 0)
         text = service.metrics.exposition().decode()
