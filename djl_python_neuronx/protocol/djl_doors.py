@@ -13,7 +13,12 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING
 
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import RequestError, RequestTimeoutError, ServingError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    RequestError,
+    RequestTimeoutError,
+    ServingError,
+)
 from djl_python_neuronx.protocol.base import Serving, generate
 from djl_python_neuronx.protocol.djl import (
     Record,
@@ -25,6 +30,7 @@ from djl_python_neuronx.protocol.djl import (
     new_output,
     read,
     record_output,
+    stream_output,
     unexpected,
 )
 
@@ -129,11 +135,9 @@ class PlainDoor:
         finished, record = reply.finished, reply.take()
         if record.error is not None:
             return failure(record.error)
-        output = new_output(record.headers)
         if finished:
-            return output.add(record.data, key="data")
-        chunks = self._chunks(record.data, replies, reply)
-        return output.add_stream_content(chunks, output_formatter=None)
+            return new_output(record.headers).add(record.data, key="data")
+        return stream_output(record.headers, self._chunks(record.data, replies, reply))
 
     def close(self) -> None:
         """Do nothing: no request outlives its call."""
@@ -207,3 +211,17 @@ class AsyncDoor:
 
     def close(self) -> None:
         """Do nothing: the engine loop answers running requests when it closes."""
+
+
+class FailedDoor:
+    """Asynchronous mode in a process whose load failed: each request is answered with the reason."""
+
+    def __init__(self, error: ServingError) -> None:
+        self._error = BackendUnavailableError(f"the model could not be loaded: {error}")
+
+    async def answer(self, _inputs: Input) -> AsyncGenerator[Output, None]:
+        """The records of one request."""
+        yield record_output(Record.of(self._error))
+
+    def close(self) -> None:
+        """Do nothing: no request is running."""

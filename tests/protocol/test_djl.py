@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -22,6 +24,9 @@ from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_service import toy_service
 from tests.toy_tokenizer import TOKENIZER
+
+END_OF_STREAM = bytes(5)
+"""The last chunk: its flag 0 and its length 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -396,6 +401,21 @@ def test_a_plain_stream_that_is_dropped_frees_its_slot(backend, service):
     backend.resume.set()
     wait_until(lambda: len(service.loop.streams) == 0)
     assert backend.num_steps < 60
+
+
+def test_the_end_of_a_plain_stream_is_read_alone(service):
+    """Java loses its place in the bytes if a read of it ends within the last chunk."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    output = PlainDoor(service, 60.0).answer(single(body([5], 100, stream=True)))
+    with ours, theirs:
+        sender = threading.Thread(target=output.send, args=(ours,))
+        sender.start()
+        reads = [b""]
+        while not reads[-1].endswith(END_OF_STREAM):
+            time.sleep(0.001)  # the sender is ahead
+            reads.append(theirs.recv(100))
+        sender.join()
+    assert reads[-1] == END_OF_STREAM
 
 
 def test_a_plain_error_before_the_first_bytes_is_a_status(backend, service):
