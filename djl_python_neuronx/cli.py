@@ -207,10 +207,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}
 
-    def load(stage: Callable[[str], None]) -> Service:
-        with progress_bars(sys.stderr) as progress:
-            progress = progress.in_words(stage)
-            return Service.load(None, model_dir, overrides=overrides, progress=progress)
+    def load(stage: Callable[[str], None], on_death: Callable[[ServingError], None]) -> Service:
+        with progress_bars(sys.stderr) as bars:
+            progress = bars.in_words(stage)
+            return Service.load(
+                None, model_dir, overrides=overrides, on_death=on_death, progress=progress
+            )
 
     port = arguments.port or _port_from_environment()
     where = arguments.model if model_dir is None else str(model_dir.resolve())

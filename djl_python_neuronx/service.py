@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -96,10 +97,11 @@ class Service:
         prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
-        tokenizer = prepared.load_tokenizer()
         models = [model for model in (prepared, prepared.draft) if model is not None]
-        # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        graphs = [obtain(model, tokenizer) for model in models]
+        # The tokenizer and the engine load side by side: each imports a large library.
+        tokenizer = ThreadPoolExecutor(1).submit(prepared.load_tokenizer)
+        # All before any is loaded: a compilation needs the cores that a loaded model holds.
+        graphs = [obtain(model, tokenizer.result) for model in models]
         options = prepared.options
         job = EngineJob(
             tuple(
@@ -115,7 +117,14 @@ class Service:
         launch: Callable[[], Host] = partial(EngineThread, job.load, job.worker)
         if options.engine_process:
             launch = partial(EngineProcess, job, prepared.environ)
-        service = cls(options, tokenizer, launch, on_death=on_death, progress=progress)
+        first = launch()
+        try:
+            hosts = itertools.chain([first], iter(launch, None))
+            start = partial(next, hosts)
+            service = cls(options, tokenizer.result(), start, on_death=on_death, progress=progress)
+        except BaseException:
+            first.kill()
+            raise
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",

@@ -46,8 +46,8 @@ ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
 
 
-Load = Callable[[Callable[[str], None]], Service]
-"""Loads a model; its argument gets each stage in words."""
+Load = Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]
+"""Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 
 class Application:
@@ -56,9 +56,12 @@ class Application:
     def __init__(self, folder_name: str) -> None:
         self._folder_name = folder_name
         self.service: Service | None = None
+        self.stop: Callable[[], None] = lambda: None
+        """Stops the server."""
         self.stage = "starting"
         """What the load is doing, for people."""
         self.failure: ServingError | None = None
+        """Why no request can be served any more."""
 
     @property
     def model_name(self) -> str:
@@ -69,9 +72,14 @@ class Application:
     def load(self, load: Load) -> None:
         """Load the service; a failure is logged and kept for the responses."""
         try:
-            self.service = load(partial(setattr, self, "stage"))
+            self.service = load(partial(setattr, self, "stage"), self.on_death)
         except Exception as error:  # noqa: BLE001  (a border: every failure is an answer)
             self.failure = log_load_failure(error)
+
+    def on_death(self, error: ServingError) -> None:
+        """Stop the server: no engine is left, and none is started again."""
+        self.failure = error
+        self.stop()
 
     def ready(self) -> Service:
         """The loaded service.
@@ -192,11 +200,12 @@ def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float 
         timeout_keep_alive=75,
     )
     server = _Server(config, application, drain_s)
+    application.stop = partial(setattr, server, "should_exit", True)
 
     def load_model() -> None:
         application.load(load)
         if application.failure is not None:
-            server.should_exit = True
+            application.stop()
         else:
             name = application.model_name
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)

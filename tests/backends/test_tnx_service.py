@@ -207,7 +207,7 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
     backends.get("tnx").compile(
-        replace(load_plan(prepared, prepared.load_tokenizer()), presharded=True), cut
+        replace(load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)
