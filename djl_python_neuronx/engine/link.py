@@ -31,6 +31,8 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutpu
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+_LARGEST = 2**31 - 1
+"""JSON has no larger numbers than 64 bits; nothing that a request counts is larger than this."""
 _FLUSH_S = 1.0
 """Time to send what is in the outbox when a link is closed."""
 
@@ -45,12 +47,16 @@ class Link:
         self._socket = end
         self._reader = end.makefile("rb")
         self._encode = encode
-        self._outbox: queue.SimpleQueue[Sequence[Any] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sequence[Any] | bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="djl-neuronx-outbox", daemon=True)
         self._writer.start()
 
     def send(self, *message: Any) -> None:  # noqa: ANN401
         """Send a message; never blocks. It is lost if the connection has ended."""
+        self._outbox.put(message)
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send a message that is encoded; see `send`."""
         self._outbox.put(message)
 
     def receive(self) -> list[Any] | None:
@@ -82,7 +88,9 @@ class Link:
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                content = orjson.dumps(self._encode(message))
+                content = message
+                if not isinstance(content, bytes):
+                    content = orjson.dumps(self._encode(content))
                 self._socket.sendall(_LENGTH.pack(len(content)) + content)
         except OSError:
             pass  # the other side has ended, which the receiving thread notices
@@ -105,23 +113,25 @@ SPEC = TypeAdapter(ModelSpec)
 """Converts the facts of the loaded model to plain values and back."""
 
 
-def encode_request(request: GenerationRequest) -> dict[str, Any]:
-    """The part of a request that the engine needs: token ids and plain values, no text."""
-    return {
+def encode_request(request: GenerationRequest) -> bytes:
+    """The message for a request, with the part of it that the engine needs: token ids and plain values, no text."""
+    sampling, wanted = request.sampling, request.max_new_tokens
+    fields = {
         "request_id": request.request_id,
         "prompt_ids": list(request.prompt_ids),
-        "sampling": asdict(request.sampling),
-        "max_new_tokens": request.max_new_tokens,
-        "stop_token_ids": list(request.stop_token_ids),
+        "sampling": {**asdict(sampling), "top_k": min(sampling.top_k, _LARGEST)},
+        "max_new_tokens": None if wanted is None else min(wanted, _LARGEST),
+        "stop_token_ids": [one for one in request.stop_token_ids if 0 <= one <= _LARGEST],
         "ignore_eos": request.ignore_eos,
         "logprobs": request.logprobs,
         "adapter": request.adapter,
         "client_id": request.client_id,
     }
+    return orjson.dumps(("add", fields))
 
 
 def decode_request(fields: Mapping[str, Any]) -> GenerationRequest:
-    """The inverse of `encode_request`."""
+    """The request of a message's fields."""
     sampling = SamplingParams(**fields["sampling"])
     stop_token_ids = frozenset(fields["stop_token_ids"])
     return GenerationRequest(**{**fields, "sampling": sampling, "stop_token_ids": stop_token_ids})

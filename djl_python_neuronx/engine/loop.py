@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import NamedTuple, ParamSpec, Protocol
 from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -167,8 +167,8 @@ class EngineLoop:
         """
         try:
             check(request, self.spec)
-            stream = Stream(request, self._tokenizer, output_queue)
-            self.streams.open(stream, lambda: self._send("add", encode_request(request)))
+            stream = Stream(request, self._tokenizer, output_queue, encode_request(request))
+            self.streams.open(stream, lambda: self._add(stream))
         except ServingError as error:
             if isinstance(error, QueueFullError) and self._link is None:
                 error.retry_after_s = max(1, math.ceil(self._load_s))
@@ -212,15 +212,18 @@ class EngineLoop:
             self._host.kill()
         return self._host.wait(join_s) is not None
 
-    def _send(self, *message: Any) -> None:  # noqa: ANN401
+    def _add(self, stream: Stream) -> None:
+        """Give a request to the engine; if none is ready, the next one gets it."""
         if self._link is not None:
-            self._link.send(*message)
+            self._link.send_encoded(stream.message)
+
+    def _abort(self, request_id: str) -> None:
+        if self._link is not None:
+            self._link.send("abort", request_id)
 
     def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
         """Remove a stream, and abort its sequence. Returns None if it is not open."""
-        return self.streams.end(
-            request_id, lambda: self._send("abort", request_id) if abort else None
-        )
+        return self.streams.end(request_id, lambda: self._abort(request_id) if abort else None)
 
     # Output thread
 
@@ -387,7 +390,7 @@ class EngineLoop:
             with self.streams.lock:
                 self._link = self._host.link
                 for stream in self.streams.open_streams():
-                    self._send("add", encode_request(stream.request))
+                    self._add(stream)
             logger.warning("engine_restarted seconds=%.2f", self._load_s)
             return True
         return False

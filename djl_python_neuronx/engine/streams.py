@@ -112,8 +112,10 @@ class Stream:
     """One request, its text and the queue for its deltas."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
+        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue, message: bytes
     ) -> None:
+        """`message`: the request, encoded for the engine."""
+        self.message = message
         self.request = request
         self.text = TextStream(request, tokenizer)
         self.queue = queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -139,6 +140,7 @@ class EngineProcess:
 def main() -> None:
     """The engine process: its standard input is the connection to the front."""
     outlive_stops()
+    faulthandler.enable()  # a crash in a library's code writes the Python stack to the log
     end = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     # The processes that a library starts must not hold the connection.
     with open(os.devnull) as nothing:  # noqa: PTH123
