@@ -175,6 +175,8 @@ def _load(inputs: Input, *, in_event_loop: bool) -> ServingError | None:
 
 
 def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
+    from djl_python_neuronx.config.djl_serving import chunked_read_timeout_s
+    from djl_python_neuronx.config.sources import environment
     from djl_python_neuronx.loading.failed_loads import FailedLoads
     from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
     from djl_python_neuronx.service import Service
@@ -192,11 +194,12 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
         properties, model_dir, on_death=_end_process if in_event_loop else _end_at_next_call
     )
     timeout_s = service.options.predict_timeout
+    read_timeout_s = chunked_read_timeout_s(environment())
     if in_event_loop:
-        _process.door = AsyncDoor(service)
+        _process.door = AsyncDoor(service, read_timeout_s)
         FailedLoads(properties["model_dir"]).clear()
     elif rolling:
-        _process.door = RollingBatchDoor(service, timeout_s)
+        _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
     else:
         _process.door = PlainDoor(service, timeout_s)
     _process.service = service

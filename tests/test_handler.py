@@ -153,6 +153,16 @@ def test_a_plain_batch_answers_each_row_in_its_place(start):
     assert json.loads(answers[3].content) == {"generated_text": text([9], 12)}
 
 
+@pytest.mark.parametrize("mode", ["rolling", "async"])
+def test_java_need_not_wait_for_a_long_answer_in_silence(start, monkeypatch, mode):
+    monkeypatch.setenv("SERVING_CHUNKED_READ_TIMEOUT", "1")
+    peer = start(mode, toy_step_s="0.02")
+    answer = peer.submit(payload([5], 100)).wait()
+    assert answer.content.startswith(b" ")
+    assert answer.headers["Content-Type"] == "application/json"
+    assert json.loads(answer.content) == {"generated_text": text([5], 100)}
+
+
 def test_a_plain_answer_that_takes_too_long_is_an_error_not_a_restart(start):
     peer = start("plain", predict_timeout="4", toy_step_s="0.04")
     peer.timeout_s = PATIENCE_S  # Java's own limit is not the point

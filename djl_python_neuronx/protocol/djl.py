@@ -8,6 +8,7 @@ Source: djl-serving d21927c, engines/python: Request.java, inputs.py, outputs.py
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_JSON = "application/json"
+
 
 class Record(NamedTuple):
     """A part of the answer to one request. Java reads `data` and `last`, or the status and message of `error`."""
@@ -40,7 +43,7 @@ class Record(NamedTuple):
     @staticmethod
     def of(error: ServingError) -> Record:
         """The only record of a request that failed before its first bytes. Java answers ``{"code", "error"}``."""
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": _JSON}
         if isinstance(error, QueueFullError):
             headers["Retry-After"] = str(error.retry_after_s)
         return Record(b"", True, headers, error)
@@ -61,9 +64,13 @@ class Record(NamedTuple):
 
 
 class Reply:
-    """The answer to an accepted request as it grows: deltas in, records out."""
+    """The answer to an accepted request as it grows: deltas in, records out.
 
-    def __init__(self, parsed: ParsedRequest) -> None:
+    Java drops an answer whose next bytes take too long. After each `silence_s` without any, an answer in JSON gets a
+    blank, which JSON allows before a value. Status 200 and the headers leave with the first one.
+    """
+
+    def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
         self.request_id = parsed.request.request_id
         self.stream = parsed.stream
         self.finished = False
@@ -71,11 +78,13 @@ class Reply:
         self._formatter: Formatter = parsed.formatter
         self._started = False
         self._pending: list[bytes] = []
+        self._silence_s = silence_s if self._formatter.content_type == _JSON else math.inf
+        self._blank_s = time.monotonic() + self._silence_s
 
     @property
     def ready(self) -> bool:
         """True if there is something to send."""
-        return self.finished or any(self._pending)
+        return self.finished or any(self._pending) or time.monotonic() >= self._blank_s
 
     def feed(self, delta: Delta) -> None:
         """Add a delta. An error before the first bytes becomes the status; after them it is written in the format."""
@@ -98,6 +107,8 @@ class Reply:
         if self.error is not None:
             return Record.of(self.error)
         data, self._pending = b"".join(self._pending), []
+        if not data and self.ready and not self.finished:
+            data, self._blank_s = b" ", time.monotonic() + self._silence_s
         self._started = self._started or bool(data)
         headers = {"Content-Type": self._formatter.content_type} if data or self.finished else {}
         return Record(data, self.finished, headers)
@@ -124,8 +135,10 @@ Row = Union[Reply, Rejection]
 class Replies:
     """Answers in the order of their requests, fed from one inbox. Used by one thread at a time."""
 
-    def __init__(self, service: Serving) -> None:
+    def __init__(self, service: Serving, silence_s: float = math.inf) -> None:
+        """`silence_s`: see `Reply`."""
         self.rows: list[Row] = []
+        self._silence_s = silence_s
         self._service = service
         self._inbox = BlockingQueue()
 
@@ -135,7 +148,7 @@ class Replies:
             body, headers = read(row)
             parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
             self._service.loop.submit(parsed.request, self._inbox)
-            self.rows.append(Reply(parsed))
+            self.rows.append(Reply(parsed, self._silence_s))
         except ServingError as error:
             self.rows.append(Rejection(error))
         except Exception as error:
