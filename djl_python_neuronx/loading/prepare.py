@@ -84,6 +84,18 @@ class LoadProgress:
     transfer: Progress | None = None
     """Downloads and uploads."""
     compile: Callable[[CompileProgress], None] | None = None
+    stage: Callable[[str], None] = logger.debug
+    """The stage of a load, in words."""
+
+    def in_words(self, stage: Callable[[str], None]) -> LoadProgress:
+        """Return callbacks that also describe the stages of a load and each progress of a compile to `stage`."""
+
+        def compiled(progress: CompileProgress) -> None:
+            stage(f"compiling, {progress}")
+            if self.compile is not None:
+                self.compile(progress)
+
+        return replace(self, compile=compiled, stage=stage)
 
 
 SILENT = LoadProgress()
@@ -132,14 +144,18 @@ class Prepared:
         """The machine, with the cores that this process may use."""
         return self.case.machine
 
-    def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer beside the model.
+    def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
+        """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.
 
         Raises:
             ArtifactError: it is missing or damaged.
         """
-        code, revision = self.options.trust_remote_code, self.options.revision
-        return load_tokenizer(self.artifact.path, trust_remote_code=code, revision=revision)
+        return load_tokenizer(
+            self.artifact.path,
+            trust_remote_code=self.options.trust_remote_code,
+            revision=self.options.revision,
+            needs_torch=needs_torch,
+        )
 
 
 def prepare_or_raise(
@@ -479,7 +495,7 @@ class Preparation:
         return replace(prepared, draft=other, process_cores=cores)
 
 
-def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
+def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPlan:
     """Write the backend's plan for a prepared model.
 
     Raises:
@@ -582,13 +598,14 @@ def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
     return weights.folder
 
 
-def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
+def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:
     """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
     if artifact.eos_ids:
         return artifact.eos_ids
     vocab_size = artifact.config.get("vocab_size") or sys.maxsize
-    if tokenizer.eos_id is not None and tokenizer.eos_id < vocab_size:
-        return frozenset({tokenizer.eos_id})
+    eos_id = tokenizer().eos_id
+    if eos_id is not None and eos_id < vocab_size:
+        return frozenset({eos_id})
     reason = "no id of the vocabulary in configuration or tokenizer"
     logger.warning("no_eos path=%s reason=%r", artifact.path, reason)
     return frozenset()
