@@ -60,7 +60,7 @@ START_S = 120.0
 SETTLE_S = 15.0
 """After the last answer, for descriptors and threads of the front; after its end, for its processes."""
 DRAIN_S = 20
-PREDICT_TIMEOUT_S = {True: 5.0, False: 30.0}
+PREDICT_TIMEOUT_S = {True: 10.0, False: 30.0}
 """Of the embedded server, and of DJL's engine, which ends a process that lets a call wait as long."""
 MARK = "SOAK_RUN"
 """Environment variable that every process of a run inherits."""

@@ -2,8 +2,8 @@
 
 Files in the folder `MORTAL`: while `hold` exists, a load waits; a load that begins while `doomed` exists kills its
 process; `prefilled` gets a line with the second id (the first is bos) of each prompt that a step begins. Variables:
-`MORTAL_LOAD_S` and `MORTAL_STEP_S` are the seconds of a load and of a decode; a prompt with the token `MORTAL_POISON`
-kills the process.
+`MORTAL_LOAD_S`, `MORTAL_PREFILL_S` and `MORTAL_STEP_S` are the seconds of a load, a prefill and a decode; a prompt
+with the token `MORTAL_POISON` kills the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def supports(config):
 def load(plan: LoadPlan, compiled: Path | None = None):
     if (FOLDER / "doomed").exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(float(os.environ.get("MORTAL_LOAD_S", "0")))
+    time.sleep(_seconds("LOAD"))
     while (FOLDER / "hold").exists():
         time.sleep(0.01)
     spec = ModelSpec(
@@ -38,7 +38,11 @@ def load(plan: LoadPlan, compiled: Path | None = None):
         vocab_size=400,
         max_prefill_batch=1,
     )
-    return Mortal(spec, step_s=float(os.environ.get("MORTAL_STEP_S", "0")))
+    return Mortal(spec, step_s=_seconds("STEP"), prefill_s=_seconds("PREFILL"))
+
+
+def _seconds(what):
+    return float(os.environ.get(f"MORTAL_{what}_S", "0"))
 
 
 class Mortal(ToyBackend):
