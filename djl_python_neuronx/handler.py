@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -26,10 +27,15 @@ from djl_python_neuronx.telemetry import log_load_failure
 if TYPE_CHECKING:
     from djl_python import Input, Output
 
-    from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
+    from djl_python_neuronx.protocol.djl_doors import (
+        AsyncDoor,
+        FailedDoor,
+        PlainDoor,
+        RollingBatchDoor,
+    )
     from djl_python_neuronx.service import Service
 
-    Door = Union[RollingBatchDoor, PlainDoor, AsyncDoor]
+    Door = Union[RollingBatchDoor, PlainDoor, AsyncDoor, FailedDoor]
 
 logger = logging.getLogger(__name__)
 
@@ -92,32 +98,86 @@ def _handle(inputs: Input) -> Output | None:
         # every later request gets 400. One that ends during a call is, so the call after the last answers pays.
         os._exit(EXIT_STATUS)
     if _process.door is None:
-        return _load(inputs, in_event_loop=False)
+        from djl_python_neuronx.protocol.djl import failure
+
+        error = _load(inputs, in_event_loop=False)
+        return None if error is None else failure(error)
     output: Output = _process.door.answer(inputs)
     return output
 
 
 async def _handle_async(inputs: Input) -> object:
     if _process.door is None:
-        return await asyncio.to_thread(_load, inputs, in_event_loop=True)
+        return await _load_or_end(inputs)
     return _process.door.answer(inputs)
 
 
-def _load(inputs: Input, *, in_event_loop: bool) -> Output | None:
-    """Load the model. Returns None, or an output whose status (507: out of memory) and message DJL reports."""
-    from djl_python_neuronx.protocol.djl import failure
+async def _load_or_end(inputs: Input) -> Output | None:
+    """Load the model; if that fails, answer requests with the reason for a while, then end the process.
 
+    Source: PyProcess.java 0.34.0 and 0.36: once Java is connected, a load whose answer is an error, that takes longer
+    than Java's limit or that ends the process makes the loading thread and the event loop wait for each other for ever.
+    So a failed load is answered like any other. Java counts the end of the process, and starts the next within 2 s.
+    """
+    from djl_python_neuronx.loading.failed_loads import FailedLoads
+    from djl_python_neuronx.protocol.djl import failure
+    from djl_python_neuronx.protocol.djl_doors import FailedDoor
+
+    properties = inputs.get_properties()
+    limit_s = _loading_timeout_s(properties)
+    load = asyncio.to_thread(_load, inputs, in_event_loop=True)
+    try:
+        error = await asyncio.wait_for(load, max(limit_s - 5, limit_s / 2))
+    except asyncio.TimeoutError:  # the load goes on
+        msg = (
+            f"the load is not finished shortly before DJL Serving's limit of {limit_s:g} s; raise "
+            "option.model_loading_timeout, or compile beforehand"
+        )
+        error = log_load_failure(BackendUnavailableError(msg))
+    if error is None or _process.door is not None:
+        return None
+    if not inputs.is_empty():
+        return failure(error)
+    _process.door = door = FailedDoor(error)
+    num_failures = FailedLoads(properties.get("model_dir", "")).add()
+    pause_s = EXIT_GRACE_S * 2 ** min(num_failures - 1, 9)
+    logger.error("process_ends reason='failed load %d in a row' seconds=%g", num_failures, pause_s)
+
+    def end() -> None:
+        if _process.door is door:
+            os._exit(EXIT_STATUS)
+
+    asyncio.get_running_loop().call_later(pause_s, end)
+    return None
+
+
+def _loading_timeout_s(properties: Mapping[str, Any]) -> float:
+    """Java's limit. Source: PyModel.java, PyEnv.java."""
+    from djl_python_neuronx.config.sources import environment
+
+    variable = environment().get("MODEL_LOADING_TIMEOUT", "")
+    for value in (properties.get("model_loading_timeout", ""), variable):
+        with suppress(ValueError):
+            return int(value)
+    return 240
+
+
+def _load(inputs: Input, *, in_event_loop: bool) -> ServingError | None:
+    """Load the model. Returns why that failed, or None."""
     if not inputs.is_empty():
         msg = "no model is loaded; the first call must be DJL Serving's empty call with the options"
-        return failure(BackendUnavailableError(msg))
+        return BackendUnavailableError(msg)
     try:
         _open(inputs.get_properties(), in_event_loop=in_event_loop)
     except Exception as error:  # noqa: BLE001  (if raised, Java reports "invoke handler failure" and nothing else)
-        return failure(log_load_failure(error))
+        return log_load_failure(error)
     return None
 
 
 def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
+    from djl_python_neuronx.config.djl_serving import chunked_read_timeout_s
+    from djl_python_neuronx.config.sources import environment
+    from djl_python_neuronx.loading.failed_loads import FailedLoads
     from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
     from djl_python_neuronx.service import Service
 
@@ -134,10 +194,12 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
         properties, model_dir, on_death=_end_process if in_event_loop else _end_at_next_call
     )
     timeout_s = service.options.predict_timeout
+    read_timeout_s = chunked_read_timeout_s(environment())
     if in_event_loop:
-        _process.door = AsyncDoor(service)
+        _process.door = AsyncDoor(service, read_timeout_s)
+        FailedLoads(properties["model_dir"]).clear()
     elif rolling:
-        _process.door = RollingBatchDoor(service, timeout_s)
+        _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
     else:
         _process.door = PlainDoor(service, timeout_s)
     _process.service = service

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from pathlib import Path
 
 from djl_python_neuronx import errors, handler
@@ -22,6 +23,7 @@ def load(properties, model_dir, *, on_death=None):
     """In place of `Service.load`."""
     if "model_id" in properties:
         return load_model(properties, model_dir, on_death=on_death)
+    time.sleep(float(properties.get("toy_load_s", 0)))
     if "toy_load_error" in properties:
         raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
     timeout_s = float(properties.get("predict_timeout", 120))

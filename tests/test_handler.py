@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def start(tmp_path):
 
     def start(mode, **properties):
         properties = {**MODES[mode], "toy_hung": str(tmp_path / "hung"), **properties}
-        peer = Peer(tmp_path, properties, tmp_path, entry_point=ENTRY)
+        env = {"TMPDIR": str(tmp_path)}
+        peer = Peer(tmp_path, properties, tmp_path, entry_point=ENTRY, env=env)
         peers.append(peer)
         return peer.start()
 
@@ -151,6 +153,16 @@ def test_a_plain_batch_answers_each_row_in_its_place(start):
     assert json.loads(answers[3].content) == {"generated_text": text([9], 12)}
 
 
+@pytest.mark.parametrize("mode", ["rolling", "async"])
+def test_java_need_not_wait_for_a_long_answer_in_silence(start, monkeypatch, mode):
+    monkeypatch.setenv("SERVING_CHUNKED_READ_TIMEOUT", "1")
+    peer = start(mode, toy_step_s="0.02")
+    answer = peer.submit(payload([5], 100)).wait()
+    assert answer.content.startswith(b" ")
+    assert answer.headers["Content-Type"] == "application/json"
+    assert json.loads(answer.content) == {"generated_text": text([5], 100)}
+
+
 def test_a_plain_answer_that_takes_too_long_is_an_error_not_a_restart(start):
     peer = start("plain", predict_timeout="4", toy_step_s="0.04")
     peer.timeout_s = PATIENCE_S  # Java's own limit is not the point
@@ -227,7 +239,7 @@ def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode):
     assert peer.num_starts == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["rolling", "plain"])
 def test_a_failed_load_says_why(start, mode):
     with pytest.raises(EngineError, match="Failed to initialize model: two lines of one problem"):
         start(mode, toy_load_error="ArtifactError")
@@ -235,9 +247,43 @@ def test_a_failed_load_says_why(start, mode):
         start(mode, toy_load_error="DeviceMemoryError")
 
 
+def pauses(peer):
+    """Seconds that each process lived after its failed load."""
+    return [
+        int(found[1])
+        for line in peer.log
+        if (found := re.search(r"process_ends .*seconds=(\d+)", line))
+    ]
+
+
+def test_an_async_load_that_fails_is_tried_again_less_and_less_often(start):
+    # An error as the answer would leave Java waiting for itself.
+    peer = start("async", toy_load_error="ArtifactError")
+    refused = peer.submit(payload([5])).wait()
+    assert refused.status_sent == 503
+    assert "two lines of one problem" in json.loads(refused.content)["error"].replace("\n", " ")
+    wait_until(lambda: pauses(peer) == [1, 2, 4])
+    assert peer.failures == 2
+    assert any("load_failed code=artifact" in line for line in peer.log)
+
+
+def test_an_async_load_that_is_late_ends_before_javas_limit(start):
+    peer = start("async", model_loading_timeout="4", toy_load_s="3")
+    refused = peer.submit(payload([5])).wait()
+    assert "model_loading_timeout" in json.loads(refused.content)["error"]
+    # The third process lives for 4 s after it gave up, and its load ends well in that time: it stays.
+    wait_until(lambda: peer.submit(payload([6])).wait().status_sent == 200)
+    num_starts = peer.num_starts
+    time.sleep(2 * pauses(peer)[-1])
+    answer = peer.submit(payload([6])).wait()
+    assert json.loads(answer.content) == {"generated_text": text([6])}
+    assert peer.num_starts == num_starts
+
+
 def test_both_ways_at_once_are_refused(start):
-    with pytest.raises(EngineError, match=r"leave out option\.rolling_batch"):
-        start("async", rolling_batch="auto")
+    peer = start("async", rolling_batch="auto")
+    refused = peer.submit(payload([5])).wait()
+    assert "leave out option.rolling_batch" in json.loads(refused.content)["error"]
 
 
 def test_the_import_is_light():

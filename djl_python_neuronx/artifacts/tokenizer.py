@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +264,15 @@ class FastTokenizer(PythonTokenizer):
 
 
 def load_tokenizer(
-    folder: Path, *, trust_remote_code: bool = False, revision: str | None = None
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    needs_torch: bool = True,
 ) -> Tokenizer:
     """Load the tokenizer of a model folder.
+
+    `needs_torch`: false in a process that loads no model; see `_without_torch`.
 
     Raises:
         ArtifactNotFoundError: the folder has no tokenizer.
@@ -271,7 +280,7 @@ def load_tokenizer(
         ArtifactError: the tokenizer cannot be loaded from them.
     """
     try:
-        library = _load(folder, trust_remote_code=trust_remote_code, revision=revision)
+        library = _load(folder, trust_remote_code, revision, needs_torch)
         return (
             FastTokenizer(library)
             if getattr(library, "is_fast", False)
@@ -291,14 +300,33 @@ def load_tokenizer(
         raise ArtifactError(msg) from error
 
 
-def _load(folder: Path, *, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ANN401
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hide torch while transformers is imported: it takes seconds, and no tokenizer of the library needs it.
+
+    The transformers of this process has no models then. Nothing is hidden if it or torch is imported already.
+    """
+    if sys.modules.keys() & {"torch", "transformers"}:
+        yield
+        return
+    logging.getLogger("transformers").addFilter(lambda entry: "PyTorch" not in entry.getMessage())
+    # Importing a name with None raises. Of the library's own switches, USE_TORCH=0, version 5 has none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def _load(folder: Path, trust_remote_code: bool, revision: str | None, needs_torch: bool) -> Any:  # noqa: ANN401
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Checked here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
     if not trust_remote_code and not has_vocabulary(names):
         msg = f"{no_tokenizer(folder)}."
         raise ArtifactNotFoundError(msg)
 
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with nullcontext() if needs_torch else _without_torch():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in names else {}
     # transformers 5 saves the class name TokenizersBackend, unknown to 4.x; both mean tokenizer.json as it is.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Finding
@@ -14,6 +16,8 @@ from djl_python_neuronx.config.options import ServingOptions, names_where, optio
 from djl_python_neuronx.config.sources import Inputs, Setting, try_path
 
 ENTRY_POINT = "djl_python_neuronx.handler"
+ARGUMENTS: Final = {"retry_threshold": "3", "minWorkers": "1", "maxWorkers": "1"}
+"""Keys without ``option.`` for `serving.properties`, each with the value for one model on the cores that it gets."""
 _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
@@ -41,6 +45,16 @@ def findings(
     firsts = _firsts(written)
     yield from _numbers(firsts)
     yield from _rows(firsts, options)
+
+
+def chunked_read_timeout_s(environ: Mapping[str, str]) -> int:
+    """Seconds that DJL Serving waits for the next bytes of an answer: `chunked_read_timeout`.
+
+    Only the variable is known here, not DJL Serving's config.properties. Source: ConfigManager.java.
+    """
+    with suppress(ValueError):
+        return max(1, int(environ.get("SERVING_CHUNKED_READ_TIMEOUT", "")))
+    return 120
 
 
 def _firsts(written: Sequence[Setting]) -> dict[str, Setting]:

@@ -132,14 +132,18 @@ class Prepared:
         """The machine, with the cores that this process may use."""
         return self.case.machine
 
-    def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer beside the model.
+    def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
+        """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.
 
         Raises:
             ArtifactError: it is missing or damaged.
         """
-        code, revision = self.options.trust_remote_code, self.options.revision
-        return load_tokenizer(self.artifact.path, trust_remote_code=code, revision=revision)
+        return load_tokenizer(
+            self.artifact.path,
+            trust_remote_code=self.options.trust_remote_code,
+            revision=self.options.revision,
+            needs_torch=needs_torch,
+        )
 
 
 def prepare_or_raise(

@@ -6,14 +6,22 @@ python_async_engine.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import RequestError, RequestTimeoutError, ServingError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    RequestError,
+    RequestTimeoutError,
+    ServingError,
+)
 from djl_python_neuronx.protocol.base import Serving, generate
 from djl_python_neuronx.protocol.djl import (
     Record,
@@ -25,6 +33,7 @@ from djl_python_neuronx.protocol.djl import (
     new_output,
     read,
     record_output,
+    stream_output,
     unexpected,
 )
 
@@ -40,12 +49,18 @@ class RollingBatchDoor:
     A call submits the new rows, waits for the next finished step and answers every row.
     """
 
-    def __init__(self, service: Serving, predict_timeout_s: float) -> None:
-        """Java kills the process when a call takes longer than `predict_timeout_s`."""
+    def __init__(
+        self, service: Serving, predict_timeout_s: float, read_timeout_s: float = math.inf
+    ) -> None:
+        """Java kills the process when a call takes longer than `predict_timeout_s`.
+
+        It drops an answer whose next bytes take longer than `read_timeout_s`.
+        """
         self._service = service
-        self._wait_s = min(1.0, predict_timeout_s / 4)
+        self._wait_s = min(1.0, predict_timeout_s / 4, read_timeout_s / 4)
         self._patience_s = 2 * predict_timeout_s
-        self._replies = Replies(service)
+        self._silence_s = read_timeout_s / 2
+        self._replies = Replies(service, self._silence_s)
         self._called_s = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -98,7 +113,7 @@ class RollingBatchDoor:
         if self.num_rows:
             logger.warning("rows_abandoned rows=%d why=%r", self.num_rows, why)
             self._replies.fail(ServingError(why))
-            self._replies = Replies(self._service)
+            self._replies = Replies(self._service, self._silence_s)
 
     def _watch(self) -> None:
         """Java calls again while it has live rows. If it stops, their answers have no reader: abort them."""
@@ -129,11 +144,9 @@ class PlainDoor:
         finished, record = reply.finished, reply.take()
         if record.error is not None:
             return failure(record.error)
-        output = new_output(record.headers)
         if finished:
-            return output.add(record.data, key="data")
-        chunks = self._chunks(record.data, replies, reply)
-        return output.add_stream_content(chunks, output_formatter=None)
+            return new_output(record.headers).add(record.data, key="data")
+        return stream_output(record.headers, self._chunks(record.data, replies, reply))
 
     def close(self) -> None:
         """Do nothing: no request outlives its call."""
@@ -178,32 +191,54 @@ class PlainDoor:
 class AsyncDoor:
     """Asynchronous mode: each request comes once, and its records are interleaved with those of the others."""
 
-    def __init__(self, service: Serving) -> None:
+    def __init__(self, service: Serving, read_timeout_s: float = math.inf) -> None:
+        """Java drops an answer whose next bytes take longer than `read_timeout_s`."""
         self._service = service
+        self._read_timeout_s = read_timeout_s
 
     async def answer(self, inputs: Input) -> AsyncGenerator[Output, None]:
         """The records of one request. Never raises: DJL would drop the exception and the client would wait forever."""
-        generation: Generation | None = None
-        try:
-            body, headers = read(inputs)
-            parsed, generation = await generate(
-                self._service, body, request_id=headers.get("requestid"), headers=headers
-            )
-            reply = Reply(parsed)
-            async for delta in generation:
-                reply.feed(delta)
-                if reply.ready:
-                    yield record_output(reply.take())
-                if reply.finished:
-                    return
-        except ServingError as error:
-            yield record_output(Record.of(error))
-        except Exception as error:
-            logger.exception("request_failed")
-            yield record_output(Record.of(unexpected(error)))
-        finally:
-            if generation is not None:
-                generation.close()
+        with ExitStack() as closing:
+            try:
+                body, headers = read(inputs)
+                parsed, generation = await generate(
+                    self._service, body, request_id=headers.get("requestid"), headers=headers
+                )
+                closing.callback(generation.close)
+                reply = Reply(parsed, self._read_timeout_s / 2)
+                if not reply.stream:
+                    closing.callback(asyncio.create_task(self._wake(generation)).cancel)
+                async for delta in generation:
+                    reply.feed(delta)
+                    if reply.ready:
+                        yield record_output(reply.take())
+                    if reply.finished:
+                        return
+            except ServingError as error:
+                yield record_output(Record.of(error))
+            except Exception as error:
+                logger.exception("request_failed")
+                yield record_output(Record.of(unexpected(error)))
+
+    async def _wake(self, generation: Generation) -> None:
+        """See to it that a reply is looked at also while it gets no deltas."""
+        while True:
+            await asyncio.sleep(self._read_timeout_s / 4)
+            generation.wake()
 
     def close(self) -> None:
         """Do nothing: the engine loop answers running requests when it closes."""
+
+
+class FailedDoor:
+    """Asynchronous mode in a process whose load failed: each request is answered with the reason."""
+
+    def __init__(self, error: ServingError) -> None:
+        self._error = BackendUnavailableError(f"the model could not be loaded: {error}")
+
+    async def answer(self, _inputs: Input) -> AsyncGenerator[Output, None]:
+        """The records of one request."""
+        yield record_output(Record.of(self._error))
+
+    def close(self) -> None:
+        """Do nothing: no request is running."""

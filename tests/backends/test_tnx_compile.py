@@ -89,6 +89,14 @@ def test_compilers_version_is_told() -> None:
     assert tnx.compiler_version()[0].isdigit()
 
 
+def test_the_compilers_version_takes_no_import_of_the_library() -> None:
+    program = (
+        "import sys; from djl_python_neuronx import backends; backends.get('tnx').compiler_version();"
+        "sys.exit(bool({'torch', 'transformers_neuronx'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_flags_reach_the_compiler(tmp_path: Path) -> None:
     model, cache = save_tiny_model("llama", tmp_path / "model"), tmp_path / "cache"
     plan = tnx_plan(model, 1, 16, (16,), (16,))

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections import defaultdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,18 @@ def test_a_missing_library_is_told_with_the_way_to_it(
     monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
     with pytest.raises(BackendUnavailableError, match=r"cannot be imported.*setup guide"):
         backends.get("tnx").load(tnx_plan(folder_of(tmp_path, "llama")))
+
+
+def test_a_missing_compiler_is_told_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "neuronxcc", None)
+    compiler = backends.compiler("tnx")
+    assert compiler is not None
+    with pytest.raises(BackendUnavailableError, match=r"neuronx-cc.*setup guide"):
+        compiler.compiler_version()
 
 
 @pytest.mark.tnx

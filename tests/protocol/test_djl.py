@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -23,6 +25,9 @@ from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_tokenizer import TOKENIZER
+
+END_OF_STREAM = bytes(5)
+"""The last chunk: its flag 0 and its length 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -365,6 +370,72 @@ def test_asynchronous_records_never_raise(service, backend):
     assert backend.violations == []
 
 
+def records_of(answer):
+    return [decode_record(output.content.value_at(0)) for output in asyncio.run(gather(answer))]
+
+
+@pytest.mark.parametrize("late_at", [0, 12])
+def test_a_late_json_answer_begins_with_blanks(backend, service, late_at):
+    # Before the first token, and between tokens: Java's limit is on the time without bytes.
+    backend.hang_at = {late_at}
+    threading.Timer(1.5, backend.resume.set).start()
+    *blanks, last = records_of(AsyncDoor(service, 0.4).answer(single(body([5], 20))))
+    assert len(blanks) >= 2
+    assert all(record == {"data": " ", "last": "false"} for record in blanks)
+    assert json.loads("".join(r["data"] for r in [*blanks, last])) == {
+        "generated_text": text([5], 20)
+    }
+
+
+def test_blanks_take_the_headers_with_them(backend, service):
+    backend.hang_at = {0}
+
+    async def run():
+        answer = AsyncDoor(service, 0.4).answer(single(body([5])))
+        first = await answer.__anext__()
+        backend.resume.set()
+        await gather(answer)
+        return first
+
+    assert asyncio.run(run()).get_properties()["Content-Type"] == "application/json"
+
+
+def test_an_error_after_a_blank_is_in_the_body(backend, service):
+    backend.hang_at = {5}
+    backend.fail_at[6] = StepError("the device is unwell")
+    threading.Timer(1.0, backend.resume.set).start()
+    *blanks, last = records_of(AsyncDoor(service, 0.4).answer(single(body([5], 20))))
+    assert blanks
+    assert "code" not in last
+    assert json.loads("".join(r["data"] for r in [*blanks, last]))["type"] == "step_error"
+
+
+def test_a_prompt_json_answer_and_a_late_stream_get_no_blank(backend, service):
+    (whole,) = records_of(AsyncDoor(service, 4.0).answer(single(body([5], 20))))
+    assert json.loads(whole["data"]) == {"generated_text": text([5], 20)}
+    backend.hang_at = {backend.num_steps}
+    threading.Timer(1.0, backend.resume.set).start()
+    records = records_of(AsyncDoor(service, 0.4).answer(single(body([6], 9, stream=True))))
+    assert all(json.loads(record["data"]) for record in records)
+
+
+def test_rows_of_a_rolling_batch_get_blanks_too(backend, service):
+    backend.hang_at = {0}
+    door = RollingBatchDoor(service, 60.0, 0.4)
+    caller = Caller(door)
+    caller.step([body([5], 9), body([6], 9, stream=True)])
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not caller.answers[0][-1]["data"]:
+        assert time.monotonic() < deadline_s
+        caller.step()
+    assert caller.answers[0][-1] == {"data": " ", "last": "false"}
+    assert not any(record["data"] for record in caller.answers[1])
+    backend.resume.set()
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 9)}
+    door.close()
+
+
 def test_a_closed_answer_frees_its_slot(service):
     async def run():
         answer = AsyncDoor(service).answer(single(body([5], 100, stream=True)))
@@ -397,6 +468,21 @@ def test_a_plain_stream_that_is_dropped_frees_its_slot(backend, service):
     backend.resume.set()
     wait_until(lambda: len(service.loop.streams) == 0)
     assert backend.num_steps < 60
+
+
+def test_the_end_of_a_plain_stream_is_read_alone(service):
+    """Java loses its place in the bytes if a read of it ends within the last chunk."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    output = PlainDoor(service, 60.0).answer(single(body([5], 100, stream=True)))
+    with ours, theirs:
+        sender = threading.Thread(target=output.send, args=(ours,))
+        sender.start()
+        reads = [b""]
+        while not reads[-1].endswith(END_OF_STREAM):
+            time.sleep(0.001)  # the sender is ahead
+            reads.append(theirs.recv(100))
+        sender.join()
+    assert reads[-1] == END_OF_STREAM
 
 
 def test_a_plain_error_before_the_first_bytes_is_a_status(backend, service):

@@ -18,14 +18,18 @@ from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.backends.tnx.model import (
+    ADVICE,
     CACHE_CALL,
     CLASSES,
     construct,
-    import_library,
     model_type_of,
     refusal,
 )
-from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
+from djl_python_neuronx.errors import (
+    BackendError,
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +47,17 @@ def compiler_version() -> str:
     """Return the version of the compiler's package. Graphs of one version do not run with another.
 
     Raises:
-        BackendUnavailableError: the library is missing.
+        BackendUnavailableError: it is missing.
     """
-    import_library()
     try:
         return metadata.version("neuronx-cc")
     except metadata.PackageNotFoundError:
+        pass
+    try:
         return str(importlib.import_module("neuronxcc").__version__)
+    except ImportError as error:
+        message = f"neuronx-cc, the compiler, cannot be imported: {error}. {ADVICE}"
+        raise BackendUnavailableError(message) from error
 
 
 def uncompilable(plan: LoadPlan) -> str | None:

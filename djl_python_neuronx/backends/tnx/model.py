@@ -23,6 +23,7 @@ from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
 from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE
 
 PACKAGE = "transformers-neuronx"
+ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
 
 CLASSES: Mapping[str, str] = MappingProxyType(
     {
@@ -50,16 +51,15 @@ def import_library() -> Any:  # noqa: ANN401  (a module without types)
     """
     found = libraries()
     fakes = [library.name for library in found.values() if library.state == "placeholder"]
-    advice = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
     if PACKAGE in fakes or (fakes and found[PACKAGE].state == "installed"):
         message = (
-            f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {advice}"
+            f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {ADVICE}"
         )
         raise BackendUnavailableError(message)
     try:
         return importlib.import_module("transformers_neuronx")
     except Exception as error:
-        message = f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}. {advice}"
+        message = f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}. {ADVICE}"
         raise BackendUnavailableError(message) from error
 
 

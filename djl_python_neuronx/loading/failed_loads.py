@@ -1,0 +1,72 @@
+"""Count of failed loads in a row that outlives the process: DJL Serving starts a new one for each attempt.
+
+The count of a model folder and a Java process is the size of a file, in a folder of temporary files that only this user
+may use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class FailedLoads:
+    """Failed loads of a model folder by the processes that this process's parent started."""
+
+    def __init__(self, model_dir: str) -> None:
+        """Parents are told apart by process id and start time."""
+        parent, started = os.getppid(), "0"
+        with suppress(OSError):  # no /proc
+            # Source: proc(5): field 22; the name in field 2 may have spaces and brackets.
+            started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        digest = hashlib.sha256(os.fsencode(model_dir)).hexdigest()[:16]
+        self.folder = Path(tempfile.gettempdir()) / f"djl-neuronx-{os.getuid()}"
+        self._name = f"failed-loads-{parent}-{started}-{digest}"
+
+    def add(self) -> int:
+        """Count one more. Returns the number of failed loads since the last success; 1 if it cannot be kept."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        try:
+            with self._opened() as folder:
+                file = os.open(self._name, flags, 0o600, dir_fd=folder)
+                try:
+                    os.write(file, b".")
+                    return os.fstat(file).st_size
+                finally:
+                    os.close(file)
+        except OSError as error:
+            logger.warning("failed_loads_not_counted folder=%s reason=%r", self.folder, str(error))
+            return 1
+
+    def clear(self) -> None:
+        """Forget them, after a load that succeeded."""
+        with suppress(OSError), self._opened() as folder:
+            os.unlink(self._name, dir_fd=folder)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder's descriptor.
+
+        Raises:
+            OSError: it is a link, belongs to another user or lets others in.
+        """
+        with suppress(FileExistsError):
+            self.folder.mkdir(0o700)
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(folder)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                msg = (
+                    f"{self.folder} must belong to user {os.getuid()} alone (mode 0700); remove it"
+                )
+                raise PermissionError(msg)
+            yield folder
+        finally:
+            os.close(folder)

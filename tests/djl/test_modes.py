@@ -1,0 +1,144 @@
+"""Requests through DJL's released engine in each of its modes: right answers, streams, errors, headers."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL
+
+pytest.importorskip("torch", reason="needs the `cpu` extra")
+pytestmark = pytest.mark.djl
+
+CHECKS = [json.loads(line) for line in (MODEL / "checks.jsonl").read_text().splitlines()]
+NUM_REQUESTS, NUM_CLIENTS = 40, 16
+COUNT = "1 2 3 4 5"
+JSON, JSON_LINES = "application/json", "application/jsonlines"
+
+
+def body(prompt=COUNT, num_tokens=20, *, stream=False, **parameters):
+    parameters = {"max_new_tokens": num_tokens, **parameters}
+    return {"inputs": prompt, "parameters": parameters, "stream": stream}
+
+
+def one(java, request, **more):
+    (answer,) = java.submit("tiny", request, **more)
+    return answer.wait()
+
+
+def generated(answer):
+    """The text of a whole answer or of a stream's last line."""
+    answer.wait()
+    assert (answer.status, answer.errors) == (200, []), answer.content
+    return json.loads(answer.content.splitlines()[-1])["generated_text"]
+
+
+def test_many_at_once_get_their_own_right_answers(served):
+    checks = CHECKS[:NUM_REQUESTS]
+
+    def ask(i):
+        check = checks[i]
+        return one(served, body(check["prompt"], check["max_new_tokens"], stream=i % 2 == 0))
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        found = [generated(answer) for answer in clients.map(ask, range(NUM_REQUESTS))]
+    assert found == [check["completion"] for check in checks]
+
+
+def test_seeded_answers_are_those_of_a_service_by_itself(served, alone):
+    bodies = [
+        body("7 8 9", 30, do_sample=True, seed=seed, temperature=1.5, top_p=0.95, ignore_eos=True)
+        for seed in range(6)
+    ]
+    found = [generated(answer) for answer in served.submit("tiny", *bodies)]
+    assert len(set(found)) > 1
+    assert found == [json.loads(alone(each))["generated_text"] for each in bodies]
+
+
+def test_a_stream_comes_in_pieces_that_make_the_whole(served):
+    answer = one(served, body(num_tokens=100, ignore_eos=True, stream=True))
+    whole = one(served, body(num_tokens=100, ignore_eos=True))
+    assert answer.headers["Content-Type"] == JSON_LINES
+    assert whole.headers["Content-Type"] == JSON
+    assert len(answer.chunks) > 1
+    lines = [json.loads(line) for line in answer.content.splitlines()]
+    assert len(lines) == 100
+    assert "".join(line["token"]["text"] for line in lines) == generated(answer)
+    assert generated(answer) == generated(whole)
+
+
+BAD = {
+    "empty": ("", 400),
+    "cut off": ("{", 400),
+    "no text": ('{"inputs": 5}', 400),
+    "unknown parameter": (body(no_such_parameter=1), 400),
+    "bad value": (body(stream=True, top_p=7), 400),
+    "long prompt": (body("one two three " * 200), 413),
+}
+
+
+def test_a_bad_request_gets_its_error_and_its_neighbours_their_answers(served):
+    checks = CHECKS[:4]
+    good = [body(check["prompt"], check["max_new_tokens"], stream=True) for check in checks]
+    bad = [request for request, _ in BAD.values()]
+    answers = served.submit("tiny", *good[:2], *bad, *good[2:])
+    refused = answers[2:-2]
+    for name, answer in zip(BAD, refused, strict=True):
+        assert answer.wait().status == BAD[name][1], name
+        error = json.loads(answer.content)
+        assert error["code"] == answer.status
+        assert error["error"]
+        assert answer.headers["Content-Type"] == JSON
+    found = [generated(answer) for answer in answers if answer not in refused]
+    assert found == [check["completion"] for check in checks]
+
+
+def test_the_clients_id_is_in_the_log(served, mode):
+    labels = [f"label-{mode}-{i}" for i in range(3)]
+    for label in labels:
+        generated(one(served, body(), headers={"requestId": label}))
+        served.wait_log(f"request_finished request_id={label} ")
+
+
+def test_two_requests_of_one_id_are_two_requests(served):
+    checks = CHECKS[10:14]
+    bodies = [body(check["prompt"], check["max_new_tokens"]) for check in checks]
+    answers = served.submit("tiny", *bodies, headers={"requestId": "same"})
+    assert [generated(answer) for answer in answers] == [check["completion"] for check in checks]
+
+
+def test_a_client_that_leaves_costs_nobody_else_anything(served, mode):
+    """Java does not report it: its tokens are made to the end, and its place is free then."""
+    long = body(num_tokens=200, ignore_eos=True, stream=True)
+    label = f"left-{mode}"
+    gone = served.submit("tiny", *[long] * MAX_RUNNING, headers={"requestId": label}, leave_after=1)
+    check = CHECKS[2]
+    stays = served.submit("tiny", body(check["prompt"], check["max_new_tokens"]))
+    assert [len(answer.wait().chunks) for answer in gone] == [1] * MAX_RUNNING
+    assert generated(*stays) == check["completion"]
+    served.wait_log(f"request_finished request_id={label} ", MAX_RUNNING)
+
+
+@pytest.mark.parametrize("mode", ["async"], indirect=True)
+def test_a_full_queue_says_when_to_come_back(served):
+    """In the other modes Java itself keeps back what does not fit."""
+    long = body(num_tokens=400, ignore_eos=True)
+    answers = served.submit("tiny", *[long] * 2 * (MAX_RUNNING + MAX_WAITING))
+    statuses = {answer.wait().status for answer in answers}
+    refused = [answer for answer in answers if answer.status == 503]
+    assert statuses == {200, 503}
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in refused)
+    assert len({generated(answer) for answer in answers if answer not in refused}) == 1
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+def test_a_plain_batch_answers_each_row_in_its_place(served):
+    checks = CHECKS[20:23]
+    bodies = [body(check["prompt"], check["max_new_tokens"]) for check in checks]
+    first, bad, *others = served.submit("tiny", bodies[0], "{", *bodies[1:], together=True)
+    assert [json.loads(answer.wait().content) for answer in (first, *others)] == [
+        {"generated_text": check["completion"]} for check in checks
+    ]
+    assert json.loads(bad.wait().content)["code"] == 400
