@@ -81,7 +81,7 @@ def send_prompts(port: int, counter: Any) -> None:  # noqa: ANN401
 
 
 def send_bodies(port: int, counter: Any) -> None:  # noqa: ANN401
-    post(port, LINE * (5_000_000 // len(LINE)), b"characters", counter)
+    post(port, LINE * (5_000_000 // len(LINE)), b"bytes", counter)
 
 
 def keep_idle(port: int, counter: Any) -> None:  # noqa: ANN401, ARG001
