@@ -13,6 +13,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -45,6 +46,7 @@ class Link:
         self, end: socket.socket, encode: Callable[[Sequence[Any]], Sequence[Any]] = list
     ) -> None:
         """`encode` turns what is sent into plain values, on the writing thread."""
+        self.opened_s = time.monotonic()
         self._socket = end
         self._reader = end.makefile("rb")
         self._encode = encode

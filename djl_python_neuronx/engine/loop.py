@@ -289,12 +289,11 @@ class EngineLoop:
         Raises:
             ServingError: it could not be loaded.
         """
-        started_s = time.monotonic()
         while (message := self._host.link.receive()) is not None:
             kind, *fields = message
             if kind == "ready":
                 facts, self.speculation = fields
-                self._load_s = time.monotonic() - started_s
+                self._load_s = time.monotonic() - self._host.link.opened_s
                 return SPEC.validate_python(facts)
             if kind == "failed":
                 self._end_engine()
