@@ -58,7 +58,7 @@ public final class Driver {
         void close() {
             predictor.close();
             model.close();
-            calls.shutdown();
+            calls.shutdownNow();
         }
     }
 
