@@ -172,10 +172,9 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
             mode: stack.enter_context(
                 sleep_device.sleep_server(
                     shutil.copytree(work / "model", work / mode),
-                    rows=STREAMS,
-                    length=length,
-                    longest_prompt=LONGEST_PROMPT,
-                    engine_process=mode,
+                    sleep_device.options(
+                        mode, rows=STREAMS, length=length, longest_prompt=LONGEST_PROMPT
+                    ),
                 )
             )
             for mode in modes

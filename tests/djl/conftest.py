@@ -92,6 +92,14 @@ def write_model(folder, mode, **options):
     return folder
 
 
+def write_toy(folder, mode, **options):
+    """A model folder for DJL with the toy backend of `tests.djl_entry`."""
+    lines = ["engine=Python", "option.entryPoint=tests.djl_entry"]
+    lines += [f"option.{name}={value}" for name, value in {**MODES[mode], **options}.items()]
+    (folder / "serving.properties").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def alone():
     """Answer a body with a service of this process: what the cpu backend gives by itself."""

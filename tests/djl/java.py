@@ -228,8 +228,12 @@ class Java:
         wait_until(lambda: self._events[model], self.tail)
         return self._events[model].pop(0)
 
+    def _lines(self):
+        """The lines of the driver's events."""
+        return self._process.stdout
+
     def _read_events(self):
-        for line in self._process.stdout:
+        for line in self._lines():
             event = json.loads(line)
             if "id" in event:
                 self._answers[event["id"]].feed(event)
