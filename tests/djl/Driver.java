@@ -31,7 +31,9 @@ import java.util.concurrent.TimeUnit;
  */
 public final class Driver {
 
-    private static final long CHUNK_TIMEOUT_S = 120; // DJL Serving's chunked_read_timeout
+    // DJL Serving's chunked_read_timeout, and the variable that it reads it from.
+    private static final long CHUNK_TIMEOUT_S =
+            Long.parseLong(System.getenv().getOrDefault("SERVING_CHUNKED_READ_TIMEOUT", "120"));
     private static final Gson GSON = new Gson();
     private static final ExecutorService READERS = Executors.newCachedThreadPool(Driver::daemon);
     private static final Map<String, Worker> WORKERS = new ConcurrentHashMap<>();
@@ -58,7 +60,7 @@ public final class Driver {
         void close() {
             predictor.close();
             model.close();
-            calls.shutdown();
+            calls.shutdownNow();
         }
     }
 
