@@ -60,7 +60,7 @@ START_S = 120.0
 SETTLE_S = 15.0
 """After the last answer, for descriptors and threads of the front; after its end, for its processes."""
 DRAIN_S = 20
-PREDICT_TIMEOUT_S = {True: 10.0, False: 30.0}
+PREDICT_TIMEOUT_S = {True: 10, False: 30}
 """Of the embedded server, and of DJL's engine, which ends a process that lets a call wait as long."""
 MARK = "SOAK_RUN"
 """Environment variable that every process of a run inherits."""
@@ -147,6 +147,8 @@ class Tally:
             self.outcomes[kind] += 1
             if kind == "wrong":
                 self.wrong.append(detail)
+                if len(self.wrong) <= SHOWN:
+                    print(outcome, file=sys.stderr)
             if kind == "right":
                 healed = [killed_s for killed_s in self._open if killed_s < sent_s]
                 self.recoveries += [now - killed_s for killed_s in healed]
@@ -209,13 +211,13 @@ def _refusal(reply: Reply) -> str:
     found = json.loads(reply.data)
     if reply.status not in CLEAN_STATUSES or found["code"] != reply.status or not found["error"]:
         return f"wrong: status {reply.status}: {reply.data[-200:]!r}"
-    return f"error {reply.status} {found['type']}"
+    return f"error {reply.status} {found.get('type', '')}".rstrip()
 
 
 def _whole(reply: Reply, text: str) -> str:
     found = json.loads(reply.data)
     if "code" in found:
-        return f"error in body {found['code']} {found['type']}"
+        return f"error in body {found['code']} {found.get('type', '')}".rstrip()
     if found["generated_text"] != text:
         return f"wrong: text {found['generated_text']!r}, expected {text!r}"
     return "right"
@@ -234,7 +236,11 @@ def _streamed(reply: Reply, form: str, text: str) -> str:
         return f"wrong: the stream ends with {rest!r}"
     last = found[-1]
     if "code" in last:
-        return f"error event {last['code']} {last['type']}" if last["error"] else "wrong: no error"
+        return (
+            f"error event {last['code']} {last.get('type', '')}".rstrip()
+            if last["error"]
+            else "wrong: no error"
+        )
     if last["generated_text"] != text or made != text:
         return f"wrong: stream {made!r} and text {last['generated_text']!r}, expected {text!r}"
     return "right"
@@ -360,7 +366,7 @@ class Djl:
     def wait_ready(self) -> None:
         """Load the model."""
         self._java.load("tiny", self._folder)
-        (self.front,) = self._java.workers
+        (self.front,) = self._java.workers()
 
     @property
     def said(self) -> str:
@@ -370,7 +376,7 @@ class Djl:
     @property
     def alive(self) -> bool:
         """True while Java has the process that it started first."""
-        return self._java.workers == [self.front]
+        return self._java.workers() == [self.front]
 
     def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
         """Send a request and read until its end; a client that leaves a stream does so after some chunks."""
@@ -416,10 +422,10 @@ class Djl:
 
     def end(self) -> int:
         """Close the model. Returns the exit status of the JVM."""
-        return self._java.close()
+        return self._java.end()
 
     def kill(self) -> None:
-        """Close it, if that has not happened."""
+        """End it whatever its state."""
         self._java.close()
 
 
@@ -618,7 +624,7 @@ def soak(
     kills: int,
     streams: int,
     seed: int,
-    predict_timeout: float | None = None,
+    predict_timeout: int | None = None,
     num_questions: int = 60,
 ) -> dict[str, Any]:
     """Run it. Returns the object that is printed; `wrong` is empty if nothing was.
@@ -655,12 +661,13 @@ def soak(
             began_s = time.monotonic()
             exit_status = door.end()
             end_s = time.monotonic() - began_s
+            wait_until(lambda: not marked(mark), SETTLE_S)
+            processes = [_read(pid, "cmdline").decode() for pid in marked(mark)]
         finally:
             door.kill()
-            wait_until(lambda: not marked(mark), SETTLE_S)
         leftovers = {
             "grown": after.grown(before),
-            "processes": marked(mark),
+            "processes": processes,
             "port": door.port is not None and port_taken(door.port),
             "files": sorted(str(path) for path in temporary.iterdir()),
             "shared_memory": sorted(name for name in soak.memory if Path(name).exists()),
@@ -707,7 +714,7 @@ def main() -> int:
         "--seed", type=int, help="of questions, signals and delays; default: random"
     )
     parser.add_argument(
-        "--predict-timeout", type=float, default=5.0, help="option of the server, s"
+        "--predict-timeout", type=int, help="option of the server, s; default: 10, DJL 30"
     )
     parser.add_argument("--json", action="store_true", help="no effect: it is one object anyway")
     options = parser.parse_args()
