@@ -386,6 +386,8 @@ class Djl:
         answer = self._send((accept, num_chunks), question.body(form).decode())
         patience_s = DJL_DEADLINE_S if leave_s is None or leaves_stream else leave_s
         over = not answer.done.wait(patience_s)
+        if any(JAVA_TIMEOUT in message for message in answer.errors) and not answer.chunks:
+            return Reply(503, json.dumps({"code": 503, "error": JAVA_TIMEOUT}).encode())
         return Reply(
             answer.status or 0,
             answer.content,
@@ -430,6 +432,8 @@ class Djl:
 
 
 BATCH_SIZE = 16
+JAVA_TIMEOUT = "Time out in: "
+"""Rolling mode: Java gives up a request that has waited for a free row as long as `predict_timeout`."""
 MODES = {
     "async": {"async_mode": "true", "rolling_batch": "disable"},
     "rolling": {"rolling_batch": "tnx"},
