@@ -9,14 +9,17 @@
 `--device sleep`: a device that only waits (`sleep_device.py`), and costs the host nothing. One row for each shape,
 setting and door, medians of `--runs` runs, the servers and the bare loop in turn:
 
-* `door`: what the streams are read from. `embedded`: `djl-neuronx serve`.
+* `door`: what the streams are read from. `embedded`: `djl-neuronx serve`. `djl_async`, `djl_rolling`: DJL's released
+  Java engine in that mode, run by `tests/djl` (Java 17, Maven).
 * `engine_process`: the option's value; `default`: it was not set.
 * `setting`: greedy; topk_topp: top_k 50 and top_p 0.9; topp: top_p 0.9 alone; both at temperature 0.8.
 * `rows`, `vocab`: streams at once, and logits of each in a step.
 * `device_us`: a step of the bare loop, a process that calls the device and nothing else.
 * `step_us`: a step of the server while all streams run, by the times at which the device returned.
 * `loss_us`: `step_us` less `device_us`: what the host adds to each step.
-* `read_us`: CPU time per step of the clients, one process that reads all sockets every 50 ms, on the same cores.
+* `read_us`: CPU time per step of the clients, one process that reads all sockets every 50 ms, on the same cores; with
+  DJL, of Java too.
+* `arrived`: share of the tokens of a run that the clients read within it. Below 1 the text lags behind the device.
 
 `--device rig` (the default): transformers-neuronx itself on one llama of random weights. XLA's CPU computes in place of
 the device, and a program takes at least `--step-ms`: by default the published decode step of Llama-3-8B, whose
@@ -35,16 +38,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import itertools
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -79,10 +83,16 @@ SLEEP_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 SHAPES = ((8, 32_000, 10.45), (8, 128_256, 10.45), (32, 32_000, 15.0), (128, 32_000, 25.0))
 """Rows, vocabulary and step in ms."""
+DJL_MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "async": {"async_mode": "true", "rolling_batch": "disable"},
+        "rolling": {"rolling_batch": "tnx"},
+    }
+)
+PIPE_BYTES = 2**20
+DOORS = ("embedded", "djl_async", "djl_rolling")
 SLEEP_WARM_STEPS = 20
 SLEEP_PROMPT_LEN = 16
-STREAMED = 0.9
-"""Least share of the tokens of a run that has to arrive in it; fewer, and the text would lag behind the device."""
 TRUSTED = 0.9
 GREEDY_BOUND = 0.98
 ALLOWANCE = 0.01
@@ -236,14 +246,107 @@ def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
             yield compare(setting, bare, port, length, step_ms, options)
 
 
-@dataclass
-class Door:
-    """A loaded model that streams are read from."""
+class Embedded:
+    """`djl-neuronx serve`, read over sockets."""
 
-    name: str
-    engine_process: str
-    port: int
-    stamps: sleep_device.Stamps
+    name = "embedded"
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    @contextlib.contextmanager
+    def open(self, rows: int, payload: Mapping[str, Any]) -> Iterator[Callable[[], list[int]]]:
+        """Streams of a payload, and a function that waits and returns how many tokens of each have arrived."""
+        with open_streams(self._port, rows, payload) as streams:
+            received = [num_tokens(stream.recv(2**16), b"HTTP/1.1 200") for stream in streams]
+
+            def poll() -> list[int]:
+                time.sleep(POLL_S)
+                for i, stream in enumerate(streams):
+                    received[i] += num_tokens(stream.recv(2**20))
+                return list(received)
+
+            yield poll
+        time.sleep(QUIET_S)  # the server ends what nobody reads any more
+
+    def reader_s(self) -> float:
+        """CPU time of the clients so far."""
+        return time.process_time()
+
+
+class Released:
+    """DJL's released Java engine, with a model in one of its modes; its driver writes what arrives to a pipe."""
+
+    def __init__(self, mode: str, java: Any) -> None:  # noqa: ANN401
+        self.name = f"djl_{mode}"
+        self._java = java
+
+    @contextlib.contextmanager
+    def open(self, rows: int, payload: Mapping[str, Any]) -> Iterator[Callable[[], list[int]]]:
+        """See `Embedded.open`."""
+        answers = self._java.submit("sleep", *[payload] * rows)
+
+        def poll() -> list[int]:
+            time.sleep(POLL_S)
+            if failed := [
+                answer for answer in answers if answer.errors or answer.status not in {None, 200}
+            ]:
+                sys.exit(f"a stream has failed: {failed[0].errors} {failed[0].content[:500]!r}")
+            return [sum(chunk.count(b"\n") for chunk in [*answer.chunks]) for answer in answers]
+
+        yield poll
+        for answer in answers:  # Java reports no client that leaves
+            answer.wait()
+
+    def reader_s(self) -> float:
+        """CPU time of Java and of this process so far."""
+        return time.process_time() + self._java.cpu_s()
+
+
+Door = Embedded | Released
+
+
+@contextlib.contextmanager
+def open_door(name: str, folder: Path, engine_process: str, **shape: int) -> Iterator[Door]:
+    """A server of a model folder; `shape`: see `sleep_device.options`."""
+    model_options = sleep_device.options(engine_process, **shape)
+    if name == "embedded":
+        with sleep_device.sleep_server(folder, model_options) as port:
+            yield Embedded(port)
+        return
+    mode = name.removeprefix("djl_")
+    lines = ["engine=Python", "minWorkers=1", "maxWorkers=1", "option.entryPoint=sleep_device"]
+    lines += [f"option.{key}={value}" for key, value in (model_options | DJL_MODES[mode]).items()]
+    (folder / "serving.properties").write_text("\n".join(lines))
+    with released_java(folder) as java:
+        java.load("sleep", folder)
+        yield Released(mode, java)
+
+
+def released_java(work: Path) -> Any:  # noqa: ANN401
+    """A JVM with the driver of `tests/djl`, whose output is read every `POLL_S`."""
+    here = Path(__file__).parent
+    sys.path.append(str(here.parent))
+    from tests.djl.java import Java, compile_driver
+
+    class Polled(Java):  # type: ignore[misc]
+        def _lines(self) -> Iterator[bytes]:
+            pipe = self._process.stdout.fileno()
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            rest = b""
+            while data := os.read(pipe, PIPE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                yield from lines
+                time.sleep(POLL_S)
+
+        def cpu_s(self) -> float:
+            """CPU time of the JVM so far."""
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    (work / "driver").mkdir()
+    search_path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    return Polled(compile_driver(work / "driver"), work, {"PYTHONPATH": search_path})
 
 
 def sleep_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
@@ -267,43 +370,38 @@ def measure_shape(
     rows: int, vocab: int, step_ms: float, options: argparse.Namespace, work: Path
 ) -> Iterator[dict[str, Any]]:
     """The rows of one shape: `--runs` rounds of the bare loop and every door and setting."""
-    most_steps = SLEEP_WARM_STEPS + (options.seconds + 10) / step_ms * 1e3
-    length = SLEEP_PROMPT_LEN + int(most_steps)
+    # Real steps are longer than `step_ms`, so no stream ends within a run's clock.
+    num_tokens = 2 * SLEEP_WARM_STEPS + int(options.seconds / step_ms * 1e3)
+    length = SLEEP_PROMPT_LEN + num_tokens
+    shape = {"rows": rows, "length": length, "longest_prompt": SLEEP_PROMPT_LEN}
     sleep_device.save_model(work / "bare", vocab=vocab, step_s=step_ms / 1e3, length=length)
     sleep_device.Stamps(work / "bare")
     modes = ["true", "false"] if options.engine_process == "both" else [options.engine_process]
+    doors: dict[tuple[str, str], tuple[Door, sleep_device.Stamps]] = {}
     with contextlib.ExitStack() as stack:
-        doors = []
-        for mode in modes:
-            folder = shutil.copytree(work / "bare", work / mode)
-            port = stack.enter_context(
-                sleep_device.sleep_server(
-                    folder,
-                    rows=rows,
-                    length=length,
-                    longest_prompt=SLEEP_PROMPT_LEN,
-                    engine_process=mode,
-                )
-            )
-            doors.append(Door("embedded", mode, port, sleep_device.Stamps(folder)))
+        for door, mode in itertools.product(options.doors, modes):
+            folder = shutil.copytree(work / "bare", work / f"{door}-{mode}")
+            opened = stack.enter_context(open_door(door, folder, mode, **shape))
+            doors[door, mode] = opened, sleep_device.Stamps(folder)
         script = str(Path(sleep_device.__file__))
         bare = stack.enter_context(process([script, "bare", str(work / "bare"), str(rows)]))
         assert bare.stdout is not None
         bare.stdout.readline()
         device_us: list[float] = []
-        runs: dict[tuple[str, int], list[tuple[float, float]]] = {
-            case: [] for case in itertools.product(options.settings, range(len(doors)))
-        }
+        cases = list(itertools.product(options.settings, doors))
+        runs: dict[Any, list[tuple[float, float, float]]] = {case: [] for case in cases}
         for _ in range(options.runs):
             device_us.append(bare_rate(bare, options.seconds) * 1e6)
-            for (setting, i), found in runs.items():
+            for setting, door in cases:
                 payload = endless(SLEEP_PROMPT_LEN, length, SLEEP_SETTINGS[setting])
-                found.append(run_streams(doors[i], rows, payload, options.seconds))
-    for (setting, i), found in runs.items():
-        step_us, read_us = map(statistics.median, zip(*found, strict=True))
+                found = run_streams(*doors[door], rows, payload, options.seconds)
+                runs[setting, door].append(found)
+    for setting, (door, mode) in cases:
+        medians = map(statistics.median, zip(*runs[setting, (door, mode)], strict=True))
+        step_us, read_us, arrived = medians
         yield {
-            "door": doors[i].name,
-            "engine_process": doors[i].engine_process,
+            "door": door,
+            "engine_process": mode,
             "setting": setting,
             "rows": rows,
             "vocab": vocab,
@@ -311,33 +409,25 @@ def measure_shape(
             "step_us": round(step_us),
             "loss_us": round(step_us - statistics.median(device_us)),
             "read_us": round(read_us),
+            "arrived": round(arrived, 2),
         }
 
 
 def run_streams(
-    door: Door, rows: int, payload: Mapping[str, Any], seconds: float
-) -> tuple[float, float]:
-    """Stream `rows` requests for some seconds. Returns step and reader's CPU time per step, in µs."""
-    with open_streams(door.port, rows, payload) as streams:
-        received = [num_tokens(stream.recv(2**16), b"HTTP/1.1 200") for stream in streams]
-
-        def poll() -> None:
-            time.sleep(POLL_S)
-            for i, stream in enumerate(streams):
-                received[i] += num_tokens(stream.recv(2**20))
-
-        while min(received) < SLEEP_WARM_STEPS:
-            poll()
-        (first, began_s), cpu_s, arrived = door.stamps.last(), time.process_time(), sum(received)
+    door: Door, stamps: sleep_device.Stamps, rows: int, payload: Mapping[str, Any], seconds: float
+) -> tuple[float, float, float]:
+    """Stream `rows` requests for some seconds. Returns `step_us`, `read_us` and `arrived`."""
+    with door.open(rows, payload) as poll:
+        while min(received := poll()) < SLEEP_WARM_STEPS:
+            pass
+        (first, began_s), cpu_s, before = stamps.last(), door.reader_s(), sum(received)
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            poll()
-        (last, ended_s), cpu_s = door.stamps.last(), time.process_time() - cpu_s
-        num_steps, share = last - first, (sum(received) - arrived) / (last - first) / rows
-    if share < STREAMED:
-        sys.exit(f"only {share:.0%} of the tokens of a run arrived in it; the text lags behind")
-    time.sleep(QUIET_S)  # the server ends what nobody reads any more
-    return (ended_s - began_s) / num_steps * 1e6, cpu_s / num_steps * 1e6
+            received = poll()
+        (last, ended_s), cpu_s = stamps.last(), door.reader_s() - cpu_s
+        num_steps = last - first
+    arrived = (sum(received) - before) / num_steps / rows
+    return (ended_s - began_s) / num_steps * 1e6, cpu_s / num_steps * 1e6, arrived
 
 
 def main() -> int:
@@ -362,6 +452,7 @@ def main() -> int:
         default="default",
         help="option.engine_process of the servers; default: not set",
     )
+    sleep.add_argument("--doors", nargs="*", choices=DOORS, default=DOORS[:1])
     options = parser.parse_args()
     on_sleep = options.device == "sleep"
     options.seconds = options.seconds or (2.0 if on_sleep else 20.0)

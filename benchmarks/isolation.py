@@ -81,7 +81,7 @@ def send_prompts(port: int, counter: Any) -> None:  # noqa: ANN401
 
 
 def send_bodies(port: int, counter: Any) -> None:  # noqa: ANN401
-    post(port, LINE * (5_000_000 // len(LINE)), b"characters", counter)
+    post(port, LINE * (5_000_000 // len(LINE)), b"bytes", counter)
 
 
 def keep_idle(port: int, counter: Any) -> None:  # noqa: ANN401, ARG001
@@ -144,9 +144,11 @@ def token_gaps(port: int, length: int, seconds: float) -> list[float]:
         while (now_s := time.monotonic()) < warm_s + seconds:
             for key, _ in selector.select(1.0):
                 data, facts, _, _ = key.fileobj.recvmsg(2**16, 64)
+                count = num_tokens(data)
+                if not facts:  # arrived before the kernel began to take the time
+                    continue
                 seconds_part, nanoseconds = struct.unpack("qq", facts[0][2])
                 arrived_s = seconds_part + nanoseconds / 1e9
-                count = num_tokens(data)
                 if count and now_s > warm_s and key.fd in last_s:
                     # Of tokens that arrived together only the last time is known.
                     gaps += [(arrived_s - last_s[key.fd]) * 1e3, *[0.0] * (count - 1)]
@@ -170,10 +172,9 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
             mode: stack.enter_context(
                 sleep_device.sleep_server(
                     shutil.copytree(work / "model", work / mode),
-                    rows=STREAMS,
-                    length=length,
-                    longest_prompt=LONGEST_PROMPT,
-                    engine_process=mode,
+                    sleep_device.options(
+                        mode, rows=STREAMS, length=length, longest_prompt=LONGEST_PROMPT
+                    ),
                 )
             )
             for mode in modes

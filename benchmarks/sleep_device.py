@@ -3,6 +3,8 @@
     python benchmarks/sleep_device.py serve MODEL ...    # MODEL: a folder that `save_model` has written
     python benchmarks/sleep_device.py bare MODEL ROWS    # the bare loop: reads seconds, prints seconds per step
 
+As `option.entryPoint` it is the handler for DJL Serving, on the same device.
+
 `device_bound.py --device sleep` and `isolation.py` import the rest: model folder, processes, streams. Nothing here
 needs torch.
 """
@@ -28,8 +30,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.handler import handle
 
-BACKENDS = Path(__file__).parent / "sleep_backends"
+__all__ = ["handle"]
+
+backends.__path__.insert(0, str(Path(__file__).parent / "sleep_backends"))
 NUM_STAMPS = 2**14
 START_S = 300.0
 ENGINE_PROCESS = ("true", "false", "both", "default")
@@ -93,10 +98,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def serve_command(model: Path, port: int, options: Mapping[str, object]) -> list[str]:
+def serve_command(model: Path, port: int, model_options: Mapping[str, object]) -> list[str]:
     """Return the arguments that serve a model with these options."""
     words = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--log-level"]
-    return [*words, "warning", *(w for name, v in options.items() for w in ("-o", f"{name}={v}"))]
+    return [
+        *words,
+        "warning",
+        *(w for name, v in model_options.items() for w in ("-o", f"{name}={v}")),
+    ]
 
 
 def wait_ready(server: subprocess.Popen[str], port: int) -> None:
@@ -110,21 +119,24 @@ def wait_ready(server: subprocess.Popen[str], port: int) -> None:
     sys.exit(f"the server is not ready after {START_S:g} s, or has ended; its messages are above")
 
 
-@contextlib.contextmanager
-def sleep_server(
-    model: Path, *, rows: int, length: int, longest_prompt: int, engine_process: str
-) -> Iterator[int]:
-    """A server of a model folder; its port. `engine_process`: true, false or default, which leaves the option out."""
-    options: dict[str, object] = {
+def options(
+    engine_process: str, *, rows: int, length: int, longest_prompt: int
+) -> dict[str, object]:
+    """Return the options that serve a model folder. `engine_process`: true, false or default, which leaves it out."""
+    found: dict[str, object] = {
         "model_loader": "cpu",
         "n_positions": length,
         "context_length_estimate": longest_prompt,
         "max_rolling_batch_size": rows,
     }
-    if engine_process != "default":
-        options["engine_process"] = engine_process
+    return found if engine_process == "default" else {**found, "engine_process": engine_process}
+
+
+@contextlib.contextmanager
+def sleep_server(model: Path, model_options: Mapping[str, object]) -> Iterator[int]:
+    """A server of a model folder; its port."""
     port = free_port()
-    with process([__file__, *serve_command(model, port, options)]) as server:
+    with process([__file__, *serve_command(model, port, model_options)]) as server:
         wait_ready(server, port)
         yield port
 
@@ -190,7 +202,6 @@ def main() -> int:
     """Run the bare loop, or a command of djl-neuronx."""
     from djl_python_neuronx import cli
 
-    backends.__path__.insert(0, str(BACKENDS))
     if sys.argv[1:2] == ["bare"]:
         bare_loop(Path(sys.argv[2]), int(sys.argv[3]))
         return 0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.djl.java import missing_programs
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -57,6 +59,17 @@ def test_streams_from_a_device_that_sleeps():
         assert abs(row["step_us"] - row["device_us"] - row["loss_us"]) <= 1
         assert (row["door"], row["rows"], row["vocab"]) == ("embedded", 3, 500)
         assert row["read_us"] > 0
+
+
+@pytest.mark.djl
+def test_streams_through_djls_released_engine():
+    if why := missing_programs():
+        pytest.skip(why)
+    narrow = "--device sleep --rows 2 --vocab 500 --step-ms 2 --seconds 0.2 --runs 1"
+    doors = ["--settings", "greedy", "--doors", "djl_async", "djl_rolling"]
+    rows = _rows("device_bound.py", *narrow.split(), *doors)
+    assert [row["door"] for row in rows] == ["djl_async", "djl_rolling"]
+    assert min(row["arrived"] for row in rows) > 0
 
 
 def test_time_between_tokens_under_a_load():

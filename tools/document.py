@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
@@ -84,6 +85,9 @@ _EXAMPLE_HEAD = """\
 engine=Python
 option.entryPoint=djl_python_neuronx.handler
 option.async_mode=true
+
+# Read by DJL Serving itself, without `option.`: deaths of the process that it may heal, and one process for the model.
+{arguments}
 """
 
 
@@ -215,7 +219,8 @@ def example_file() -> str:
             lines = textwrap.wrap(f"{texts[name]} Allowed: {allowed_values(name)}.", 110)
             commented = "".join(f"# {line}\n" for line in lines)
             blocks.append(f"{commented}#option.{name}={default}")
-    return _EXAMPLE_HEAD + "\n" + "\n\n".join(blocks) + "\n"
+    arguments = "\n".join(f"{name}={value}" for name, value in ARGUMENTS.items())
+    return _EXAMPLE_HEAD.format(arguments=arguments) + "\n" + "\n\n".join(blocks) + "\n"
 
 
 def equivalents(name: str) -> str:

@@ -33,6 +33,7 @@ from djl_python_neuronx.artifacts.folder import (
     some,
 )
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
+from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
 from djl_python_neuronx.config.sources import from_file
@@ -116,14 +117,20 @@ def properties_file(
 ) -> bytes:
     """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
 
-    `arguments` are keys without `option.`, which DJL Serving reads itself.
+    `arguments` are keys without `option.`, which DJL Serving reads itself. They override the advised ones.
     """
     pinned = {
         f"option.{name}": _text(value)
         for name, value in sorted(options.items())
         if value is not None and name not in _LOCAL_OPTIONS | {"entryPoint"}
     }
-    lines = {**arguments, "engine": "Python", "option.entryPoint": entry_point, **pinned}
+    lines = {
+        **ARGUMENTS,
+        **arguments,
+        "engine": "Python",
+        "option.entryPoint": entry_point,
+        **pinned,
+    }
     buffer = io.StringIO()
     javaproperties.dump(lines, buffer, timestamp=False)
     return buffer.getvalue().encode("ascii")

@@ -14,10 +14,21 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions, names_where, option
 from djl_python_neuronx.config.sources import Inputs, Setting, try_path
+from djl_python_neuronx.config.values import join_words
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 ARGUMENTS: Final = {"retry_threshold": "3", "minWorkers": "1", "maxWorkers": "1"}
 """Keys without ``option.`` for `serving.properties`, each with the value for one model on the cores that it gets."""
+_ONE_WORKER = (
+    "on a CPU DJL Serving starts a second process under load and stops it later, which counts as a death in "
+    "asynchronous mode"
+)
+_COSTS = {
+    "retry_threshold": "after the first death of its process DJL Serving refuses the model's requests for ever",
+    "minWorkers": _ONE_WORKER,
+    "maxWorkers": _ONE_WORKER,
+}
+"""What it costs to leave out one of `ARGUMENTS`."""
 _NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
@@ -45,6 +56,20 @@ def findings(
     firsts = _firsts(written)
     yield from _numbers(firsts)
     yield from _rows(firsts, options)
+
+
+def missing_arguments(in_file: Sequence[Setting], environ: Mapping[str, str]) -> Finding | None:
+    """Warning about `ARGUMENTS` that a file lacks; None for a file that was not written for DJL Serving."""
+    given = {setting.name.rpartition(".")[2] for setting in in_file if not setting.by_user}
+    if "SERVING_RETRY_THRESHOLD" in environ:
+        given.add("retry_threshold")
+    missing = [name for name in ARGUMENTS if name not in given]
+    if not missing or not _for_djl(in_file):
+        return None
+    costs = "; ".join(dict.fromkeys(_COSTS[name] for name in missing))
+    lines = join_words(f"{name}={ARGUMENTS[name]}" for name in missing)
+    problem = f"{join_words(missing)} not set: {costs}; write {lines}, without `option.`"
+    return Finding(tuple(missing), problem, "warning")
 
 
 def chunked_read_timeout_s(environ: Mapping[str, str]) -> int:

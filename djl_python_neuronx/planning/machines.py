@@ -62,6 +62,15 @@ class DeviceInfo:
         """True if the machine has a Neuron device, working or not."""
         return self.neuron_devices > 0
 
+    @property
+    def core_bytes_per_s(self) -> float:
+        """Memory bandwidth of a logical core, an even share of its chip's; 0 if unknown."""
+        family = FAMILIES.get(self.family or "")
+        if family is None:
+            return 0.0
+        chip_bytes = family.core_memory_bytes * family.cores_per_device
+        return family.chip_bytes_per_s * self.core_memory_bytes / chip_bytes
+
     def machines(self, degree: int) -> int:
         """Return the number of machines like this one that a tensor parallel group of `degree` cores spans."""
         return -(-degree // self.local_degree) if self.local_degree else 1
@@ -82,6 +91,8 @@ class Family:
     """Logical cores of a chip in its default configuration."""
     core_memory_bytes: int
     """Device memory of a chip divided by its logical cores."""
+    chip_bytes_per_s: float
+    """Bandwidth of a chip's device memory."""
     used_degrees: tuple[int, ...] = ()
     """Undocumented degrees that guides use."""
 
@@ -94,10 +105,23 @@ FAMILIES: Final[Mapping[str, Family]] = {
             (1, 2, 4, 8, 24),
             cores_per_device=2,
             core_memory_bytes=16 * GIB,
+            chip_bytes_per_s=820e9,
             used_degrees=(12,),  # all cores of an inf2.24xlarge
         ),
-        Family("trn1", (1, 2, 8, 16, 32), cores_per_device=2, core_memory_bytes=16 * GIB),
-        Family("trn2", (1, 2, 4, 8, 16, 32, 64), cores_per_device=4, core_memory_bytes=24 * GIB),
+        Family(
+            "trn1",
+            (1, 2, 8, 16, 32),
+            cores_per_device=2,
+            core_memory_bytes=16 * GIB,
+            chip_bytes_per_s=820e9,
+        ),
+        Family(
+            "trn2",
+            (1, 2, 4, 8, 16, 32, 64),
+            cores_per_device=4,
+            core_memory_bytes=24 * GIB,
+            chip_bytes_per_s=2.9e12,
+        ),
     )
 }
 """Kinds of chips by name. Trn2 is counted with two physical cores to a logical one (LNC 2), its default.

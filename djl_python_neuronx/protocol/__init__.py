@@ -34,11 +34,12 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
     """Parse a JSON body.
 
     Raises:
-        RequestError: the body is not JSON, not an object, or not a request that its protocol accepts.
+        RequestError: the body is too large, not JSON, not an object, or not a request that its protocol accepts.
     """
     if not body:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
+    context.check_size(body)
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -152,6 +152,15 @@ def test_the_entry_point_and_djl_s_own_keys_are_there(model, tmp_path):
     assert "tgi_compat" not in found
 
 
+def test_djl_s_own_keys_are_the_user_s_or_the_advised_ones(model, tmp_path):
+    source = model / "serving.properties"
+    source.write_text(source.read_text() + "retry_threshold=7\n")
+    write(model, tmp_path / "out")
+    found = {one.name: one.value for one in from_file(tmp_path / "out") if not one.by_user}
+    assert found["retry_threshold"] == "7"
+    assert found["maxWorkers"] == "1"
+
+
 # DJL Serving's keys and ours have no control characters; values may have any text.
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 

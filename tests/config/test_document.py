@@ -6,6 +6,7 @@ import javaproperties
 import pytest
 from pydantic import ValidationError
 
+from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
@@ -95,12 +96,16 @@ def test_the_example_file_has_every_option_with_a_value_that_is_its_default():
     written = {
         key.removeprefix("option."): value
         for key, value in javaproperties.loads(uncommented).items()
-        if key not in {"engine", "option.entryPoint", "option.async_mode"}
+        if key not in {"engine", "option.entryPoint", "option.async_mode", *ARGUMENTS}
     }
     assert set(written) == set(ServingOptions.model_fields) - {"model_dir", "async_mode"}
     given = {name: value for name, value in written.items() if value}
     assert ServingOptions.model_validate(given) == ServingOptions()
     assert all(ServingOptions.model_fields[name].default is None for name in written.keys() - given)
+
+
+def test_the_example_file_has_the_keys_that_djl_serving_needs():
+    assert javaproperties.loads(EXAMPLE).items() >= ARGUMENTS.items()
 
 
 def test_lines_fit_a_screen():

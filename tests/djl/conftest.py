@@ -65,9 +65,9 @@ def served(mode, start_java, tmp_path_factory):
     )
     with start_java() as java:
         java.load("tiny", folder)
-        before = java.workers
+        before = java.workers()
         yield java
-        assert java.workers == before, java.tail()
+        assert java.workers() == before, java.tail()
 
 
 def write_model(folder, mode, **options):
@@ -81,6 +81,14 @@ def write_model(folder, mode, **options):
     }
     lines = ["engine=Python", "minWorkers=1", "maxWorkers=1", "retry_threshold=10"]
     lines += [f"option.{name}={value}" for name, value in options.items()]
+    (folder / "serving.properties").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_toy(folder, mode, **options):
+    """A model folder for DJL with the toy backend of `tests.djl_entry`."""
+    lines = ["engine=Python", "option.entryPoint=tests.djl_entry"]
+    lines += [f"option.{name}={value}" for name, value in {**MODES[mode], **options}.items()]
     (folder / "serving.properties").write_text("\n".join(lines) + "\n")
     return folder
 

@@ -681,19 +681,23 @@ option.waiting_steps=4
 """
 
 
-def test_an_old_file_works_but_for_the_two_lines_that_have_to_change(environ, tmp_path):
+def test_an_old_file_works_but_for_the_lines_that_have_to_change(environ, tmp_path):
     path = tmp_path / "serving.properties"
     path.write_text(
         OLD_FILE.format(entry_point="djl_python.transformers_neuronx", rolling_batch="auto")
     )
     old = run(tmp_path, environ, "inf2.48xlarge")
     assert old.findings.messages("error") == ()
-    assert len(old.findings.messages("warning")) == 2
+    assert len(old.findings.messages("warning")) == 3
     told = " ".join(old.findings.messages("warning"))
     for fix in ("option.entryPoint=djl_python_neuronx.handler", "option.async_mode=true"):
         assert fix in told
     assert "option.rolling_batch=tnx" in told
-    path.write_text(OLD_FILE.format(entry_point="djl_python_neuronx.handler", rolling_batch="tnx"))
+    added = "retry_threshold=3\nminWorkers=1\nmaxWorkers=1\n"
+    assert all(f"{line}" in told for line in added.split())
+    path.write_text(
+        added + OLD_FILE.format(entry_point="djl_python_neuronx.handler", rolling_batch="tnx")
+    )
     new = run(tmp_path, environ, "inf2.48xlarge")
     assert (new.findings.messages("error"), new.findings.messages("warning")) == ((), ())
     assert new.prepared.planned.arguments == old.prepared.planned.arguments
@@ -707,6 +711,69 @@ def test_an_old_file_works_but_for_the_two_lines_that_have_to_change(environ, tm
     assert "-O2" in " ".join(new.prepared.planned.arguments.compiler_flags)
     assert "quant" not in new.prepared.planned.arguments.neuron_config
     assert "waiting_steps" in new.resolved.ignored
+
+
+DJL_FILE = "engine=Python\noption.entryPoint=djl_python_neuronx.handler\noption.async_mode=true\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "variables", "missing"),
+    [
+        ("", {}, ["retry_threshold", "minWorkers", "maxWorkers"]),
+        ("minWorkers=1\nmaxWorkers=1\n", {}, ["retry_threshold"]),
+        ("nc.minWorkers=1\ngpu.maxWorkers=2\nretry_threshold=0\n", {}, []),
+        ("minWorkers=1\n", {"SERVING_RETRY_THRESHOLD": "9"}, ["maxWorkers"]),
+    ],
+)
+def test_keys_that_djl_serving_needs(tmp_path, laptop, lines, variables, missing):
+    warnings = run(folder(tmp_path, DJL_FILE + lines), variables).findings.messages("warning")
+    found = [text for text in warnings if "without `option.`" in text]
+    assert len(found) == (1 if missing else 0)
+    named = re.findall(r"(\w+)=\d", "".join(found))
+    assert named == missing
+    assert run(tmp_path, variables).ok
+
+
+def test_keys_of_djl_serving_do_not_matter_outside_it(tmp_path, laptop):
+    report = run(folder(tmp_path, "option.n_positions=256\n"))
+    assert not [text for text in report.findings.messages("warning") if "retry_threshold" in text]
+
+
+RECIPE = ROOT / "configs" / "mistral-7b-inf2.properties"
+
+
+def late_answers(environ, machine="inf2.xlarge", target=RECIPE, **options):
+    notes = run(target, environ, machine, **options).findings.messages("note")
+    return [text for text in notes if "chunked_read_timeout" in text]
+
+
+def test_the_longest_answer_may_take_longer_than_djl_serving_waits(environ):
+    # 7.24 billion parameters in bfloat16 on two cores with 410 GB/s each: 17 ms for a token.
+    (note,) = late_answers(environ)
+    assert "n_positions=8192" in note
+    assert 130 < int(re.search(r"at least (\d+) s", note)[1]) < 150
+    assert "120 s" in note
+    variable = re.search(r"SERVING_CHUNKED_READ_TIMEOUT to (\d+)", note)[1]
+    assert late_answers({**environ, "SERVING_CHUNKED_READ_TIMEOUT": variable}) == []
+    assert late_answers(environ, n_positions="4096", context_length_estimate="4096") == []
+    assert late_answers(
+        {**environ, "SERVING_CHUNKED_READ_TIMEOUT": "2"},
+        n_positions="4096",
+        context_length_estimate="4096",
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "options"),
+    [
+        ("inf2.48xlarge", {"tensor_parallel_degree": "24"}),  # fewer bytes on each core
+        ("inf2.xlarge", {"model_loader": "cpu"}),
+        ("inf2.xlarge", {"async_mode": "false"}),
+        ("inf2.xlarge", {"ngram_prompt_lookup_max": "3"}),
+    ],
+)
+def test_the_time_of_the_longest_answer_is_short_or_unknown(environ, machine, options):
+    assert late_answers(environ, machine, **options) == []
 
 
 def test_variables_name_a_model_where_the_folder_holds_none(environ, tmp_path, laptop):

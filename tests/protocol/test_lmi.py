@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
+    BodyTooLargeError,
     PromptTooLongError,
     RequestError,
     StepError,
     UnsupportedParameterError,
 )
 from djl_python_neuronx.protocol import parse_body
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import (
+    BESIDE_PROMPT_BYTES,
+    ParseContext,
+    ParsedRequest,
+)
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.toy_tokenizer import TOKENIZER
@@ -336,6 +341,22 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     context = ParseContext(tokenizer=Refusing(), request_id="r", max_prompt_chars=10)  # type: ignore[arg-type]
     with pytest.raises(PromptTooLongError, match="11 characters"):
         parse_body(b'{"inputs": "12345678901"}', context)
+
+
+def test_a_body_that_no_prompt_needs_is_refused_before_it_is_parsed() -> None:
+    limits = {"max_prompt_chars": 10}
+    longest = 6 * 10 + BESIDE_PROMPT_BYTES
+    with pytest.raises(BodyTooLargeError, match=f"{longest + 1} bytes.*more than {longest}"):
+        parse(b"no JSON".ljust(longest + 1), **limits)
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse(b"no JSON".ljust(longest), **limits)
+
+
+def test_a_prompt_of_escapes_alone_fits_into_the_largest_body() -> None:
+    escaped = "\\u0041" * 10
+    stops = json.dumps(["\x01" * 1000] * 64)
+    body = f'{{"inputs": "{escaped}", "parameters": {{"stop": {stops}}}}}'.encode()
+    assert parse(body, max_prompt_chars=10).request.prompt_ids
 
 
 @pytest.mark.parametrize("stops", [["a"] * 65, ["a" * 1001]])
