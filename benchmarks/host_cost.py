@@ -40,6 +40,7 @@ from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import BlockingQueue
+from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.protocol.base import Formatter, ParseContext
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.sampling import SamplingParams
@@ -218,7 +219,9 @@ def _generate(
     sampling = sampling or SETTINGS[case.setting]
     random = np.random.default_rng(1)
     tokenizer = TableTokenizer(case.vocab)
-    loop = EngineLoop(Engine(backend), tokenizer, max_waiting=0, observer=Recorder(Metrics()))
+    loop = EngineLoop(
+        lambda: EngineThread(lambda: Engine(backend)), tokenizer, observer=Recorder(Metrics())
+    )
     body = {"inputs": "-", "stream": case.format == "jsonlines"}
     inbox = BlockingQueue()
     formatters: dict[str, Formatter] = {}
@@ -230,10 +233,9 @@ def _generate(
             replace(parsed.request, prompt_ids=prompt, sampling=sampling, max_new_tokens=num_tokens)
         )
         formatters[str(i)] = parsed.formatter
+    started_s = time.process_time()
     for request in requests:
         loop.submit(request, inbox)
-    loop.start()
-    started_s = time.process_time()
     open_requests = case.batch
     sent = 0
     while open_requests:

@@ -207,9 +207,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}
 
-    def load() -> Service:
-        with progress_bars(sys.stderr) as progress:
-            return Service.load(None, model_dir, overrides=overrides, progress=progress)
+    def load(stage: Callable[[str], None], on_death: Callable[[ServingError], None]) -> Service:
+        with progress_bars(sys.stderr) as bars:
+            progress = bars.in_words(stage)
+            return Service.load(
+                None, model_dir, overrides=overrides, on_death=on_death, progress=progress
+            )
 
     port = arguments.port or _port_from_environment()
     where = arguments.model if model_dir is None else str(model_dir.resolve())
@@ -346,11 +349,7 @@ def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
 
     def compiled(progress: CompileProgress) -> None:
         done, total = progress.num_done, progress.num_graphs
-        state = (
-            f"graph {done}/{total}, {progress.elapsed_s / 60:.0f} min, "
-            f"about {progress.remaining_s / 60:.0f} min left"
-        )
-        bars.update(graphs, completed=done, total=total, visible=done < total, state=state)
+        bars.update(graphs, completed=done, total=total, visible=done < total, state=str(progress))
 
     with _log_above(console), bars:
         yield LoadProgress(transfer, compiled)

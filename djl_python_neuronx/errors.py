@@ -187,6 +187,14 @@ class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
 
 
+def load_failure(error: Exception) -> ServingError:
+    """Return the error for the clients of a model that could not be loaded because of `error`."""
+    if isinstance(error, ServingError):
+        return error
+    kind = DeviceMemoryError if isinstance(error, MemoryError) else ServingError
+    return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
+
+
 def revive(code: str, message: str) -> ServingError:
     """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
 

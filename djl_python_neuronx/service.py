@@ -7,27 +7,22 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx import backends
-from djl_python_neuronx.backends.base import Backend, ModelSpec, Want
+from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
-from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import longest_prompt
-from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
-from djl_python_neuronx.engine.warmup import warm_up as run_every_graph
-from djl_python_neuronx.errors import (
-    BackendError,
-    IncompatibleOptionsError,
-    ServingError,
-    StepError,
-)
-from djl_python_neuronx.loading.compiled import Compiled, obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
+from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings
+from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.loading.compiled import obtain
+from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, prepare_or_raise
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.telemetry import Metrics, Recorder
@@ -45,49 +40,38 @@ class Service:
     def __init__(
         self,
         options: ServingOptions,
-        backend: Backend,
         tokenizer: Tokenizer,
+        launch: Callable[[], Host],
         *,
-        proposer: Proposer | None = None,
-        warm_up: bool = False,
         on_death: Callable[[ServingError], None] | None = None,
+        progress: LoadProgress = SILENT,
     ) -> None:
-        """Start the engine; with `warm_up`, run every graph once before. `on_death`: see `EngineLoop`.
+        """Start the engine with `launch` and wait until it is ready. `on_death`: see `EngineLoop`.
 
-        `proposer` proposes tokens for a backend that verifies them. Both are closed with the service, and also if the
-        warm-up fails.
+        Raises:
+            ServingError: the engine could not be loaded.
         """
         self.options = options
-        self.backend = backend
-        self._proposer = proposer
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
-        self._max_prompt_chars = _max_prompt_chars(backend.spec, tokenizer)
-        engine = Engine(
-            backend,
-            decode_interleave=options.decode_interleave,
-            max_join_wait_s=options.max_join_wait_ms / 1000,
-            proposer=proposer,
-        )
-        if warm_up:
-            try:
-                _warm_up(engine)
-            except BaseException:
-                self._close_models()
-                raise
         self.loop = EngineLoop(
-            engine,
+            launch,
             tokenizer,
-            max_waiting=options.max_waiting,
-            step_timeout_s=options.predict_timeout,
+            settings=LoopSettings(
+                max_waiting=options.max_waiting,
+                step_timeout_s=options.predict_timeout,
+                queue_timeout_s=options.predict_timeout,
+                restarts=options.engine_restarts,
+            ),
             on_death=on_death,
+            on_progress=progress.stage,
             observer=self._recorder,
         )
-        self.metrics["slots_in_use"].set_function(lambda: engine.num_running)
-        self.metrics["waiting_requests"].set_function(lambda: engine.num_waiting)
-        self.loop.start()
+        self._max_prompt_chars = _max_prompt_chars(self.loop.spec, tokenizer)
+        self.metrics["slots_in_use"].set_function(lambda: self.loop.state.running)
+        self.metrics["waiting_requests"].set_function(lambda: self.loop.state.waiting)
 
     @classmethod
     def load(
@@ -109,40 +93,51 @@ class Service:
         """
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
+        progress.stage("reading the settings and fetching the model")
         prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
-        tokenizer, draft = prepared.load_tokenizer(), prepared.draft
-        # Both before either is loaded: a compilation needs the cores that a loaded model holds.
-        compiled = obtain(prepared, tokenizer)
-        compiled_draft = None if draft is None else obtain(draft, tokenizer)
-        backend = backends.get(prepared.backend).load(compiled.plan, compiled.folder)
+        models = [model for model in (prepared, prepared.draft) if model is not None]
+        # The tokenizer and the engine load side by side: each imports a large library.
+        tokenizer = ThreadPoolExecutor(1).submit(prepared.load_tokenizer)
+        # All before any is loaded: a compilation needs the cores that a loaded model holds.
+        graphs = [obtain(model, tokenizer.result) for model in models]
+        options = prepared.options
+        job = EngineJob(
+            tuple(
+                ModelJob(model.backend, compiled.plan, compiled.folder)
+                for model, compiled in zip(models, graphs, strict=True)
+            ),
+            ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
+            decode_interleave=options.decode_interleave,
+            max_join_wait_s=options.max_join_wait_ms / 1000,
+            worker=WorkerSettings(options.predict_timeout, warm_up=not options.skip_warmup),
+            log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
+        )
+        launch: Callable[[], Host] = partial(EngineThread, job.load, job.worker)
+        if options.engine_process:
+            launch = partial(EngineProcess, job, prepared.environ)
+        first = launch()
         try:
-            proposer = _load_proposer(prepared, backend.spec, compiled_draft)
+            hosts = itertools.chain([first], iter(launch, None))
+            start = partial(next, hosts)
+            service = cls(options, tokenizer.result(), start, on_death=on_death, progress=progress)
         except BaseException:
-            backend.close()
+            first.kill()
             raise
+        spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
             prepared.backend,
             prepared.artifact.model_type,
-            backend.spec.num_slots,
-            backend.spec.max_model_len,
-            backend.spec.prefill_buckets,
+            spec.num_slots,
+            spec.max_model_len,
+            spec.prefill_buckets,
             time.monotonic() - started_s,
         )
-        options = prepared.options
-        service = cls(
-            options,
-            backend,
-            tokenizer,
-            proposer=proposer,
-            warm_up=not options.skip_warmup,
-            on_death=on_death,
-        )
-        for graphs in (compiled, compiled_draft):
-            if graphs is not None and graphs.cache_hit is not None:
-                outcome = "hits" if graphs.cache_hit else "misses"
+        for compiled in graphs:
+            if compiled.cache_hit is not None:
+                outcome = "hits" if compiled.cache_hit else "misses"
                 service.metrics[f"compile_cache_{outcome}_total"].inc()
         service.metrics["load_seconds"].set(time.monotonic() - started_s)
         return service
@@ -166,7 +161,7 @@ class Service:
             headers=headers or {},
             max_prompt_chars=self._max_prompt_chars,
             output_formatter=self.options.output_formatter,
-            has_logprobs=Want.LOGITS in self.backend.spec.outputs,
+            has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:
             return parse_body(body, context)
@@ -177,14 +172,8 @@ class Service:
     @property
     def speculation(self) -> dict[str, object] | None:
         """The speculation in use, as plain values: number of drafts, their source, whether it is active. Or None."""
-        if self._proposer is None:
-            return None
-        from_model = isinstance(self._proposer, DraftModel)
-        return {
-            "drafts": self.backend.spec.num_speculative_tokens,
-            "from": "draft model" if from_model else "prompt lookup",
-            "active": self.loop.engine.speculates,
-        }
+        facts = self.loop.speculation
+        return None if facts is None else {**facts, "active": self.loop.state.speculates}
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
@@ -192,51 +181,6 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
-            return
-        self._close_models()
-
-    def _close_models(self) -> None:
-        self.backend.close()
-        if self._proposer is not None:
-            self._proposer.close()
-
-
-def _warm_up(engine: Engine) -> None:
-    started_s = time.monotonic()
-    try:
-        cold = run_every_graph(engine)
-    except StepError as error:
-        msg = f"the first run of every graph failed: {error}"
-        raise BackendError(msg) from error
-    seconds = time.monotonic() - started_s
-    logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
-
-
-def _load_proposer(
-    prepared: Prepared, spec: ModelSpec, compiled: Compiled | None
-) -> Proposer | None:
-    """The source of proposed tokens for a model that verifies them, or None.
-
-    A draft model, whose graphs are `compiled`, is loaded here.
-    """
-    draft = prepared.draft
-    if not spec.num_speculative_tokens:
-        return None
-    if draft is None or compiled is None:
-        return NgramProposer(spec, prepared.options.ngram_prompt_lookup_max or 1)
-    backend = backends.get(draft.backend).load(compiled.plan, compiled.folder)
-    problem = None
-    if backend.spec.vocab_size != spec.vocab_size:
-        problem = (
-            f"has a vocabulary of {backend.spec.vocab_size} tokens, the model of {spec.vocab_size}"
-        )
-    elif Want.LOGITS not in backend.spec.outputs:
-        problem = "samples on the device and returns no logits"
-    if problem is not None:
-        backend.close()
-        msg = f"the draft model {problem}; set another speculative_draft_model"
-        raise IncompatibleOptionsError(msg)
-    return DraftModel(backend)
 
 
 def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:

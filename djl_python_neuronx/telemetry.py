@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from djl_python_neuronx.errors import DeviceMemoryError, ServingError
+from djl_python_neuronx.errors import ServingError, load_failure
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -64,6 +64,11 @@ METRICS: dict[str, Metric] = {
     "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
     "compile_cache_hits_total": Metric("counter", "Compiled models found in a store or mirror."),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
+    "engine_deaths_total": Metric(
+        "counter",
+        "Ends of the engine that were not wanted, by signal, status or error.",
+        ("cause",),
+    ),
     "load_seconds": Metric("gauge", "Time to load the model."),
 }
 
@@ -126,6 +131,10 @@ class Recorder:
             metrics["draft_tokens_total"].inc(info.drafted)
             metrics["accepted_draft_tokens_total"].inc(info.accepted)
 
+    def died(self, cause: str) -> None:
+        """See `Observer`."""
+        self._metrics["engine_deaths_total"].labels(cause).inc()
+
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""
         self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
@@ -163,14 +172,11 @@ class Recorder:
 
 def log_load_failure(error: Exception) -> ServingError:
     """Log why a model could not be loaded; returns the error for its clients."""
-    if isinstance(error, ServingError):
-        logger.error(
-            "load_failed code=%s\n%s", error.code, error
-        )  # its message is for a user: no traceback
-        return error
-    logger.error("load_failed", exc_info=error)
-    kind = DeviceMemoryError if isinstance(error, MemoryError) else ServingError
-    return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
+    failure = load_failure(error)
+    # The message of an error of ours is for a user: no traceback.
+    cause = None if failure is error else error
+    logger.error("load_failed code=%s\n%s", failure.code, failure, exc_info=cause)
+    return failure
 
 
 def setup_logging(level: str = "INFO") -> None:

@@ -61,17 +61,14 @@ class TokenOutput(NamedTuple):
     the reason. A tuple, because one is made per row and step on the critical path.
     """
 
-    request: GenerationRequest
-    token_ids: tuple[int, ...]
+    request_id: str
+    token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
-    """float32[len(token_ids), V], only for requests with `logprobs`, which the output thread computes from them."""
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self.request.request_id
+    """float32[len(token_ids), V], only for requests with `logprobs`. They stay in the engine process."""
+    logprobs: Sequence[float] | None = None
+    """Log-probabilities of the tokens, made from `logits` on the way to the front."""
 
 
 class Tokenizer(Protocol):

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from djl_python_neuronx import errors, handler
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.service import Service
 from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_tokenizer import TOKENIZER
+from tests.toy_service import toy_service
 
 load_model = Service.load
+_backends = []
 
 
 def load(properties, model_dir, *, on_death=None):
@@ -27,12 +27,11 @@ def load(properties, model_dir, *, on_death=None):
     if "toy_load_error" in properties:
         raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
     timeout_s = float(properties.get("predict_timeout", 120))
-    options = ServingOptions(
-        model_id="toy",
-        predict_timeout=timeout_s,
-        batch_size=int(properties.get("batch_size", 1)),
-        max_waiting=int(properties.get("toy_max_waiting", 1000)),
-    )
+    options = {
+        "predict_timeout": timeout_s,
+        "batch_size": int(properties.get("batch_size", 1)),
+        "max_waiting": int(properties.get("toy_max_waiting", 1000)),
+    }
     spec = dataclasses.replace(TOY_SPEC, num_slots=int(properties.get("toy_slots", 4)))
     backend = ToyBackend(spec, step_s=float(properties.get("toy_step_s", 0)))
     hung = Path(properties.get("toy_hung", ""))
@@ -40,7 +39,8 @@ def load(properties, model_dir, *, on_death=None):
         # Only the first process hangs: the one after it must serve.
         hung.touch()
         backend.hang_at.add(int(properties["toy_hang_at"]))
-    return Service(options, backend, TOKENIZER, on_death=on_death)
+    _backends.append(backend)
+    return toy_service(backend, on_death=on_death, **options)
 
 
 Service.load = staticmethod(load)
@@ -49,17 +49,17 @@ Service.load = staticmethod(load)
 def usage():
     """Everything that is in use."""
     service, door = handler._process.service, handler._process.door
-    engine = service.loop.engine
+    backend = _backends[-1] if _backends else None
     return {
         "rows": getattr(door, "num_rows", 0),
         "streams": len(service.loop.streams),
-        "running": engine.num_running,
-        "waiting": engine.num_waiting,
-        "slots": len(getattr(service.backend, "acquired", ())),
-        "violations": getattr(service.backend, "violations", []),
+        "running": service.loop.state.running,
+        "waiting": service.loop.state.waiting,
+        "slots": len(getattr(backend, "acquired", ())),
+        "violations": getattr(backend, "violations", []),
     }
 
 
 signal.signal(signal.SIGUSR1, lambda *_: print("usage", usage(), flush=True))  # noqa: T201
-signal.signal(signal.SIGUSR2, lambda *_: handler._process.service.backend.resume.set())
+signal.signal(signal.SIGUSR2, lambda *_: _backends[-1].resume.set())
 handle = handler.handle

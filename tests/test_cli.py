@@ -82,12 +82,12 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
     given = {}
 
-    def load(properties, model_dir, *, overrides, progress):
+    def load(properties, model_dir, *, overrides, on_death, progress):
         given.update(model_dir=model_dir, overrides=overrides)
 
     def serve(load, *, folder_name, **_):
         given.update(name=folder_name)
-        load()
+        load(print, print)
         return 0
 
     monkeypatch.setattr(Service, "load", load)

@@ -130,8 +130,8 @@ def test_options_of_the_environment_are_not_the_draft_models(
     environ = {"OPTION_N_POSITIONS": "64", "OPTION_MAX_ROLLING_BATCH_SIZE": "1"}
     service = Service.load(None, TINY, environ=environ, overrides=DRAFT)
     try:
-        assert service.backend.spec.num_speculative_tokens == 4
-        assert service.backend.spec.num_slots == 3
+        assert service.loop.spec.num_speculative_tokens == 4
+        assert service.loop.spec.num_slots == 3
     finally:
         service.close()
 

@@ -239,6 +239,10 @@ class BatchingOptions(OptionGroup):
     which is how many DJL Serving sends."""
     batch_size: Annotated[Count, Option()] = 1
     """Requests that DJL Serving collects for one call if `rolling_batch` is off."""
+    engine_process: Annotated[bool, Option()] = True
+    """Run the engine in a process of its own, which is started again after a crash. False: on a thread, to debug it."""
+    engine_restarts: Annotated[Amount, Option()] = 10
+    """Most starts of the engine process after crashes within ten minutes; after one more, the server ends."""
     max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
     queue."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,6 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
-    DeviceCall,
     Runner,
     StepInfo,
     require_shape,
@@ -75,6 +75,7 @@ class Engine:
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
+        self.proposer = proposer
         self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
@@ -95,14 +96,21 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
-    def device_call(self) -> DeviceCall | None:
-        """The device call in flight (model or draft model), or None. Any thread."""
-        return self.runner.device_call or self._speculator.device_call
-
-    @property
     def speculates(self) -> bool:
         """False without a proposer, or once it is disabled after its failures."""
         return self._speculator.proposer is not None
+
+    def watch(self, before_call: Callable[[bool], None]) -> None:
+        """Call `before_call` before each device call, the draft model's included; True: its graph has not run yet."""
+        self.runner.before_call = before_call
+        if self.proposer is not None and self.proposer.runner is not None:
+            self.proposer.runner.before_call = before_call
+
+    def close(self) -> None:
+        """Free the device, the draft model's included; idempotent."""
+        self._backend.close()
+        if self.proposer is not None:
+            self.proposer.close()
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request that `limits.check` has passed.
@@ -251,7 +259,7 @@ class Engine:
             logits = None
             if request.logprobs and values is not None:
                 logits = values[row, : len(taken)]
-            outputs.append(TokenOutput(request, taken, reason, None, logits))
+            outputs.append(TokenOutput(request.request_id, taken, reason, None, logits))
             if reason is not None:
                 self._end(sequence)
         return outputs
@@ -273,14 +281,15 @@ class Engine:
         self, sequence: Sequence, error: ServingError, *, acquired: bool = True
     ) -> TokenOutput:
         self._end(sequence, acquired=acquired)
-        return TokenOutput(sequence.request, (), FinishReason.ERROR, error)
+        return TokenOutput(sequence.request_id, (), FinishReason.ERROR, error)
 
     def _fail_call(
         self, sequences: list[Sequence], error: Exception, *, counts: bool = True
     ) -> list[TokenOutput]:
         """Fail the sequences of a failed device call.
 
-        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead and every sequence fails.
+        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead, and no sequence gets an
+        output: another engine may run it.
         """
         if counts:
             self._failed_steps += 1
@@ -294,5 +303,5 @@ class Engine:
         failure = translate(error)
         if failure.fatal or self._failed_steps >= MAX_FAILED_STEPS:
             self.dead = failure
-            sequences = list(self._live.values())
+            return []
         return [self._fail(sequence, translate(error)) for sequence in sequences]

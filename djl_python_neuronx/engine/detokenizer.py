@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from djl_python_neuronx.engine.sampler import logprobs
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
 
@@ -77,7 +76,7 @@ class TextStream:
             return None
         reason = output.finish_reason
         ids = output.token_ids
-        scores = None if output.logits is None else logprobs(output.logits, ids).tolist()
+        scores = output.logprobs
         tokens: list[Token] = []
         text, stopped = "", False
         last = len(ids) - 1 if reason is not None else -1

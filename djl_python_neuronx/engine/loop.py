@@ -1,27 +1,29 @@
-"""The thread shell around the engine.
+"""The front's side of the border: requests to the engine, its tokens to whoever waits for them.
 
-Three threads: the engine thread steps; the output thread detokenizes and delivers; the watchdog detects a device call
-that does not return. A caller submits requests and gets `Delta`s through its `OutputQueue`. Two queues connect the
-engine thread with the others: commands in, one message per step out.
+The engine runs in a process of its own (or on a thread, see `EngineThread`). Two threads here: the output thread
+receives steps, makes text and delivers `Delta`s through each caller's `OutputQueue`, and starts the engine again after
+its death; the watchdog detects an engine that does not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
+import math
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ParamSpec, Union
+from dataclasses import dataclass
+from typing import NamedTuple, ParamSpec, Protocol
 from weakref import WeakValueDictionary
 
-from djl_python_neuronx.engine.core import Engine, StepResult
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.runner import StepInfo
+from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step, encode_request
 from djl_python_neuronx.engine.streams import (
     AsyncQueue,
     Generation,
@@ -30,7 +32,14 @@ from djl_python_neuronx.engine.streams import (
     Stream,
     StreamRegistry,
 )
-from djl_python_neuronx.errors import BackendUnavailableError, RequestAbortedError, ServingError
+from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    QueueFullError,
+    RequestAbortedError,
+    ServingError,
+    revive,
+)
 from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -39,125 +48,130 @@ _P = ParamSpec("_P")
 
 FIRST_CALL_FACTOR = 10
 """The first call of a graph may take this many times longer than others."""
-
-HEAD_START_S, HEAD_START_SHARE = 0.003, 0.2
-"""Seconds that the output thread waits for the engine thread after each step, and their most as a share of the step.
-
-A library computes for some milliseconds of Python before its device runs. Text made meanwhile delays the device by as
-much: 8 streams on transformers-neuronx's rig, steps of 30 ms, lost 4 % to a bare loop, and 0.1 % with this (2 vCPU,
-2026-11-22). A token is shown that much later.
-"""
-SHORTEST_SLEEP_S = 1e-4
-"""A shorter sleep takes longer than requested."""
 WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
-SWITCH_INTERVAL_S = 1e-4
-"""A busy Python thread delays the return from the device by this long: 5.2 ms at Python's default of 5 ms, 0.3 ms
-at 0.1 ms (2 vCPU, 2026-11)."""
-
-_Command = tuple[Callable[..., list[TokenOutput] | None], tuple[Any, ...]]
-"""A method of `Engine` and its arguments."""
-_Message = Union[StepResult, ServingError, None]
-"""Result of a step; an error that ends every stream; None: the output thread stops."""
+RESTART_WINDOW_S = 600.0
+"""Deaths of the engine are counted over this time."""
+LONGEST_PAUSE_S = 30.0
+"""Longest pause before the engine is started again; it doubles with each start that gave no token."""
 
 
-class _SwitchInterval:
-    """Python's switch interval: short while any loop of the process runs, then again what it was before."""
+class Host(Protocol):
+    """An engine that was started, in a process or on a thread."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loops: set[EngineLoop] = set()
-        self._before_s = 0.0
+    link: Link
+    restartable: bool
+    """Another engine can be started after this one."""
 
-    def shorten(self, loop: EngineLoop) -> None:
-        """Shorten the interval for a loop; idempotent."""
-        with self._lock:
-            if not self._loops:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(SWITCH_INTERVAL_S)
-            self._loops.add(loop)
+    def kill(self) -> None:
+        """End it at once; any thread, idempotent."""
 
-    def restore(self, loop: EngineLoop) -> None:
-        """Restore the interval after the last loop; idempotent."""
-        with self._lock:
-            if self._loops == {loop}:
-                sys.setswitchinterval(self._before_s)
-            self._loops.discard(loop)
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait for its end. Returns how it ended, in words, or None if it has not."""
 
 
-_switch_interval = _SwitchInterval()
+@dataclass(frozen=True)
+class LoopSettings:
+    """Settings of an engine loop."""
+
+    max_waiting: int = 1000
+    step_timeout_s: float = 120.0
+    """Longest time of a device call; of the first call of a graph, `FIRST_CALL_FACTOR` times as long."""
+    queue_timeout_s: float = 120.0
+    """Longest time that a request waits for an engine that is started again."""
+    restarts: int = 0
+    """Starts after a death within `RESTART_WINDOW_S`."""
+
+
+class _Death(NamedTuple):
+    """The end of an engine."""
+
+    error: ServingError
+    cause: str
+    """A signal's name, a status, or an error's code: for metrics and logs."""
 
 
 class EngineLoop:
-    """Runs an engine until it is closed or dies. Every public method is safe from any thread."""
+    """Serves requests with an engine until it is closed or the engine is given up. Thread-safe."""
 
     def __init__(
         self,
-        engine: Engine,
+        launch: Callable[[], Host],
         tokenizer: Tokenizer,
         *,
         observer: Observer,
-        max_waiting: int = 1000,
-        step_timeout_s: float = 120.0,
-        queue_timeout_s: float | None = None,
+        settings: LoopSettings = LoopSettings(),
         on_death: Callable[[ServingError], None] | None = None,
+        on_progress: Callable[[str], None] = logger.debug,
     ) -> None:
-        """`on_death` is called on the output thread, after every waiting request has got the error."""
-        self.engine = engine
+        """Start an engine with `launch` and wait until it is ready.
+
+        `on_death` is called once no engine is left, after every waiting request has got the error. `on_progress` gets
+        a line of text at each stage of a load.
+
+        Raises:
+            ServingError: the engine could not be loaded.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.state = EngineState()
+        self._settings = settings
+        self._launch = launch
         self._tokenizer = tokenizer
-        self.streams = StreamRegistry(engine.spec.num_slots + max_waiting)
-        self._step_timeout_s = step_timeout_s
-        self._queue_timeout_s = step_timeout_s if queue_timeout_s is None else queue_timeout_s
-        self._on_death = on_death
         self._observer = observer
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._on_death = on_death
+        self._on_progress = on_progress
         self._closing = threading.Event()
-        self._dead = threading.Event()
-        self._dying = threading.Lock()
+        self.stage = ""
+        """What a load is doing, for people."""
+        self._hang: ServingError | None = None
+        """Why the watchdog has ended the engine."""
+        self._deaths: list[float] = []
+        self._idle_starts = 0
+        """Starts since an engine last gave a token."""
+        self._load_s = 0.0
+        self._silent_s = 0.0
+        self._patience_s = settings.step_timeout_s
         # A queue lives as long as a request of its event loop, and holds that loop.
         self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
-        self._death: ServingError | None = None
+        self._link: Link | None = None
+        """To the engine; None while none is ready. It changes under the registry's lock."""
+        self.speculation: dict[str, object] | None = None
+        """The speculation in use: number of drafts, their source. Or None."""
+        self._host = launch()
+        self.spec = self._await_ready()
+        self.streams = StreamRegistry(self.spec.num_slots + settings.max_waiting)
+        self._link = self._host.link
         self._threads = [
-            threading.Thread(
-                target=self._run, args=(name, body), name=f"djl-neuronx-{name}", daemon=True
-            )
-            for name, body in (
-                ("engine", self._step_until_closed),
-                ("output", self._output_until_closed),
-                ("watchdog", self._watch),
-            )
+            threading.Thread(target=body, name=f"djl-neuronx-{name}", daemon=True)
+            for name, body in (("output", self._serve), ("watchdog", self._watch))
         ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def error(self) -> ServingError | None:
-        """The reason why nothing is accepted any more; None while the loop is healthy."""
+        """The reason why nothing is accepted any more; None while there is or will be an engine."""
         return self.streams.closed
 
     @property
     def alive(self) -> bool:
-        """True while requests are accepted and answered."""
-        engine, output, _ = self._threads
-        return self.error is None and engine.is_alive() and output.is_alive()
-
-    def start(self) -> None:
-        """Start the threads."""
-        _switch_interval.shorten(self)
-        for thread in self._threads:
-            thread.start()
+        """True while requests are accepted and an engine is ready to answer them."""
+        return self.error is None and self._link is not None
 
     def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
         """Check and queue a request; its deltas go to `output_queue`.
 
         Raises:
             RequestError: the loaded model cannot serve it, or the waiting queue is full.
-            BackendUnavailableError: the engine is dead or stopping.
+            BackendUnavailableError: no engine is left, or the loop is stopping.
         """
         try:
-            check(request, self.engine.spec)
-            stream = Stream(request, self._tokenizer, output_queue)
-            self.streams.open(stream, lambda: self._commands.put((Engine.add, (request,))))
+            check(request, self.spec)
+            stream = Stream(request, self._tokenizer, output_queue, encode_request(request))
+            self.streams.open(stream, lambda: self._add(stream))
         except ServingError as error:
+            if isinstance(error, QueueFullError) and self._link is None:
+                error.retry_after_s = max(1, math.ceil(self._load_s))
             self._notify(self._observer.rejected, error)
             raise
 
@@ -166,11 +180,6 @@ class EngineLoop:
         stream = self._remove(request_id)
         if stream is not None:
             self._notify(self._observer.given_up, stream)
-
-    def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
-        """Remove a stream, and abort its sequence. Returns None if it is not open."""
-        command = (Engine.abort, (request_id,))
-        return self.streams.end(request_id, lambda: self._commands.put(command) if abort else None)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Submit a request and iterate over its deltas in the running event loop.
@@ -184,90 +193,130 @@ class EngineLoop:
         # No delta can overtake the registration: both happen in this event loop's thread.
         return Generation(request.request_id, async_queue, self.abort)
 
-    def close(self, drain_s: float = 0.0) -> bool:
+    def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
 
-        Idempotent; a second call cuts the drain of the first short. False: the engine thread is stuck in the device
-        and left behind, because nothing can end it.
+        An engine that has not ended after `join_s` is killed. Idempotent; a second call cuts the drain of the first
+        short. False: the engine's thread is stuck in the device and left behind, because nothing can end it.
         """
         self.streams.close(
             BackendUnavailableError("the server is stopping; send the request elsewhere")
         )
         self.streams.wait_until_empty(drain_s)
         self._closing.set()
-        self._commands.put((Engine.abort_all, ()))
-        self._commands.put(None)
-        self._messages.put(
-            RequestAbortedError("the server stopped before this request was finished")
-        )
-        self._messages.put(None)
-        current = threading.current_thread()
+        self._host.link.end()
         for thread in self._threads:
-            if thread.is_alive() and thread is not current:
-                thread.join(JOIN_S)
-        _switch_interval.restore(self)
-        return not self._threads[0].is_alive()
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(join_s)
+        if self._host.wait(0) is None:
+            self._host.kill()
+        return self._host.wait(join_s) is not None
 
-    def _run(self, name: str, body: Callable[[], None]) -> None:
-        """The body of a thread; its failure ends the loop, so that no request waits for ever."""
-        try:
-            body()
-        except Exception as error:
-            logger.exception("%s_failed", name)
-            failure = BackendUnavailableError(
-                f"the {name} thread failed ({type(error).__name__}: {error}); restart the server"
-            )
-            self._die(failure)
-            if name == "output":
-                self._end_all(self._death or failure)
+    def _add(self, stream: Stream) -> None:
+        """Give a request to the engine; if none is ready, the next one gets it."""
+        if self._link is not None:
+            self._link.send_encoded(stream.message)
 
-    # Engine thread
+    def _abort(self, request_id: str) -> None:
+        if self._link is not None:
+            self._link.send("abort", request_id)
 
-    def _step_until_closed(self) -> None:
-        engine, commands = self.engine, self._commands
-        while not self._dead.is_set():
-            while not engine.has_work or not commands.empty():
-                command = commands.get()
-                if command is None:
-                    return
-                function, arguments = command
-                outputs = function(engine, *arguments)
-                if outputs:
-                    self._messages.put(StepResult(outputs))
-            self._messages.put(engine.step())
-            if engine.dead is not None:
-                self._die(engine.dead)
+    def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
+        """Remove a stream, and abort its sequence. Returns None if it is not open."""
+        return self.streams.end(request_id, lambda: self._abort(request_id) if abort else None)
 
     # Output thread
 
-    def _output_until_closed(self) -> None:
-        while True:
-            message = self._messages.get()
-            if message is None:
-                return
-            if isinstance(message, ServingError):
-                self._end_all(message)
-            else:
-                self._give_way(message.info)
-                self._deliver(message)
+    def _serve(self) -> None:
+        """Deliver what the engine sends, and start it again when it ends. The end of this thread ends every stream."""
+        try:
+            death = self._receive()
+            while not self._closing.is_set() and self._restart(death):
+                death = self._receive()
+        except Exception as error:
+            logger.exception("output_failed")
+            message = (
+                f"the output thread failed ({type(error).__name__}: {error}); restart the server"
+            )
+            death = _Death(BackendUnavailableError(message), "output thread")
+        if self._closing.is_set():
+            stopped = "the server stopped before this request was finished"
+            self._end(self.streams.end_all(), RequestAbortedError(stopped))
+            self._end_engine()
+            return
+        self.streams.close(death.error)
+        logger.critical("engine_given_up error=%s", death.error)
+        self._end(self.streams.end_all(), death.error)
+        self._end_engine()
+        if self._on_death is not None:
+            self._on_death(death.error)
 
-    def _give_way(self, info: StepInfo | None) -> None:
-        """Let the engine thread start its next call before this thread needs the GIL, unless messages are waiting."""
-        head_start_s = 0.0 if info is None else info.device_s * HEAD_START_SHARE
-        if head_start_s > SHORTEST_SLEEP_S and self._messages.empty():
-            time.sleep(min(HEAD_START_S, head_start_s))
+    def _receive(self) -> _Death:
+        """Deliver what the engine sends until it ends. Returns why it ended."""
+        while (message := self._host.link.receive()) is not None:
+            kind, *fields = message
+            self._silent_s = 0.0
+            if kind == "dead":
+                error = revive(*fields)
+                return _Death(error, error.code)
+            if kind == "first_call":
+                self._patience_s = self._settings.step_timeout_s * FIRST_CALL_FACTOR
+                continue
+            self._patience_s = self._settings.step_timeout_s
+            result, self.state = decode_step(fields)
+            self._deliver(result)
+        return self._explain_end()
 
-    def _deliver(self, message: StepResult) -> None:
+    def _explain_end(self) -> _Death:
+        """The reason why a connection has ended without one."""
+        if self._hang is not None:
+            return _Death(self._hang, "hang")
+        how = self._host.wait(JOIN_S) or "closed connection"
+        message = f"the engine process ended ({how}); the log has its last messages"
+        return _Death(BackendUnavailableError(message), how)
+
+    def _await_ready(self) -> ModelSpec:
+        """Wait until the engine that was started is loaded. Returns the facts of its model.
+
+        Raises:
+            ServingError: it could not be loaded.
+        """
+        started_s = time.monotonic()
+        while (message := self._host.link.receive()) is not None:
+            kind, *fields = message
+            if kind == "ready":
+                facts, self.speculation = fields
+                self._load_s = time.monotonic() - started_s
+                return SPEC.validate_python(facts)
+            if kind == "failed":
+                self._end_engine()
+                raise revive(*fields)
+            self._report(*fields)
+        error, _ = self._explain_end()
+        self._end_engine()
+        raise error
+
+    def _end_engine(self) -> None:
+        """End the engine, by force if it does not end in time. Output thread, or the first load's."""
+        host = self._host
+        host.link.end()
+        if host.wait(JOIN_S) is None:
+            host.kill()
+            host.wait(JOIN_S)
+        host.link.close()
+
+    def _deliver(self, result: StepResult) -> None:
         by_queue: dict[OutputQueue, list[Delta]] = defaultdict(list)
-        for output in message.outputs:
+        for output in result.outputs:
             stream = self.streams.get(output.request_id)
             delta = None if stream is None else self._next_delta(stream, output)
             if stream is not None and delta is not None:
                 by_queue[stream.queue].append(delta)
         for output_queue, deltas in by_queue.items():
             self._hand_over(output_queue, deltas)
-        num_tokens = sum([len(output.token_ids) for output in message.outputs])
-        self._notify(self._observer.stepped, message.info, num_tokens)
+        num_tokens = sum([len(output.token_ids) for output in result.outputs])
+        self._idle_starts = 0 if num_tokens else self._idle_starts
+        self._notify(self._observer.stepped, result.info, num_tokens)
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; a failure of its text is an error of this request only."""
@@ -297,15 +346,12 @@ class EngineLoop:
         except Exception:
             logger.exception("delivery_failed requests=%d", len(deltas))
 
-    def _end_all(self, error: ServingError) -> None:
-        """Answer every stream with an error."""
-        for stream in self.streams.end_all():
+    def _end(self, streams: list[Stream], error: ServingError) -> None:
+        """Answer streams that were removed with an error."""
+        for stream in streams:
             delta = stream.failed(error)
             self._notify(self._observer.ended, stream, delta)
             self._hand_over(stream.queue, [delta])
-        if self._on_death is not None and error is self._death:
-            on_death, self._on_death = self._on_death, None
-            on_death(error)
 
     def _notify(self, event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """Call a method of the observer: a failure of metrics or logs must never cost a request."""
@@ -314,30 +360,107 @@ class EngineLoop:
         except Exception:
             logger.exception("observer_failed")
 
+    # Death and restart, output thread
+
+    def _restart(self, death: _Death) -> bool:
+        """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
+        with self.streams.lock:
+            self._link = None
+        self.state = EngineState()
+        self._end_engine()
+        if self._host.restartable:
+            self._settle(death.error)
+        while self._may_restart(death):
+            pause_s = (
+                min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
+            )
+            self._idle_starts += 1
+            self._report(f"starting the engine again after its end ({death.cause})")
+            if self._closing.wait(pause_s):
+                return False
+            try:
+                self._host, self._hang = self._launch(), None
+                if self._closing.is_set():
+                    return False
+                self._await_ready()
+            except ServingError as error:
+                death = _Death(error, error.code)
+                continue
+            self._silent_s = 0.0
+            with self.streams.lock:
+                self._link = self._host.link
+                for stream in self.streams.open_streams():
+                    self._add(stream)
+            logger.warning("engine_restarted seconds=%.2f", self._load_s)
+            return True
+        return False
+
+    def _may_restart(self, death: _Death) -> bool:
+        """Record a death; False if there are too many."""
+        logger.error("engine_died cause=%r error=%s", death.cause, death.error)
+        self._notify(self._observer.died, death.cause)
+        now_s = time.monotonic()
+        self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
+        return self._host.restartable and len(self._deaths) <= self._settings.restarts
+
+    def _settle(self, error: ServingError) -> None:
+        """End the streams that the next engine must not run again.
+
+        Sequences get slots in the order of their requests, so the oldest ones were running.
+        """
+        sent, twice = [], []
+        for place, stream in enumerate(self.streams.open_streams()):
+            stream.deaths += place < self.spec.num_slots
+            if stream.first_token_s is not None:
+                sent.append(stream)
+            elif stream.deaths > 1:
+                twice.append(stream)
+        gone = BackendUnavailableError(f"{error}. Send the request again")
+        self._end(self._removed(sent), gone)
+        message = (
+            f"this request was running at two ends of the engine, so it is not run again: {error}"
+        )
+        self._end(self._removed(twice), ServingError(message))
+
+    def _removed(self, streams: list[Stream]) -> list[Stream]:
+        """Remove streams; returns those that were still open."""
+        removed = [self._remove(stream.request.request_id, abort=False) for stream in streams]
+        return [stream for stream in removed if stream is not None]
+
+    def _report(self, stage: str) -> None:
+        logger.info("engine_progress stage=%r", stage)
+        self.stage = stage
+        self._notify(self._on_progress, stage)
+
     # Watchdog thread
 
     def _watch(self) -> None:
-        period_s = min(WATCHDOG_PERIOD_S, self._step_timeout_s / 4)
-        while not self._closing.wait(period_s) and not self._dead.is_set():
-            call = self.engine.device_call
-            if call is not None:
-                limit_s = self._step_timeout_s * (FIRST_CALL_FACTOR if call.first else 1)
-                if time.monotonic() - call.started_s > limit_s:
-                    message = (
-                        f"a device call has not returned within {limit_s:g} s; the engine is dead and must be "
-                        "restarted. If such calls are expected, raise option.predict_timeout"
-                    )
-                    self._die(BackendUnavailableError(message))
-            if self.engine.num_waiting:
-                self._commands.put((Engine.expire, (self._queue_timeout_s,)))
+        """Detect an engine that is silent although it has work.
 
-    def _die(self, error: ServingError) -> None:
-        """End the loop, once: the first reason counts."""
-        self.streams.close(error)
-        with self._dying:
-            if self._dead.is_set():
-                return
-            self._death = error
-            self._dead.set()
-        logger.critical("engine_dead error=%s", error)
-        self._messages.put(error)
+        Its silence is counted in turns, so that a stop of this process does not count.
+        """
+        period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
+        while not self._closing.wait(period_s) and self.error is None:
+            if self._link is None:
+                self._expire()
+            elif not len(self.streams):
+                self._silent_s = 0.0
+            else:
+                self._silent_s += period_s
+                if self._silent_s > self._patience_s:
+                    self._hang = BackendUnavailableError(
+                        f"the engine has not answered for {self._patience_s:g} s, so a device call hangs. If calls may "
+                        "take so long, raise option.predict_timeout"
+                    )
+                    self._silent_s = 0.0
+                    self._host.kill()
+
+    def _expire(self) -> None:
+        """End the requests that have waited too long for an engine."""
+        limit_s = self._settings.queue_timeout_s
+        now_s = time.monotonic()
+        late = [
+            stream for stream in self.streams.open_streams() if now_s - stream.submitted_s > limit_s
+        ]
+        message = f"the engine is being started again and was not ready within {limit_s:g} s (option.predict_timeout)"
+        self._end(self._removed(late), BackendUnavailableError(message))

@@ -1,27 +1,20 @@
-"""Device calls: timed, watched and recorded by graph; a backend's failures as our errors."""
+"""Device calls: timed, announced and recorded by graph; a backend's failures as our errors."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.errors import BackendError, StepError
+from djl_python_neuronx.errors import BackendError, ServingError, StepError
 
 MAX_FAILED_STEPS = 3
 """Device calls that may fail in a row before a model is given up: a lost device fails every call, and would fail every
 request sent to it, one by one."""
 
 GraphKind = Literal["prefill", "decode", "verification", "mixed"]
-
-
-class DeviceCall(NamedTuple):
-    """A device call in flight; read by the watchdog."""
-
-    started_s: float
-    first: bool
-    """The first call of this graph: a runtime may load or even compile it now."""
 
 
 class Graph(NamedTuple):
@@ -47,7 +40,7 @@ class StepInfo(NamedTuple):
     """Tokens prefilled again although they had been in the cache."""
     draft_s: float = 0.0
     """Time that its proposal took, the draft model's calls included."""
-    draft_error: BackendError | None = None
+    draft_error: ServingError | None = None
     """Why the proposer failed; None if it did not."""
     drafted: int = 0
     """Draft tokens that were verified."""
@@ -56,12 +49,13 @@ class StepInfo(NamedTuple):
 
 
 class Runner:
-    """Runs steps on a backend. Engine thread; any thread may read the attributes."""
+    """Runs steps on a backend. Engine thread only."""
 
     def __init__(self, backend: Backend) -> None:
         """Nothing has run yet."""
         self.backend = backend
-        self.device_call: DeviceCall | None = None
+        self.before_call: Callable[[bool], None] | None = None
+        """Called before each device call; True: a runtime may load or even compile the graph in it."""
         self.graphs_run: set[Graph] = set()
 
     def run(self, step: Step, length: int) -> tuple[StepOutput, StepInfo]:
@@ -73,13 +67,11 @@ class Runner:
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
         kind: GraphKind = "verification" if parts[-1].wants == Want.ALL_LOGITS else step.kind
         graph = self._graph(kind, length, parts)
-        started_s = time.monotonic()
         first = graph not in self.graphs_run
-        self.device_call = DeviceCall(started_s, first)
-        try:
-            output = self.backend.run(step)
-        finally:
-            self.device_call = None
+        if self.before_call is not None:
+            self.before_call(first)
+        started_s = time.monotonic()
+        output = self.backend.run(step)
         device_s = time.monotonic() - started_s
         if first:
             self.graphs_run.add(graph)

@@ -27,7 +27,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.engine.batching import plain_rows
-from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, DeviceCall, Runner, translate
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner, translate
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import BackendError, StepError
@@ -40,11 +40,11 @@ _NOT_CACHED = -1
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens for running sequences. Engine thread only, except `device_call`."""
+    """Proposes draft tokens for running sequences. Engine thread only."""
 
     @property
-    def device_call(self) -> DeviceCall | None:
-        """The call in flight on its own device, for the watchdog."""
+    def runner(self) -> Runner | None:
+        """Runs the proposer's own device calls; None: it makes none."""
 
     def propose(
         self, sequences: list[Sequence], counts: list[int], sampler: Sampler
@@ -78,7 +78,7 @@ _NOTHING = Proposal([])
 class Speculator:
     """Calls the proposer and disables it after repeated failures. A failed proposal never fails a request.
 
-    Engine thread only, except `device_call`.
+    Engine thread only.
     """
 
     def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
@@ -87,12 +87,6 @@ class Speculator:
         """None: there is none, or it was disabled after its failures."""
         self._max_drafts = num_speculative_tokens
         self._failures = 0
-
-    @property
-    def device_call(self) -> DeviceCall | None:
-        """The call in flight on the proposer's device."""
-        proposer = self.proposer  # the engine thread may disable it meanwhile
-        return None if proposer is None else proposer.device_call
 
     def propose(self, sequences: list[Sequence], sampler: Sampler, min_drafts: int = 0) -> Proposal:
         """Draft tokens after each sequence's newest token. Never raises.
@@ -138,7 +132,7 @@ class NgramProposer:
     "Prompt Lookup Decoding". The longest match of newest tokens wins, among equally long ones the last.
     """
 
-    device_call = None
+    runner = None
 
     def __init__(self, spec: ModelSpec, longest_match: int) -> None:
         """`longest_match`: most newest tokens to look up, at least 1."""
@@ -204,13 +198,8 @@ class DraftModel:
     def __init__(self, backend: Backend) -> None:
         """`backend` has the slots, lengths and vocabulary of the model that verifies; this object closes it."""
         self._backend = backend
-        self._runner = Runner(backend)
+        self.runner = Runner(backend)
         self._cached = np.full(backend.spec.num_slots, _NOT_CACHED, np.int64)
-
-    @property
-    def device_call(self) -> DeviceCall | None:
-        """See `Proposer`."""
-        return self._runner.device_call
 
     def propose(
         self, sequences: list[Sequence], counts: list[int], sampler: Sampler
@@ -293,7 +282,7 @@ class DraftModel:
         return drafts
 
     def _run(self, step: Step, length: int) -> Float32Array:
-        output, _ = self._runner.run(step, length)
+        output, _ = self.runner.run(step, length)
         if not isinstance(output, HostLogits):
             message = (
                 "the draft model (option.speculative_draft_model) samples on the device; expected logits. "

@@ -116,14 +116,18 @@ class Stream:
     """One request, its text and the queue for its deltas."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
+        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue, message: bytes
     ) -> None:
+        """`message`: the request, encoded for the engine."""
+        self.message = message
         self.request = request
         self.text = TextStream(request, tokenizer)
         self.queue = queue
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
+        self.deaths = 0
+        """Ends of the engine at which the request was running."""
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
@@ -139,6 +143,9 @@ class Observer(Protocol):
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """A step has run and given tokens; `info` is None if it failed."""
+
+    def died(self, cause: str) -> None:
+        """The engine has ended, by a signal, a status or an error."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""
@@ -159,6 +166,8 @@ class StreamRegistry:
         self._most = most
         self._open: dict[str, Stream] = {}
         self._changed = threading.Condition()
+        self.lock = self._changed
+        """Held while the registry changes; reentrant."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -199,6 +208,11 @@ class StreamRegistry:
                 if not self._open:
                     self._changed.notify_all()
             return stream
+
+    def open_streams(self) -> list[Stream]:
+        """All streams, the oldest first."""
+        with self._changed:
+            return list(self._open.values())
 
     def end_all(self) -> list[Stream]:
         """Remove and return every stream."""

@@ -35,6 +35,8 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
             for error in [*errors, info and info.draft_error]:
                 if error is not None:
                     raise error
+        if engine.dead is not None:
+            raise engine.dead
     if spec.cache_buckets:
         _fill_caches(engine.runner)
     wanted = _graphs(spec, speculates=speculates)

@@ -40,6 +40,13 @@ class CompileProgress:
     remaining_s: float
     """Estimate: the plan's until the first graph is done, then by the pace so far."""
 
+    def __str__(self) -> str:
+        """Describe the progress in words."""
+        return (
+            f"graph {self.num_done}/{self.num_graphs}, {self.elapsed_s / 60:.0f} min, "
+            f"about {self.remaining_s / 60:.0f} min left"
+        )
+
 
 @dataclass(frozen=True)
 class Forecast:

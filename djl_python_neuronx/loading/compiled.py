@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -63,7 +63,9 @@ class Compiled:
     """Whether the compile store had the graphs; None: they were not looked up there."""
 
 
-def obtain(prepared: Prepared, tokenizer: Tokenizer, *, required: bool = False) -> Compiled:
+def obtain(
+    prepared: Prepared, tokenizer: Callable[[], Tokenizer], *, required: bool = False
+) -> Compiled:
     """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
 
     `tokenizer`: the model's own; a draft model has that of the model that it drafts for. `required`: refuse a model
@@ -80,6 +82,7 @@ def obtain(prepared: Prepared, tokenizer: Tokenizer, *, required: bool = False) 
     compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
+    tokenizer()  # before hours of compiling: it may be damaged
     if reason := compiler.uncompilable(plan):
         if required:
             msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"

@@ -111,7 +111,7 @@ class _Writer:
         """Compile a model and write it to a folder or to S3."""
         started_s = time.monotonic()
         to_s3 = self._check_s3(prepared, output)
-        compiled = obtain(prepared, self.tokenizer, required=True)
+        compiled = obtain(prepared, lambda: self.tokenizer, required=True)
         if to_s3:
             made = self._upload(prepared, compiled, output)
         else:
@@ -177,7 +177,7 @@ class _Writer:
         draft = prepared.draft
         if draft is None or self.weights == "none":
             return None
-        compiled = obtain(draft, self.tokenizer, required=True)
+        compiled = obtain(draft, lambda: self.tokenizer, required=True)
         replace(self, own_properties=True)._write_folder(draft, compiled, folder)
         return folder
 

@@ -84,6 +84,18 @@ class LoadProgress:
     transfer: Progress | None = None
     """Downloads and uploads."""
     compile: Callable[[CompileProgress], None] | None = None
+    stage: Callable[[str], None] = logger.debug
+    """The stage of a load, in words."""
+
+    def in_words(self, stage: Callable[[str], None]) -> LoadProgress:
+        """Return callbacks that also describe the stages of a load and each progress of a compile to `stage`."""
+
+        def compiled(progress: CompileProgress) -> None:
+            stage(f"compiling, {progress}")
+            if self.compile is not None:
+                self.compile(progress)
+
+        return replace(self, compile=compiled, stage=stage)
 
 
 SILENT = LoadProgress()
@@ -483,7 +495,7 @@ class Preparation:
         return replace(prepared, draft=other, process_cores=cores)
 
 
-def load_plan(prepared: Prepared, tokenizer: Tokenizer) -> LoadPlan:
+def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPlan:
     """Write the backend's plan for a prepared model.
 
     Raises:
@@ -586,13 +598,14 @@ def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
     return weights.folder
 
 
-def _eos_ids(artifact: Artifact, tokenizer: Tokenizer) -> frozenset[int]:
+def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:
     """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
     if artifact.eos_ids:
         return artifact.eos_ids
     vocab_size = artifact.config.get("vocab_size") or sys.maxsize
-    if tokenizer.eos_id is not None and tokenizer.eos_id < vocab_size:
-        return frozenset({tokenizer.eos_id})
+    eos_id = tokenizer().eos_id
+    if eos_id is not None and eos_id < vocab_size:
+        return frozenset({eos_id})
     reason = "no id of the vocabulary in configuration or tokenizer"
     logger.warning("no_eos path=%s reason=%r", artifact.path, reason)
     return frozenset()

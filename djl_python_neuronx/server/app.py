@@ -13,7 +13,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -44,13 +46,22 @@ ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
 
 
+Load = Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]
+"""Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
+
+
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
     def __init__(self, folder_name: str) -> None:
         self._folder_name = folder_name
         self.service: Service | None = None
+        self.stop: Callable[[], None] = lambda: None
+        """Stops the server."""
+        self.stage = "starting"
+        """What the load is doing, for people."""
         self.failure: ServingError | None = None
+        """Why no request can be served any more."""
 
     @property
     def model_name(self) -> str:
@@ -58,12 +69,17 @@ class Application:
         configured = None if self.service is None else self.service.options.model_name
         return configured or self._folder_name
 
-    def load(self, load: Callable[[], Service]) -> None:
+    def load(self, load: Load) -> None:
         """Load the service; a failure is logged and kept for the responses."""
         try:
-            self.service = load()
+            self.service = load(partial(setattr, self, "stage"), self.on_death)
         except Exception as error:  # noqa: BLE001  (a border: every failure is an answer)
             self.failure = log_load_failure(error)
+
+    def on_death(self, error: ServingError) -> None:
+        """Stop the server: no engine is left, and none is started again."""
+        self.failure = error
+        self.stop()
 
     def ready(self) -> Service:
         """The loaded service.
@@ -74,16 +90,17 @@ class Application:
         if self.failure is not None:
             raise BackendUnavailableError(str(self.failure)) from self.failure
         if self.service is None:
-            msg = "the model is still loading; retry when /ping answers 200"
+            msg = f"the model is still loading ({self.stage}); retry when /ping answers 200"
             raise BackendUnavailableError(msg)
-        if not self.service.loop.alive:
-            error = self.service.loop.error
-            raise BackendUnavailableError(str(error or "the engine has stopped")) from error
+        if (error := self.service.loop.error) is not None:
+            raise BackendUnavailableError(str(error)) from error
         return self.service
 
     async def ping(self, _request: Request) -> Response:
-        """200 if requests can be served."""
-        self.ready()
+        """200 if requests are served; 503 also while the engine is started again."""
+        loop = self.ready().loop
+        if not loop.alive:
+            raise BackendUnavailableError(loop.stage)
         return JSONResponse({"status": "healthy"})
 
     async def metrics(self, _request: Request) -> Response:
@@ -94,7 +111,7 @@ class Application:
     async def info(self, _request: Request) -> Response:
         """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
         service = self.ready()
-        spec = service.backend.spec
+        spec = service.loop.spec
         facts = {
             "model": self.model_name,
             "max_model_len": spec.max_model_len,
@@ -132,6 +149,11 @@ class _Server(uvicorn.Server):
         self._application = application
         self._drain_s = drain_s
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at a second signal at once."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         service = self._application.service
@@ -141,7 +163,7 @@ class _Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
         await super().shutdown(sockets)
         if self.force_exit:  # a second signal: do not wait
-            await asyncio.to_thread(service.loop.close)
+            await asyncio.to_thread(service.loop.close, join_s=0.0)
         await closing
 
 
@@ -164,9 +186,7 @@ def create_app(application: Application) -> Starlette:
     )
 
 
-def serve(
-    load: Callable[[], Service], *, folder_name: str, host: str, port: int, drain_s: float = 30.0
-) -> int:
+def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float = 30.0) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load."""
     application = Application(folder_name)
     config = uvicorn.Config(
@@ -180,11 +200,12 @@ def serve(
         timeout_keep_alive=75,
     )
     server = _Server(config, application, drain_s)
+    application.stop = partial(setattr, server, "should_exit", True)
 
     def load_model() -> None:
         application.load(load)
         if application.failure is not None:
-            server.should_exit = True
+            application.stop()
         else:
             name = application.model_name
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)

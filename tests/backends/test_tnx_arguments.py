@@ -92,7 +92,7 @@ def test_check_plans_what_a_start_compiles(
     arguments = report.prepared.planned.arguments
     assert arguments is not None
     prepared = prepare_or_raise(None, TINY, environ={}, overrides=overrides, machine=MACHINE)
-    plan = load_plan(prepared, prepared.load_tokenizer())
+    plan = load_plan(prepared, prepared.load_tokenizer)
     assert plan.arguments == prepared.planned.arguments == arguments
     assert plan.dtype == prepared.options.dtype
     backend = backends.get("tnx").load(plan)
@@ -127,7 +127,7 @@ def test_the_warm_up_runs_what_was_planned(monkeypatch: pytest.MonkeyPatch, name
     prepared = prepare_or_raise(
         None, TINY, environ={}, overrides={**SETTINGS, **STARTS[name]}, machine=MACHINE
     )
-    engine = Engine(backends.get("tnx").load(load_plan(prepared, prepared.load_tokenizer())))
+    engine = Engine(backends.get("tnx").load(load_plan(prepared, prepared.load_tokenizer)))
     cold = warm_up(engine)
     ran = {(graph.kind, graph.bucket) for graph in (*engine.runner.graphs_run, *cold)}
     assert ran <= own(prepared.planned.graphs)

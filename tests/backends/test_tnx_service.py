@@ -76,7 +76,7 @@ def test_known_answers_come_through_the_server(service: Service) -> None:
     application.service = service
     server = Running(application)
     wanted = [check for check in checks() if len(check["prompt"].encode()) < 100][:24]
-    device = service.backend.spec.outputs == Want.TOKENS
+    device = service.loop.spec.outputs == Want.TOKENS
 
     def answer(i: int, check: dict[str, Any]) -> str:
         parameters = {"max_new_tokens": check["max_new_tokens"], "do_sample": False}
@@ -207,7 +207,7 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
     backends.get("tnx").compile(
-        replace(load_plan(prepared, prepared.load_tokenizer()), presharded=True), cut
+        replace(load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)

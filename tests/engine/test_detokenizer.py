@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
+from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.detokenizer import TextStream
+from djl_python_neuronx.engine.link import EngineState, decode_step, encode_step
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
@@ -19,7 +22,6 @@ MADE = {
     "metaspace": folders.sentencepiece(metaspace=True),
     "wordpiece": folders.wordpiece(),
 }
-REQUEST = GenerationRequest("r", [1])
 TEXTS = st.lists(
     st.sampled_from(
         [*folders.CORPUS[0].split(), "你好", "世界！", "😀", "👩‍👩‍👧", "é", " ", "\n", "###"]
@@ -68,9 +70,7 @@ def feed_all(stream, ids, sizes=(), reason=FinishReason.LENGTH):
         size = sizes.pop(0) if sizes else 1
         part = tuple(ids[start : start + size])
         start += size
-        deltas.append(
-            stream.feed(TokenOutput(REQUEST, part, reason if start >= len(ids) else None))
-        )
+        deltas.append(stream.feed(TokenOutput("r", part, reason if start >= len(ids) else None)))
     return deltas
 
 
@@ -135,7 +135,7 @@ def test_the_leading_space_of_a_continuation_stays(tokenizers):
     assert space_fox is not None
     for prompt_ids, text in ([made.encode("The").ids, " fox"], [[1], "fox"]):
         stream = TextStream(request_for(prompt_ids), tokenizers["llama"])
-        assert stream.feed(TokenOutput(REQUEST, (space_fox,))).text == text
+        assert stream.feed(TokenOutput("r", (space_fox,))).text == text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -236,7 +236,7 @@ def test_no_more_is_held_back_than_could_become_a_stop_string(tokenizers, text, 
     known = shown = ""
     for char in text:
         shown += stream.feed(
-            TokenOutput(REQUEST, tuple(made.encode(char, add_special_tokens=False).ids))
+            TokenOutput("r", tuple(made.encode(char, add_special_tokens=False).ids))
         ).text
         known += char
         held = known[len(shown) :]
@@ -271,34 +271,35 @@ def test_an_end_without_a_token_releases_what_is_held(tokenizers):
     made = MADE["byte_level"]
     stream = TextStream(request_for([5], "END"), tokenizers["byte_level"])
     assert (
-        stream.feed(
-            TokenOutput(REQUEST, tuple(made.encode("xE", add_special_tokens=False).ids))
-        ).text
+        stream.feed(TokenOutput("r", tuple(made.encode("xE", add_special_tokens=False).ids))).text
         == "x"
     )
-    last = stream.feed(TokenOutput(REQUEST, (), FinishReason.LENGTH))
+    last = stream.feed(TokenOutput("r", (), FinishReason.LENGTH))
     assert (last.text, last.tokens, last.finished) == ("E", (), True)
-    assert stream.feed(TokenOutput(REQUEST, (5,))) is None
+    assert stream.feed(TokenOutput("r", (5,))) is None
 
 
 def test_an_error_passes_through(tokenizers):
     error = StepError("the step failed")
     stream = TextStream(request_for([5, 6]), tokenizers["byte_level"])
-    stream.feed(TokenOutput(REQUEST, (40, 41)))
-    delta = stream.feed(TokenOutput(REQUEST, (), FinishReason.ERROR, error))
+    stream.feed(TokenOutput("r", (40, 41)))
+    delta = stream.feed(TokenOutput("r", (), FinishReason.ERROR, error))
     assert (delta.error, delta.finish_reason, delta.tokens) == (error, FinishReason.ERROR, ())
     assert (delta.num_prompt_tokens, delta.num_generated_tokens) == (2, 2)
-    assert stream.feed(TokenOutput(REQUEST, (42,))) is None
+    assert stream.feed(TokenOutput("r", (42,))) is None
 
 
 def test_logprobs_are_those_of_the_models_distribution(tokenizers):
     logits = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
+    made = TokenOutput("r", (40, 41), logits=logits.copy())
+    message = orjson.loads(orjson.dumps(encode_step(StepResult([made]), EngineState())))
     stream = TextStream(request_for([5]), tokenizers["byte_level"])
-    delta = stream.feed(TokenOutput(REQUEST, (40, 41), logits=logits.copy()))
+    ((received,), _), _ = decode_step(message)
+    delta = stream.feed(received)
     exact = logits.astype(np.float64)
     expected = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
     assert [token.logprob for token in delta.tokens] == pytest.approx(
         [expected[0, 40], expected[1, 41]], abs=1e-5
     )
     assert all(type(token.logprob) is float for token in delta.tokens)
-    assert stream.feed(TokenOutput(REQUEST, (40,))).tokens[0].logprob is None
+    assert stream.feed(TokenOutput("r", (40,))).tokens[0].logprob is None

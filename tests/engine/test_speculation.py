@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, DeviceCall
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
@@ -46,7 +46,7 @@ class Guesser:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
 
-    device_call: DeviceCall | None = None
+    runner: Runner | None = None
 
     def propose(
         self, sequences: Sequence[Running], counts: Sequence[int], sampler: Sampler
@@ -124,7 +124,7 @@ def test_any_arrivals_give_what_they_give_without_drafts(
             break
         for output in engine.step().outputs:
             assert output.error is None, output.error
-            if output.request.logprobs:
+            if requests[int(output.request_id)].logprobs:
                 assert output.logits is not None
                 assert output.logits.shape == (len(output.token_ids), SPEC.vocab_size)
             found[output.request_id] += output.token_ids

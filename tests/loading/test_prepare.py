@@ -43,7 +43,7 @@ def compiled(machine, options, /, **more):
     """Everything up to the graphs."""
     environ = machine.environ
     prepared = prepare_or_raise(None, TINY, environ=environ, overrides=options, **more)
-    return obtain(prepared, prepared.load_tokenizer())
+    return obtain(prepared, prepared.load_tokenizer)
 
 
 def test_a_second_start_compiles_nothing(machine, options):
@@ -235,7 +235,7 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
     def obtained(model, **more):
         settings = {**options, **more}
         prepared = prepare_or_raise(None, model, environ=machine.environ, overrides=settings)
-        found = obtain(prepared, prepared.load_tokenizer())
+        found = obtain(prepared, prepared.load_tokenizer)
         assert machine.compiled() == GRAPHS
         return found
 
@@ -263,7 +263,7 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
     environ = {"NEURON_CC_FLAGS": "'x"}
     prepared = prepare_or_raise(None, TINY, environ=environ, overrides={"model_loader": "cpu"})
-    found = obtain(prepared, prepared.load_tokenizer())
+    found = obtain(prepared, prepared.load_tokenizer)
     assert (found.folder, dict(found.facts.graph_options)) == (None, {})
 
 

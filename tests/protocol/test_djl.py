@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
-from djl_python_neuronx.service import Service
 from tests import djl_engine_double
 from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.toy_service import toy_service
 from tests.toy_tokenizer import TOKENIZER
 
 END_OF_STREAM = bytes(5)
@@ -42,7 +41,7 @@ def backend():
 
 @pytest.fixture
 def service(backend):
-    service = Service(ServingOptions(model_id="toy"), backend, TOKENIZER)
+    service = toy_service(backend)
     yield service
     backend.resume.set()
     service.close()
@@ -155,7 +154,7 @@ def test_any_arrivals(arrivals):
     """None is a request that cannot be read."""
     sys.modules["djl_python"] = djl_engine_double.installed()
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
-    service = Service(ServingOptions(model_id="toy"), backend, TOKENIZER)
+    service = toy_service(backend)
     door = RollingBatchDoor(service, 60.0)
     try:
         caller = Caller(door)

@@ -26,18 +26,18 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 import uvicorn  # noqa: E402
 
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
-from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.engine import worker  # noqa: E402
+from djl_python_neuronx.engine.link import decode_request  # noqa: E402
 from djl_python_neuronx.engine.speculation import (  # noqa: E402
     DraftModel,
     NgramProposer,
-    Proposer,
 )
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
 from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
-from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
+from tests.toy_service import toy_service  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
 
 PATIENCE_S = 120.0
@@ -80,12 +80,6 @@ def wait_until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.005)
-
-
-def toy_service(
-    backend: ToyBackend, *, proposer: Proposer | None = None, **options: Any
-) -> Service:
-    return Service(ServingOptions(model_id="toy", **options), backend, TOKENIZER, proposer=proposer)
 
 
 @pytest.fixture
@@ -278,7 +272,7 @@ def test_a_client_that_goes_away_frees_its_slot(
     connection.close() if not stream else connection.sock.close()
     wait_until(lambda: len(loop.streams) == 0)
     backend.resume.set()
-    wait_until(lambda: loop.engine.num_running == 0)
+    wait_until(lambda: loop.state.running == 0)
     assert backend.num_steps == 4
     assert backend.acquired == frozenset()
     assert http.post(server.url + "/invocations", json=body([5, 6])).json() == {
@@ -389,7 +383,8 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
         assert http.get(running.url + "/ping").status_code == 200
         http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        application.service.loop._step_timeout_s = 0.2  # from now on: other steps may be slow
+        settings = replace(application.service.loop._settings, step_timeout_s=0.2)
+        application.service.loop._settings = settings  # from now on: other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
         assert "option.predict_timeout" in hung.json()["error"]
@@ -432,11 +427,20 @@ def test_metrics_count(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
-def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: int) -> None:
+def test_what_joining_a_static_batch_costs_is_counted(
+    wait_ms: int, reencoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second request comes during the first one's second token: it joins then, or after its end."""
     spec = replace(TOY_SPEC, num_slots=3, max_prefill_batch=3, joins="reprefill")
     backend = ToyBackend(spec)
     backend.hang_at = {1}
+    received: list[GenerationRequest] = []
+
+    def note(fields: Any) -> GenerationRequest:
+        received.append(decode_request(fields))
+        return received[-1]
+
+    monkeypatch.setattr(worker, "decode_request", note)
     service = toy_service(backend, max_join_wait_ms=wait_ms)
     inbox = BlockingQueue()
     try:
@@ -447,8 +451,10 @@ def test_what_joining_a_static_batch_costs_is_counted(wait_ms: int, reencoded: i
         service.loop.submit(
             GenerationRequest("b", [8, 9], max_new_tokens=3, ignore_eos=True), inbox
         )
+        wait_until(lambda: len(received) == 2)
+        time.sleep(0.05)  # from its decoding into the queue
         backend.resume.set()
-        wait_until(lambda: not service.loop.engine.has_work and len(service.loop.streams) == 0)
+        wait_until(lambda: service.loop.state[:2] == (0, 0) and len(service.loop.streams) == 0)
         text = service.metrics.exposition().decode()
         assert f"djl_neuronx_reencoded_tokens_total {reencoded}.0" in text
         assert backend.violations == []
@@ -496,10 +502,10 @@ def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend)
             await asyncio.gather(*(one(client, i) for i in range(300)))
 
     asyncio.run(all_of_them())
-    wait_until(lambda: len(service.loop.streams) == 0 and service.loop.engine.num_running == 0)
+    wait_until(lambda: len(service.loop.streams) == 0 and service.loop.state.running == 0)
     assert crowd.violations == []
     assert crowd.acquired == frozenset()
-    assert service.loop.engine.num_waiting == 0
+    assert service.loop.state.waiting == 0
     wait_until(lambda: num_descriptors() <= descriptors)
     wait_until(lambda: threading.active_count() <= threads)
 
@@ -581,12 +587,12 @@ def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
 def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: ToyBackend) -> None:
     backend.fail_at = {2: RuntimeError("no graph")}
     with pytest.raises(BackendError, match=r"first run of every graph failed.*no graph"):
-        Service(ServingOptions(model_id="toy"), backend, TOKENIZER, warm_up=True)
+        toy_service(backend, warm_up=True)
     assert backend.closed
     short = ToyBackend()
     short.fail_at = {1: DeviceMemoryError("no memory")}
     with pytest.raises(DeviceMemoryError):  # its 507 is what DJL Serving takes for out of memory
-        Service(ServingOptions(model_id="toy"), short, TOKENIZER, warm_up=True)
+        toy_service(short, warm_up=True)
     assert short.closed
 
 

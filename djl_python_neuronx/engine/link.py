@@ -1,0 +1,190 @@
+"""The connection between front and engine: messages are JSON arrays, their kind first, each after its length.
+
+From the front: ``["add", request]`` and ``["abort", id]``; the end of the connection ends the engine. From the engine:
+``["progress", text]``, then ``["ready", facts]`` or ``["failed", code, message]``; afterwards ``["first_call"]``,
+``["step", …]`` (see `encode_step`) and at last ``["dead", code, message]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import TypeAdapter
+
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.core import StepResult
+from djl_python_neuronx.engine.runner import StepInfo
+from djl_python_neuronx.engine.sampler import logprobs
+from djl_python_neuronx.errors import ServingError, revive
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 2**31 - 1
+"""JSON has no larger numbers than 64 bits; nothing that a request counts is larger than this."""
+_FLUSH_S = 1.0
+"""Time to send what is in the outbox when a link is closed."""
+
+
+class Link:
+    """One end of the connection. Messages are encoded and written by a thread of its own; one thread receives."""
+
+    def __init__(
+        self, end: socket.socket, encode: Callable[[Sequence[Any]], Sequence[Any]] = list
+    ) -> None:
+        """`encode` turns what is sent into plain values, on the writing thread."""
+        self._socket = end
+        self._reader = end.makefile("rb")
+        self._encode = encode
+        self._outbox: queue.SimpleQueue[Sequence[Any] | bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="djl-neuronx-outbox", daemon=True)
+        self._writer.start()
+
+    def send(self, *message: Any) -> None:  # noqa: ANN401
+        """Send a message; never blocks. It is lost if the connection has ended."""
+        self._outbox.put(message)
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send a message that is encoded; see `send`."""
+        self._outbox.put(message)
+
+    def receive(self) -> list[Any] | None:
+        """Wait for the next message. Returns None at the end of the connection."""
+        with suppress(OSError):
+            head = self._reader.read(_LENGTH.size)
+            if len(head) == _LENGTH.size:
+                (length,) = _LENGTH.unpack(head)
+                content = self._reader.read(length)
+                if len(content) == length:
+                    message: list[Any] = orjson.loads(content)
+                    return message
+        return None
+
+    def end(self) -> None:
+        """End the connection for both sides at once. Any thread; idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Send what is left in the outbox, end the connection and free its descriptor. For the receiving thread."""
+        self._outbox.put(None)
+        self._writer.join(_FLUSH_S)
+        self.end()
+        self._writer.join()
+        self._reader.close()
+        self._socket.close()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                content = message
+                if not isinstance(content, bytes):
+                    content = orjson.dumps(self._encode(content))
+                self._socket.sendall(_LENGTH.pack(len(content)) + content)
+        except OSError:
+            pass  # the other side has ended, which the receiving thread notices
+        except Exception:
+            logger.exception("message_not_sent")
+            self.end()
+
+
+class EngineState(NamedTuple):
+    """State of an engine, sent with each step."""
+
+    running: int = 0
+    """Sequences that hold a slot."""
+    waiting: int = 0
+    """Sequences that wait for a slot."""
+    speculates: bool = False
+
+
+SPEC = TypeAdapter(ModelSpec)
+"""Converts the facts of the loaded model to plain values and back."""
+
+
+def encode_request(request: GenerationRequest) -> bytes:
+    """The message for a request, with the part of it that the engine needs: token ids and plain values, no text."""
+    sampling, wanted = request.sampling, request.max_new_tokens
+    fields = {
+        "request_id": request.request_id,
+        "prompt_ids": list(request.prompt_ids),
+        "sampling": {**asdict(sampling), "top_k": min(sampling.top_k, _LARGEST)},
+        "max_new_tokens": None if wanted is None else min(wanted, _LARGEST),
+        "stop_token_ids": [one for one in request.stop_token_ids if 0 <= one <= _LARGEST],
+        "ignore_eos": request.ignore_eos,
+        "logprobs": request.logprobs,
+        "adapter": request.adapter,
+        "client_id": request.client_id,
+    }
+    return orjson.dumps(("add", fields))
+
+
+def decode_request(fields: Mapping[str, Any]) -> GenerationRequest:
+    """The request of a message's fields."""
+    sampling = SamplingParams(**fields["sampling"])
+    stop_token_ids = frozenset(fields["stop_token_ids"])
+    return GenerationRequest(**{**fields, "sampling": sampling, "stop_token_ids": stop_token_ids})
+
+
+def encode_error(error: ServingError | None) -> tuple[str, str] | None:
+    """Code and message of an error."""
+    return None if error is None else (error.code, str(error))
+
+
+def decode_error(fields: Sequence[str] | None) -> ServingError | None:
+    """The inverse of `encode_error`."""
+    return None if fields is None else revive(*fields)
+
+
+def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:
+    """A step's message: flat arrays, one element a row; log-probabilities are made from the logits here."""
+    outputs, info = result
+    facts = None
+    if info is not None:
+        facts = {**info._asdict(), "draft_error": encode_error(info.draft_error)}
+    return (
+        [output.request_id for output in outputs],
+        [output.token_ids for output in outputs],
+        [output.finish_reason for output in outputs],
+        [encode_error(output.error) for output in outputs],
+        [_logprobs(output) for output in outputs],
+        facts,
+        list(state),
+    )
+
+
+def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
+    """The inverse of `encode_step`; its outputs have log-probabilities instead of logits."""
+    *rows, facts, state = columns
+    outputs = [
+        TokenOutput(
+            request_id,
+            token_ids,
+            None if reason is None else FinishReason(reason),
+            decode_error(error),
+            logprobs=scores,
+        )
+        for request_id, token_ids, reason, error, scores in zip(*rows, strict=True)
+    ]
+    info = None
+    if facts is not None:
+        info = StepInfo(**{**facts, "draft_error": decode_error(facts["draft_error"])})
+    return StepResult(outputs, info), EngineState(*state)
+
+
+def _logprobs(output: TokenOutput) -> list[float] | None:
+    if output.logits is None:
+        return None
+    scores: list[float] = logprobs(output.logits, output.token_ids).tolist()
+    return scores

@@ -1,0 +1,226 @@
+"""The engine's side of the border: loads an engine and steps it for the front at the other end of a link."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from djl_python_neuronx.engine.core import Engine, StepResult
+from djl_python_neuronx.engine.link import (
+    SPEC,
+    EngineState,
+    Link,
+    decode_request,
+    encode_error,
+    encode_step,
+)
+from djl_python_neuronx.engine.speculation import DraftModel
+from djl_python_neuronx.engine.warmup import warm_up
+from djl_python_neuronx.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ServingError,
+    StepError,
+    load_failure,
+)
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 1e-4
+"""Python's switch interval. A busy thread delays the return from the device by this long: 5.2 ms at the default of
+5 ms, 0.3 ms at 0.1 ms (2 vCPU, 2026-11)."""
+EXPIRE_EVERY_S = 0.2
+
+Load = Callable[[], Engine]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a worker."""
+
+    queue_timeout_s: float = 120.0
+    """Longest time that a request waits for a slot."""
+    warm_up: bool = False
+    """Run every graph once before the first request."""
+
+
+def worker_link(end: socket.socket) -> Link:
+    """The engine's end of the connection."""
+    return Link(end, _encode)
+
+
+def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
+    """Load an engine, and run it until the front leaves or the engine is dead. Returns False if it failed.
+
+    The body of the engine process, or of the engine's thread.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        engine = _load(link, load, settings)
+        if engine is None:
+            return False
+        try:
+            return _Worker(engine, link, settings.queue_timeout_s).run()
+        except Exception as error:
+            logger.exception("engine_failed")
+            reason = (
+                f"the engine failed ({type(error).__name__}: {error}); its log has the traceback"
+            )
+            link.send("dead", BackendUnavailableError.code, reason)
+            return False
+        finally:
+            engine.close()
+    finally:
+        link.close()
+
+
+def _encode(message: Sequence[Any]) -> Sequence[Any]:
+    kind, *fields = message
+    return (kind, *encode_step(*fields)) if kind == "step" else message
+
+
+def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
+    engine: Engine | None = None
+    try:
+        link.send("progress", "loading the model")
+        engine = load()
+        if settings.warm_up:
+            link.send("progress", "running every graph once")
+            _warm_up(engine)
+        link.send("ready", SPEC.dump_python(engine.spec, mode="json"), _speculation(engine))
+    except Exception as error:
+        if not isinstance(error, ServingError):
+            logger.exception("load_failed")
+        link.send("failed", *(encode_error(load_failure(error)) or ()))
+        if engine is not None:
+            engine.close()
+        return None
+    return engine
+
+
+def _warm_up(engine: Engine) -> None:
+    started_s = time.monotonic()
+    try:
+        cold = warm_up(engine)
+    except StepError as error:
+        msg = f"the first run of every graph failed: {error}"
+        raise BackendError(msg) from error
+    seconds = time.monotonic() - started_s
+    logger.info("warmed_up seconds=%.2f cold_graphs=%s", seconds, [*map(tuple, cold)])
+
+
+def _speculation(engine: Engine) -> dict[str, object] | None:
+    """The speculation in use as plain values: number of drafts and their source. Or None."""
+    if engine.proposer is None:
+        return None
+    from_model = isinstance(engine.proposer, DraftModel)
+    return {
+        "drafts": engine.spec.num_speculative_tokens,
+        "from": "draft model" if from_model else "prompt lookup",
+    }
+
+
+class _Worker:
+    """Steps an engine on the calling thread; a thread of its own receives commands."""
+
+    def __init__(self, engine: Engine, link: Link, queue_timeout_s: float) -> None:
+        self._engine, self._link = engine, link
+        self._queue_timeout_s = queue_timeout_s
+        self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._unsent = StepResult([])
+        self._sent = EngineState()
+        self._expired_s = time.monotonic()
+        engine.watch(self._before_call)
+
+    def run(self) -> bool:
+        """Step until the front leaves, or the engine is dead: False."""
+        engine, commands = self._engine, self._commands
+        threading.Thread(target=self._receive, name="djl-neuronx-commands", daemon=True).start()
+        while engine.dead is None:
+            while not engine.has_work or not commands.empty():
+                self._send(idle=not engine.has_work)
+                command = commands.get()
+                if command is None:
+                    engine.abort_all()
+                    return True
+                command()
+            result = self._expire() or engine.step()
+            self._send()  # unless a device call has begun meanwhile
+            self._unsent = result
+        self._send()
+        self._link.send("dead", *(encode_error(engine.dead) or ()))
+        return False
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._link.receive()) is not None:
+                kind, argument = message
+                if kind == "add":
+                    self._commands.put(partial(self._engine.add, decode_request(argument)))
+                else:
+                    self._commands.put(partial(self._engine.abort, argument))
+        finally:
+            self._commands.put(None)
+
+    def _before_call(self, first: bool) -> None:
+        """Send the last step's message while the device runs the next one: nothing delays the call itself."""
+        self._send()
+        if first:
+            self._link.send("first_call")
+
+    def _send(self, *, idle: bool = False) -> None:
+        """Send the last step with the state of the engine; of an idle one also the state alone, if it has changed."""
+        if not (idle or any(self._unsent)):
+            return
+        engine = self._engine
+        state = EngineState(engine.num_running, engine.num_waiting, engine.speculates)
+        if any(self._unsent) or state != self._sent:
+            self._link.send("step", self._unsent, state)
+            self._unsent, self._sent = StepResult([]), state
+
+    def _expire(self) -> StepResult | None:
+        """End the sequences that have waited too long for a slot; looked for several times a second."""
+        engine, now_s = self._engine, time.monotonic()
+        if not engine.num_waiting or now_s - self._expired_s < min(
+            EXPIRE_EVERY_S, self._queue_timeout_s / 4
+        ):
+            return None
+        self._send()
+        self._expired_s = now_s
+        outputs = engine.expire(self._queue_timeout_s)
+        return StepResult(outputs) if outputs else None
+
+
+class EngineThread:
+    """An engine on a thread of this process, for debuggers and tests. It cannot be killed, nor started again."""
+
+    restartable = False
+
+    def __init__(self, load: Load, settings: WorkerSettings = WorkerSettings()) -> None:
+        front, end = socket.socketpair()
+        self.link = Link(front)
+        self._thread = threading.Thread(
+            target=work,
+            args=(worker_link(end), load, settings),
+            name="djl-neuronx-engine",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def kill(self) -> None:
+        """End the connection: the thread ends after the call in flight."""
+        self.link.end()
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait for the end. Returns how it ended, or None if it has not."""
+        self._thread.join(timeout_s)
+        return None if self._thread.is_alive() else "ended"

@@ -1,0 +1,153 @@
+"""The engine in a process of its own: what it loads, how it is started and ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts.guard import guarded, outlive_stops
+from djl_python_neuronx.backends.base import Backend, Want
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.link import Link
+from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
+from djl_python_neuronx.engine.worker import WorkerSettings, work, worker_link
+from djl_python_neuronx.errors import IncompatibleOptionsError
+from djl_python_neuronx.telemetry import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_KILL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """A model to load: its graphs are compiled, its files are here."""
+
+    backend: str
+    plan: LoadPlan
+    compiled: Path | None = None
+    """Folder of the graphs; see `BackendModule.load`."""
+
+    def load(self) -> Backend:
+        """Load the model onto the device."""
+        return backends.get(self.backend).load(self.plan, self.compiled)
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """An engine to load and run, in plain values."""
+
+    models: tuple[ModelJob, ...]
+    """The model, and its draft model if it has one."""
+    ngram_prompt_lookup_max: int = 1
+    """Longest match of the prompt look-up, which proposes drafts if there is no draft model."""
+    decode_interleave: int = 1
+    max_join_wait_s: float = 0.0
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    log_level: str = "INFO"
+
+    def load(self) -> Engine:
+        """Load the models onto the device.
+
+        Raises:
+            ServingError: they cannot be loaded, or do not fit each other.
+        """
+        model, *drafts = self.models
+        backend = model.load()
+        try:
+            proposer = self._load_proposer(backend, *drafts)
+        except BaseException:
+            backend.close()
+            raise
+        return Engine(
+            backend,
+            decode_interleave=self.decode_interleave,
+            max_join_wait_s=self.max_join_wait_s,
+            proposer=proposer,
+        )
+
+    def _load_proposer(self, backend: Backend, draft: ModelJob | None = None) -> Proposer | None:
+        """The source of proposed tokens for a model that verifies them, or None."""
+        spec = backend.spec
+        if not spec.num_speculative_tokens:
+            return None
+        if draft is None:
+            return NgramProposer(spec, self.ngram_prompt_lookup_max)
+        proposing = draft.load()
+        problem = None
+        if proposing.spec.vocab_size != spec.vocab_size:
+            problem = f"has a vocabulary of {proposing.spec.vocab_size} tokens, the model of {spec.vocab_size}"
+        elif Want.LOGITS not in proposing.spec.outputs:
+            problem = "samples on the device and returns no logits"
+        if problem is not None:
+            proposing.close()
+            msg = f"the draft model {problem}; set another speculative_draft_model"
+            raise IncompatibleOptionsError(msg)
+        return DraftModel(proposing)
+
+
+_JOB = TypeAdapter(EngineJob)
+
+
+class EngineProcess:
+    """An engine in a process of its own, with all processes that it starts. It ends with this process."""
+
+    restartable = True
+
+    def __init__(self, job: EngineJob, environ: Mapping[str, str]) -> None:
+        """Start the process with the variables `environ`."""
+        front, end = socket.socketpair()
+        command = guarded(backends.python_command(__name__), stop=[_KILL])
+        with end:
+            # A session of its own: Ctrl-C in a terminal is for the front.
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=end.fileno(), env=dict(environ), start_new_session=True
+            )
+        self.link = Link(front)
+        self.link.send(_JOB.dump_json(job).decode())
+        logger.info("engine_started pid=%d", self._process.pid)
+
+    def kill(self) -> None:
+        """See `Host`."""
+        if self._process.poll() is None:
+            self._process.send_signal(_KILL)
+
+    def wait(self, timeout_s: float) -> str | None:
+        """See `Host`."""
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(timeout_s)
+            number = -status if status < 0 else status - 128
+            if number > 0:
+                with suppress(ValueError):
+                    return signal.Signals(number).name
+            return f"status {status}"
+        return None
+
+
+def main() -> None:
+    """The engine process: its standard input is the connection to the front."""
+    outlive_stops()
+    faulthandler.enable()  # a crash in a library's code writes the Python stack to the log
+    end = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    # The processes that a library starts must not hold the connection.
+    with open(os.devnull) as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    link = worker_link(end)
+    if (message := link.receive()) is None:
+        sys.exit("the connection ended before the engine's job came")
+    job = _JOB.validate_json(message[0])
+    setup_logging(job.log_level)
+    sys.exit(0 if work(link, job.load, job.worker) else 1)

@@ -1,0 +1,38 @@
+"""A service over a backend that the test holds: its engine runs on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.speculation import Proposer
+from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.service import Service
+from tests.toy_tokenizer import TOKENIZER
+
+
+def toy_service(
+    backend: Backend,
+    *,
+    proposer: Proposer | None = None,
+    warm_up: bool = False,
+    on_death: Callable[[ServingError], None] | None = None,
+    **settings: Any,
+) -> Service:
+    """`settings`: options by name."""
+    options = ServingOptions(model_id="toy", **settings)
+
+    def load() -> Engine:
+        return Engine(
+            backend,
+            decode_interleave=options.decode_interleave,
+            max_join_wait_s=options.max_join_wait_ms / 1000,
+            proposer=proposer,
+        )
+
+    worker = WorkerSettings(options.predict_timeout, warm_up=warm_up)
+    return Service(options, TOKENIZER, lambda: EngineThread(load, worker), on_death=on_death)
