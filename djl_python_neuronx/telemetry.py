@@ -66,7 +66,7 @@ METRICS: dict[str, Metric] = {
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
         "counter",
-        "Ends of the engine that were not wanted, by signal, status or error.",
+        "Unwanted ends of the engine, by signal, status or error.",
         ("cause",),
     ),
     "load_seconds": Metric("gauge", "Time to load the model."),

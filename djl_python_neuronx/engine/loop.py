@@ -52,6 +52,8 @@ WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
 RESTART_WINDOW_S = 600.0
 """Deaths of the engine are counted over this time."""
+RELOAD_S, RELOAD_FACTOR = 60.0, 10.0
+"""A load after a death hangs if it takes longer than this, plus so many times the load before it."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before the engine is started again; it doubles with each start that gave no token."""
 
@@ -271,7 +273,8 @@ class EngineLoop:
         """The reason why a connection has ended without one."""
         if self._hang is not None:
             return _Death(self._hang, "hang")
-        how = self._host.wait(JOIN_S) or "closed connection"
+        # At a close nobody reads the reason, and everyone waits for an answer.
+        how = self._host.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
         message = f"the engine process ended ({how}); the log has its last messages"
         return _Death(BackendUnavailableError(message), how)
 
@@ -378,6 +381,7 @@ class EngineLoop:
             self._report(f"starting the engine again after its end ({death.cause})")
             if self._closing.wait(pause_s):
                 return False
+            self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self._load_s
             try:
                 self._host, self._hang = self._launch(), None
                 if self._closing.is_set():
@@ -386,7 +390,7 @@ class EngineLoop:
             except ServingError as error:
                 death = _Death(error, error.code)
                 continue
-            self._silent_s = 0.0
+            self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
             with self.streams.lock:
                 self._link = self._host.link
                 for stream in self.streams.open_streams():
@@ -445,15 +449,15 @@ class EngineLoop:
                 self._expire()
             elif not len(self.streams):
                 self._silent_s = 0.0
-            else:
-                self._silent_s += period_s
-                if self._silent_s > self._patience_s:
-                    self._hang = BackendUnavailableError(
-                        f"the engine has not answered for {self._patience_s:g} s, so a device call hangs. If calls may "
-                        "take so long, raise option.predict_timeout"
-                    )
-                    self._silent_s = 0.0
-                    self._host.kill()
+                continue
+            self._silent_s += period_s
+            if self._silent_s > self._patience_s:
+                self._hang = BackendUnavailableError(
+                    f"the engine has not answered for {self._patience_s:g} s, so a device call hangs. If calls may "
+                    "take so long, raise option.predict_timeout"
+                )
+                self._silent_s = 0.0
+                self._host.kill()
 
     def _expire(self) -> None:
         """End the requests that have waited too long for an engine."""

@@ -24,7 +24,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.link import Link
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.worker import WorkerSettings, work, worker_link
-from djl_python_neuronx.errors import IncompatibleOptionsError
+from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -108,14 +108,23 @@ class EngineProcess:
     restartable = True
 
     def __init__(self, job: EngineJob, environ: Mapping[str, str]) -> None:
-        """Start the process with the variables `environ`."""
+        """Start the process with the variables `environ`.
+
+        Raises:
+            BackendUnavailableError: the system refuses another process.
+        """
         front, end = socket.socketpair()
         command = guarded(backends.python_command(__name__), stop=[_KILL])
         with end:
             # A session of its own: Ctrl-C in a terminal is for the front.
-            self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=end.fileno(), env=dict(environ), start_new_session=True
-            )
+            try:
+                self._process = subprocess.Popen(  # noqa: S603
+                    command, stdin=end.fileno(), env=dict(environ), start_new_session=True
+                )
+            except OSError as error:
+                front.close()
+                msg = f"the engine process cannot be started: {error.strerror}"
+                raise BackendUnavailableError(msg) from error
         self.link = Link(front)
         self.link.send(_JOB.dump_json(job).decode())
         logger.info("engine_started pid=%d", self._process.pid)

@@ -1,3 +1,4 @@
+import ai.djl.engine.Engine;
 import ai.djl.inference.Predictor;
 import ai.djl.inference.streaming.ChunkedBytesSupplier;
 import ai.djl.modality.Input;
@@ -26,13 +27,13 @@ import java.util.concurrent.TimeUnit;
  * Runs models on DJL's Python engine, with the threads of DJL Serving: one for a model's calls, others for the answers.
  *
  * <p>A line of standard input is a {@link Command}, a line of standard output an event, both in JSON. At the end of the
- * input all models are closed, and the process ends if no thread is left.
+ * input all models are closed, and the process ends when no load hangs.
  */
 public final class Driver {
 
     private static final long CHUNK_TIMEOUT_S = 120; // DJL Serving's chunked_read_timeout
     private static final Gson GSON = new Gson();
-    private static final ExecutorService POOL = Executors.newCachedThreadPool();
+    private static final ExecutorService READERS = Executors.newCachedThreadPool(Driver::daemon);
     private static final Map<String, Worker> WORKERS = new ConcurrentHashMap<>();
 
     /** {@code run}: load, predict (one call per request), batch (one call for all requests) or unload. */
@@ -62,6 +63,7 @@ public final class Driver {
     }
 
     public static void main(String[] args) throws IOException {
+        Engine.getEngine("Python"); // loads that begin together would race for it
         try (BufferedReader lines =
                 new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8))) {
             for (String line = lines.readLine(); line != null; line = lines.readLine()) {
@@ -69,15 +71,20 @@ public final class Driver {
             }
         }
         WORKERS.values().forEach(Worker::close);
-        POOL.shutdown();
+    }
+
+    private static Thread daemon(Runnable task) {
+        Thread thread = new Thread(task);
+        thread.setDaemon(true);
+        return thread;
     }
 
     private static void run(Command command) {
         switch (command.run) {
-            case "load" -> POOL.submit(() -> load(command));
+            case "load" -> new Thread(() -> load(command)).start();
             case "predict" -> command.requests.forEach(one -> call(command.model, List.of(one)));
             case "batch" -> call(command.model, command.requests);
-            case "unload" -> POOL.submit(() -> unload(command.model));
+            case "unload" -> new Thread(() -> unload(command.model)).start();
             default -> throw new IllegalArgumentException(command.run);
         }
     }
@@ -121,7 +128,7 @@ public final class Driver {
                         for (int i = 0; i < outputs.size(); ++i) {
                             Request request = requests.get(i);
                             Output output = outputs.get(i);
-                            POOL.submit(() -> read(request, output));
+                            READERS.submit(() -> read(request, output));
                         }
                     } catch (Throwable e) {
                         requests.forEach(one -> say(Map.of("id", one.id, "errors", messages(e))));

@@ -65,9 +65,9 @@ def served(mode, start_java, tmp_path_factory):
     )
     with start_java() as java:
         java.load("tiny", folder)
-        before = java.workers
+        before = java.workers()
         yield java
-        assert java.workers == before, java.tail()
+        assert java.workers() == before, java.tail()
 
 
 def write_model(folder, mode, **options):

@@ -185,10 +185,10 @@ class Java:
         self._send(run="batch" if together else "predict", model=model, requests=requests)
         return answers
 
-    @property
-    def workers(self):
-        """Ids of the Python processes that Java has started and that live."""
-        return [pid for pid in children(self._process.pid) if state(pid) not in ("Z", None)]
+    def workers(self, folder=None):
+        """Ids of the living Python processes that Java has started, of all models or of that of a folder."""
+        found = [pid for pid in children(self._process.pid) if is_alive(pid)]
+        return [pid for pid in found if folder is None or str(folder) in command_line(pid)]
 
     def wait_log(self, text, count=1):
         """Wait until `count` lines of the log have the text."""
@@ -197,14 +197,17 @@ class Java:
     def tail(self):
         return "\n".join(self.log[-60:])
 
-    def close(self):
+    def end(self):
         """Close all models and wait for the end of the JVM. Returns its status. Idempotent."""
         with suppress(OSError):
             self._process.stdin.close()
+        return self._process.wait(PATIENCE_S)
+
+    def close(self):
+        """End the JVM and what it left: Java starts a worker of asynchronous mode again that it has stopped itself."""
         try:
-            return self._process.wait(PATIENCE_S)
+            self.end()
         finally:
-            # What Java left: asynchronous mode starts a worker again that Java itself has stopped.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -255,20 +258,27 @@ def children(pid):
     return found
 
 
-def descendants(pid):
-    """The ids of a process's children, their children and so on."""
-    return [each for child in children(pid) for each in (child, *descendants(child))]
+def tree(pid):
+    """The id of a process and those of its descendants."""
+    return [pid, *(each for child in children(pid) for each in tree(child))]
 
 
-def state(pid):
-    """The state letter of a process; None if it is gone."""
+def command_line(pid):
+    """The arguments of a process; an empty list if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
-        return None
+        return []
+
+
+def is_alive(pid):
+    """False if a process is gone, or only its parent has not asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_gone(pids):
     """Wait until none of the processes lives."""
-    alive = [pid for pid in pids if state(pid) not in ("Z", None)]
-    wait_until(lambda: all(state(pid) in ("Z", None) for pid in alive), lambda: f"alive: {alive}")
+    wait_until(lambda: not any(map(is_alive, pids)), lambda: str([*map(command_line, pids)]))

@@ -1,0 +1,119 @@
+"""Loads, unloads and deaths under DJL's released engine: what Java tells, and which processes are left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.djl.conftest import MODEL, MODES, write_model
+from tests.djl.java import LoadError, tree, wait_gone, wait_until
+from tests.djl.test_modes import CHECKS, body, generated
+
+pytest.importorskip("torch", reason="needs the `cpu` extra")
+pytestmark = pytest.mark.djl
+
+
+def ask(java, model, num_requests=3):
+    """Right answers to some requests at once."""
+    checks = CHECKS[:num_requests]
+    bodies = [body(check["prompt"], check["max_new_tokens"]) for check in checks]
+    answers = java.submit(model, *bodies)
+    assert [generated(answer) for answer in answers] == [check["completion"] for check in checks]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_load_says_why_and_java_can_end(mode, start_java, tmp_path):
+    folder = write_model(tmp_path, mode, dtyp="fp32")
+    why = "unknown option 'dtyp'"
+    with start_java() as java:
+        if mode == "async":
+            # Java 0.34.0 would hang if the load itself failed: requests get the reason until the process ends.
+            java.load("tiny", folder)
+            (answer,) = java.submit("tiny", body())
+            assert answer.wait().status != 200
+            assert answer.errors or json.loads(answer.content)["code"] >= 500
+        else:
+            with pytest.raises(LoadError, match=f"Failed to initialize model: {why}"):
+                java.load("tiny", folder)
+        java.wait_log(why)
+        left = [each for pid in java.workers() for each in tree(pid)]
+        assert java.end() == 0
+        wait_gone(left)
+
+
+def test_settings_may_all_come_from_the_environment(start_java, tmp_path):
+    """A model that is unloaded leaves nothing then, and costs the others nothing.
+
+    DJL Serving writes a file for HF_MODEL_ID, and passes `OPTION_*` to Java's engine, which decides the mode by them.
+    """
+    options = {
+        "entryPoint": "djl_python_neuronx.handler",
+        "model_loader": "cpu",
+        "max_rolling_batch_size": "4",
+        "n_positions": "256",
+    }
+    environ = {f"OPTION_{name.upper()}": value for name, value in options.items()}
+    with start_java({**environ, "HF_MODEL_ID": str(MODEL)}) as java:
+        for mode in MODES:
+            folder = tmp_path / mode
+            folder.mkdir()
+            (folder / "serving.properties").write_text(f"option.model_id={MODEL}\n")
+            java.begin_load(mode, folder, {**options, **MODES[mode]})
+        for mode in MODES:
+            java.end_load(mode)
+        too_long = "one two three " * 100
+        for mode in MODES:
+            ask(java, mode)
+            (answer,) = java.submit(mode, body(too_long))
+            assert answer.wait().status == 413, "OPTION_N_POSITIONS has no effect"
+        # The asynchronous one last: Java takes its own stop for a death there, and starts the worker again.
+        modes = ["rolling", "plain", "async"]
+        while modes:
+            mode = modes.pop(0)
+            (pid,) = java.workers(tmp_path / mode)
+            processes = tree(pid)
+            java.unload(mode)
+            wait_gone(processes)
+            for other in modes:
+                ask(java, other)
+        assert java.end() == 0
+
+
+@pytest.fixture(scope="module")
+def mortal(mode, start_java, tmp_path_factory):
+    """A JVM with a model whose processes may be killed, and the model's folder."""
+    folder = write_model(tmp_path_factory.mktemp("mortal"), mode, max_rolling_batch_size=8)
+    with start_java() as java:
+        java.load("tiny", folder)
+        yield java, folder
+
+
+def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode):
+    java, folder = mortal
+    ask(java, "tiny")
+    (pid,) = java.workers(folder)
+    processes = tree(pid)
+    long = body(num_tokens=400, ignore_eos=True, stream=True)
+    victims = java.submit("tiny", *[long] * 4)
+    assert victims[0].started.wait(60)
+    os.kill(pid, signal.SIGKILL)
+    wait_gone(processes)
+    if mode == "async":
+        statuses = [victim.wait().status for victim in victims]
+        assert all("Inference Engine Failure" in str(v.content) for v in victims), statuses
+
+    answers = []
+
+    def answers_again():
+        # Some are lost: with a worker's end Java forgets all rows of a rolling batch, and tells nobody.
+        answers.extend(java.submit("tiny", body("3 + 4 =", 9)))
+        time.sleep(0.2)
+        return any(answer.status == 200 for answer in answers)
+
+    wait_until(answers_again, java.tail)
+    ask(java, "tiny")
+    assert len(java.workers(folder)) == 1
