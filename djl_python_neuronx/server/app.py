@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """DJL Serving's default limit."""
 
+LONG_BODY_BYTES = 1024 * 1024
+PACE_S = 0.005
+"""Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
+bodies of 5 MB takes the event loop, at 12 ms of CPU time each, from the tokens of all others (2 vCPU, 2026-11)."""
+
 ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
 
@@ -251,4 +256,6 @@ async def _read(request: Request) -> bytes:
         if size > MAX_BODY_BYTES:
             raise BodyTooLargeError(limit)
         chunks.append(chunk)
+        if size > LONG_BODY_BYTES:
+            await asyncio.sleep(PACE_S)
     return b"".join(chunks)

@@ -60,7 +60,7 @@ public final class Driver {
         void close() {
             predictor.close();
             model.close();
-            calls.shutdown();
+            calls.shutdownNow();
         }
     }
 

@@ -54,14 +54,21 @@ def mode(request):
     return request.param
 
 
+@pytest.fixture(scope="session", params=["true", pytest.param("false", marks=pytest.mark.nightly)])
+def engine_process(request):
+    """The option's value: the engine in a process of its own, or in that of the worker."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def served(mode, start_java, tmp_path_factory):
+def served(mode, engine_process, start_java, tmp_path_factory):
     """A JVM that serves the example model as "tiny"."""
     folder = write_model(
         tmp_path_factory.mktemp(mode),
         mode,
         max_rolling_batch_size=MAX_RUNNING,
         max_waiting=MAX_WAITING,
+        engine_process=engine_process,
     )
     with start_java() as java:
         java.load("tiny", folder)

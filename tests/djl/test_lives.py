@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.djl.conftest import MODEL, MODES, write_model
-from tests.djl.java import LoadError, tree, wait_gone, wait_until
+from tests.djl.java import PATIENCE_S, LoadError, children, is_alive, tree, wait_gone, wait_until
 from tests.djl.test_modes import CHECKS, body, generated
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -90,6 +90,46 @@ def mortal(mode, start_java, tmp_path_factory):
     with start_java() as java:
         java.load("tiny", folder)
         yield java, folder
+        left = [each for pid in java.workers() for each in tree(pid)]
+        assert java.end() == 0
+        wait_gone(left)
+
+
+LONG = body(num_tokens=400, ignore_eos=True, stream=True)
+
+
+def engine_of(worker):
+    """The id of the engine process, whose parent is the guard, whose parent is the worker."""
+
+    def engines():
+        guards = filter(is_alive, children(worker))
+        return [pid for guard in guards for pid in children(guard) if is_alive(pid)]
+
+    return wait_until(engines)[0]
+
+
+def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(mortal):
+    java, folder = mortal
+    (worker,) = java.workers(folder)
+    checks = CHECKS[:16]
+    bodies = [
+        body(check["prompt"], check["max_new_tokens"], stream=i % 2 == 0)
+        for i, check in enumerate(checks)
+    ]
+    for _ in range(2):
+        victims = java.submit("tiny", *[LONG] * 4)
+        answers = java.submit("tiny", *bodies)
+        assert victims[0].started.wait(PATIENCE_S)
+        engine = engine_of(worker)
+        os.kill(engine, signal.SIGKILL)
+        ends = [json.loads(v.wait().content.splitlines()[-1]) for v in [*victims, *answers]]
+        assert ends[0]["code"] == 503  # it had sent a token
+        for end, check in zip(ends[len(victims) :], checks, strict=True):
+            assert end.get("code", 200) >= 500 or end["generated_text"] == check["completion"]
+        assert all(answer.errors == [] for answer in [*victims, *answers])
+        ask(java, "tiny", len(checks))
+        assert not is_alive(engine)
+    assert java.workers(folder) == [worker]
 
 
 def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode):
@@ -97,9 +137,8 @@ def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode)
     ask(java, "tiny")
     (pid,) = java.workers(folder)
     processes = tree(pid)
-    long = body(num_tokens=400, ignore_eos=True, stream=True)
-    victims = java.submit("tiny", *[long] * 4)
-    assert victims[0].started.wait(60)
+    victims = java.submit("tiny", *[LONG] * 4)
+    assert victims[0].started.wait(PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
     wait_gone(processes)
     if mode == "async":

@@ -34,7 +34,13 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
 )
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
-from djl_python_neuronx.server.app import MAX_BODY_BYTES, Application, _Server, create_app  # noqa: E402
+from djl_python_neuronx.server.app import (  # noqa: E402
+    LONG_BODY_BYTES,
+    MAX_BODY_BYTES,
+    Application,
+    _Server,
+    create_app,
+)
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
@@ -330,6 +336,13 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> 
     assert response.status == 413
     assert json.load(response)["type"] == "body_too_large"
     connection.close()
+
+
+def test_a_long_body_is_read_whole(server: Running) -> None:
+    content = json.dumps(body([5])).ljust(LONG_BODY_BYTES + 20_000)
+    response = http.post(server.url + "/invocations", content=content)
+    assert (response.status_code, response.json()["generated_text"]) == (200, answer([5]))
+    assert http.post(server.url + "/invocations", content=content + "]").status_code == 400
 
 
 def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBackend) -> None:
