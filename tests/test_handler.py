@@ -280,6 +280,11 @@ def test_an_async_load_that_is_late_ends_before_javas_limit(start):
     assert peer.num_starts == num_starts
 
 
+def test_a_limit_of_zero_is_javas_default(start):
+    peer = start("async", model_loading_timeout="0")
+    assert json.loads(peer.submit(payload([5])).wait().content) == {"generated_text": text([5])}
+
+
 def test_both_ways_at_once_are_refused(start):
     peer = start("async", rolling_batch="auto")
     refused = peer.submit(payload([5])).wait()
