@@ -253,7 +253,7 @@ class Peer:
         self.rolling = self.properties.get("rolling_batch", "disable") != "disable"
         self.async_mode = self.properties.get("async_mode") == "true"
         self.timeout_s = float(self.properties.get("predict_timeout", "120"))
-        self.loading_timeout_s = float(self.properties.get("model_loading_timeout", "240"))
+        self.loading_timeout_s = float(self.properties.get("model_loading_timeout", "0")) or 240.0
         self.max_rolling_batch_size = int(self.properties.get("max_rolling_batch_size", "32"))
         self.log = []
         self.num_starts = self.failures = 0

@@ -136,6 +136,11 @@ def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode):
     assert peer.num_starts == 2
 
 
+def test_a_limit_of_zero_is_javas_default(start):
+    peer = start("async", model_loading_timeout="0")
+    assert json.loads(peer.submit(payload([5])).wait().content) == {"generated_text": text([5])}
+
+
 def test_both_ways_at_once_are_refused(start):
     peer = start("async", rolling_batch="auto")
     refused = peer.submit(payload([5])).wait()

@@ -79,6 +79,7 @@ class Engine:
         self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
+        self._entering: Callable[[list[str]], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -100,8 +101,14 @@ class Engine:
         """False without a proposer, or once it is disabled after its failures."""
         return self._speculator.proposer is not None
 
-    def watch(self, before_call: Callable[[bool], None]) -> None:
-        """Call `before_call` before each device call, the draft model's included; True: its graph has not run yet."""
+    def watch(
+        self, before_call: Callable[[bool], None], entering: Callable[[list[str]], None]
+    ) -> None:
+        """Call `before_call` before each device call, the draft model's included; True: its graph has not run yet.
+
+        `entering` is called with the ids of the requests that get a slot, before the device has anything of them.
+        """
+        self._entering = entering
         self.runner.before_call = before_call
         if self.proposer is not None and self.proposer.runner is not None:
             self.proposer.runner.before_call = before_call
@@ -183,6 +190,8 @@ class Engine:
         While no sequence runs, a device fault here counts as a failed step; a refused prompt, which is another kind
         of error, never does.
         """
+        if self._entering is not None:
+            self._entering([sequence.request.request_id for sequence in batch.entering])
         outputs: list[TokenOutput] = []
         failures: list[BackendError] = []
         for sequence in batch.entering:

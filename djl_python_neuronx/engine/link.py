@@ -1,8 +1,9 @@
 """The connection between front and engine: messages are JSON arrays, their kind first, each after its length.
 
 From the front: ``["add", request]`` and ``["abort", id]``; the end of the connection ends the engine. From the engine:
-``["progress", text]``, then ``["ready", facts]`` or ``["failed", code, message]``; afterwards ``["first_call"]``,
-``["step", …]`` (see `encode_step`) and at last ``["dead", code, message]``.
+``["progress", text]``, then ``["ready", facts]`` or ``["failed", code, message]``; afterwards ``["entering", ids]``
+before requests get slots, ``["first_call"]``, ``["step", …]`` (see `encode_step`) and at last
+``["dead", code, message]``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -44,10 +46,12 @@ class Link:
         self, end: socket.socket, encode: Callable[[Sequence[Any]], Sequence[Any]] = list
     ) -> None:
         """`encode` turns what is sent into plain values, on the writing thread."""
+        self.opened_s = time.monotonic()
         self._socket = end
         self._reader = end.makefile("rb")
         self._encode = encode
         self._outbox: queue.SimpleQueue[Sequence[Any] | bytes | None] = queue.SimpleQueue()
+        self._writing = threading.Lock()
         self._writer = threading.Thread(target=self._write, name="djl-neuronx-outbox", daemon=True)
         self._writer.start()
 
@@ -58,6 +62,14 @@ class Link:
     def send_encoded(self, message: bytes) -> None:
         """Send a message that is encoded; see `send`."""
         self._outbox.put(message)
+
+    def send_now(self, *message: Any) -> None:  # noqa: ANN401
+        """Send a message before this returns, so that it arrives even if this process dies in the next moment.
+
+        It may overtake others.
+        """
+        with suppress(OSError):
+            self._write_one(orjson.dumps(message))
 
     def receive(self) -> list[Any] | None:
         """Wait for the next message. Returns None at the end of the connection."""
@@ -91,12 +103,16 @@ class Link:
                 content = message
                 if not isinstance(content, bytes):
                     content = orjson.dumps(self._encode(content))
-                self._socket.sendall(_LENGTH.pack(len(content)) + content)
+                self._write_one(content)
         except OSError:
             pass  # the other side has ended, which the receiving thread notices
         except Exception:
             logger.exception("message_not_sent")
             self.end()
+
+    def _write_one(self, content: bytes) -> None:
+        with self._writing:
+            self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
 
 class EngineState(NamedTuple):

@@ -264,10 +264,18 @@ class EngineLoop:
             if kind == "first_call":
                 self._patience_s = self._settings.step_timeout_s * FIRST_CALL_FACTOR
                 continue
+            if kind == "entering":
+                self._note_entering(*fields)
+                continue
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(fields)
             self._deliver(result)
         return self._explain_end()
+
+    def _note_entering(self, request_ids: list[str]) -> None:
+        for stream in map(self.streams.get, request_ids):
+            if stream is not None:
+                stream.entered = True
 
     def _explain_end(self) -> _Death:
         """The reason why a connection has ended without one."""
@@ -284,12 +292,11 @@ class EngineLoop:
         Raises:
             ServingError: it could not be loaded.
         """
-        started_s = time.monotonic()
         while (message := self._host.link.receive()) is not None:
             kind, *fields = message
             if kind == "ready":
                 facts, self.speculation = fields
-                self._load_s = time.monotonic() - started_s
+                self._load_s = time.monotonic() - self._host.link.opened_s
                 return SPEC.validate_python(facts)
             if kind == "failed":
                 self._end_engine()
@@ -408,13 +415,12 @@ class EngineLoop:
         return self._host.restartable and len(self._deaths) <= self._settings.restarts
 
     def _settle(self, error: ServingError) -> None:
-        """End the streams that the next engine must not run again.
-
-        Sequences get slots in the order of their requests, so the oldest ones were running.
-        """
+        """End the streams that the next engine must not run again."""
         sent, twice = [], []
-        for place, stream in enumerate(self.streams.open_streams()):
-            stream.deaths += place < self.spec.num_slots
+        for stream in self.streams.open_streams():
+            if stream.entered:
+                stream.entered, stream.waiting_since_s = False, time.monotonic()
+                stream.deaths += 1
             if stream.first_token_s is not None:
                 sent.append(stream)
             elif stream.deaths > 1:
@@ -464,7 +470,9 @@ class EngineLoop:
         limit_s = self._settings.queue_timeout_s
         now_s = time.monotonic()
         late = [
-            stream for stream in self.streams.open_streams() if now_s - stream.submitted_s > limit_s
+            stream
+            for stream in self.streams.open_streams()
+            if now_s - stream.waiting_since_s > limit_s
         ]
         message = f"the engine is being started again and was not ready within {limit_s:g} s (option.predict_timeout)"
         self._end(self._removed(late), BackendUnavailableError(message))

@@ -126,6 +126,9 @@ class Stream:
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
+        self.waiting_since_s = self.submitted_s
+        self.entered = False
+        """A step of this engine has begun it."""
         self.deaths = 0
         """Ends of the engine at which the request was running."""
 

@@ -139,7 +139,7 @@ class _Worker:
         self._unsent = StepResult([])
         self._sent = EngineState()
         self._expired_s = time.monotonic()
-        engine.watch(self._before_call)
+        engine.watch(self._before_call, partial(link.send_now, "entering"))
 
     def run(self) -> bool:
         """Step until the front leaves, or the engine is dead: False."""

@@ -85,14 +85,14 @@ class Answer:
         self.errors = []
         """Java's exception and its causes, if the call failed or no chunk came for two minutes."""
         self.started = threading.Event()
-        self._done = threading.Event()
+        self.done = threading.Event()
 
     @property
     def content(self):
         return b"".join(self.chunks)
 
     def wait(self):
-        assert self._done.wait(PATIENCE_S), f"no answer to {self.request_id}"
+        assert self.done.wait(PATIENCE_S), f"no answer to {self.request_id}"
         return self
 
     def feed(self, event):
@@ -105,7 +105,7 @@ class Answer:
         else:
             self.errors = event.get("errors", [])
             self.started.set()
-            self._done.set()
+            self.done.set()
 
 
 class Java:

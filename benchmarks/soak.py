@@ -1,0 +1,728 @@
+"""Does the service heal? 200 streams at a time, while the engine process is killed at random moments.
+
+    python benchmarks/soak.py --kills 50          # the embedded server, about 10 minutes
+
+The engine process (front -> guard -> engine, found in /proc) gets SIGKILL, SIGSEGV, SIGABRT, or SIGSTOP, which the
+watchdog must notice (`--predict-timeout`). One kill in five hits the engine while it loads. `--seed` fixes the signals
+and their delays.
+
+Every request ends with one of these; anything else is wrong, and so is one that does not end (`DEADLINE_S`):
+
+* `right`: the text of the quiet pass before the kills, with the same prompt, parameters and seed. The quiet pass itself
+  is compared with the example model's known answers.
+* `error 503 backend_unavailable` and the like: status 408, 500 or 503, with a JSON body.
+* `error event …`: the last event of a stream has the error; the text before it is a prefix of the right one.
+* `left`: the client closed the connection in the middle; the text so far is a prefix of the right one.
+
+After each kill a request that is sent later must be answered right, within `RECOVERY_S`; the time from the kill to
+that answer is the recovery. At the end the quiet pass is repeated, SIGTERM must end the server with status 0, and
+nothing may be left: compared are descriptors, threads and child processes of the front (idle, before and after the
+kills), then processes, the port, temporary files and shared memory. Memory is printed, not judged.
+
+One JSON object; exit status 1 if anything was wrong. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import queue
+import random
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples" / "tiny-llama"
+DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
+"""Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
+RECOVERY_S = 120.0
+START_S = 120.0
+SETTLE_S = 15.0
+"""After the last answer, for descriptors and threads of the front; after its end, for its processes."""
+DRAIN_S = 20
+PREDICT_TIMEOUT_S = {True: 10.0, False: 30.0}
+"""Of the embedded server, and of DJL's engine, which ends a process that lets a call wait as long."""
+MARK = "SOAK_RUN"
+"""Environment variable that every process of a run inherits."""
+SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
+FORMS = ("json", "jsonlines", "sse")
+SSE = "text/event-stream"
+CLEAN_STATUSES = (408, 500, 503)
+SHOWN = 20
+
+
+class SoakError(Exception):
+    """The service did not start, or did not recover."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with its parameters."""
+
+    prompt: str
+    parameters: tuple[tuple[str, Any], ...]
+    known: str | None = None
+    """The text, if the example model's folder has it."""
+
+    def body(self, form: str) -> bytes:
+        """The request's body."""
+        fields = {"inputs": self.prompt, "parameters": dict(self.parameters)}
+        return json.dumps({**fields, "stream": form != "json"}).encode()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back until the end, or until the time was over."""
+
+    status: int
+    data: bytes
+    timed_out: bool = False
+    """The deadline came, or the client left."""
+    broken: str | None = None
+    """How the connection failed."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Front:
+    """What the front process holds."""
+
+    descriptors: int
+    threads: int
+    children: int
+    rss_mib: float
+
+    @classmethod
+    def of(cls, pid: int) -> Front:
+        """Read from /proc."""
+        resident_pages = int(_read(pid, "statm").split()[1])
+        return cls(
+            descriptors=len([*Path(f"/proc/{pid}/fd").iterdir()]),
+            threads=len([*Path(f"/proc/{pid}/task").iterdir()]),
+            children=len(descendants(pid)),
+            rss_mib=round(resident_pages * resource.getpagesize() / 2**20, 1),
+        )
+
+    def grown(self, before: Front) -> list[str]:
+        """What there is more of than before; memory is not judged."""
+        names = ("descriptors", "threads", "children")
+        return [name for name in names if getattr(self, name) > getattr(before, name)]
+
+
+@dataclass
+class Tally:
+    """Outcomes of the requests, and the recovery from each kill. Any thread."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    recoveries: list[float] = field(default_factory=list)
+    _open: list[float] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def count(self, outcome: str, sent_s: float) -> None:
+        """Count a request that was sent at a time."""
+        now = time.monotonic()
+        with self._changed:
+            kind, _, detail = outcome.partition(": ")
+            self.outcomes[kind] += 1
+            if kind == "wrong":
+                self.wrong.append(detail)
+            if kind == "right":
+                healed = [killed_s for killed_s in self._open if killed_s < sent_s]
+                self.recoveries += [now - killed_s for killed_s in healed]
+                self._open = [killed_s for killed_s in self._open if killed_s >= sent_s]
+                self._changed.notify_all()
+
+    def killed(self) -> None:
+        """Note a kill."""
+        with self._changed:
+            self._open.append(time.monotonic())
+
+    def wait_recovered(self, timeout_s: float) -> bool:
+        """Wait until a request sent after the last kill was answered right."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+
+def questions(count: int, pick: random.Random) -> list[Question]:
+    """Distinct questions: known ones, greedy ones of any length, seeded ones."""
+    lines = (MODEL / "checks.jsonl").read_text(encoding="utf-8").splitlines()
+    checks = pick.sample([json.loads(line) for line in lines], count)
+    found = []
+    for i, check in enumerate(checks):
+        length = ("max_new_tokens", check["max_new_tokens"])
+        if i % 3 == 0:
+            found.append(Question(check["prompt"], (length,), check["completion"]))
+            continue
+        parameters = [("max_new_tokens", pick.randint(1, 150)), ("ignore_eos", True)]
+        if i % 3 == 2:
+            sampling = pick.choice(({"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}))
+            parameters += [
+                ("do_sample", True),
+                ("temperature", 1.5),
+                ("seed", i),
+                *sampling.items(),
+            ]
+        found.append(Question(check["prompt"], tuple(parameters)))
+    return found
+
+
+def judge(reply: Reply, form: str, text: str, *, leaves: bool = False) -> str:
+    """The outcome of a request whose right answer is `text`; "wrong: …" says what is wrong."""
+    if reply.timed_out and not leaves:
+        return f"wrong: no end in time, status {reply.status}, {reply.data[-200:]!r}"
+    if reply.broken:
+        return f"wrong: connection broken ({reply.broken}) after {reply.data[-200:]!r}"
+    if reply.timed_out and reply.status in (0, 200) and (form == "json" or not reply.data):
+        return "left"
+    try:
+        if reply.status != 200:
+            return _refusal(reply)
+        return _whole(reply, text) if form == "json" else _streamed(reply, form, text)
+    except (ValueError, KeyError, TypeError) as error:
+        return f"wrong: not an answer ({type(error).__name__}: {error}): {reply.data[-200:]!r}"
+
+
+def _refusal(reply: Reply) -> str:
+    if reply.timed_out:
+        return "left"
+    found = json.loads(reply.data)
+    if reply.status not in CLEAN_STATUSES or found["code"] != reply.status or not found["error"]:
+        return f"wrong: status {reply.status}: {reply.data[-200:]!r}"
+    return f"error {reply.status} {found['type']}"
+
+
+def _whole(reply: Reply, text: str) -> str:
+    found = json.loads(reply.data)
+    if "code" in found:
+        return f"error in body {found['code']} {found['type']}"
+    if found["generated_text"] != text:
+        return f"wrong: text {found['generated_text']!r}, expected {text!r}"
+    return "right"
+
+
+def _streamed(reply: Reply, form: str, text: str) -> str:
+    separator, prefix = ("\n\n", "data:") if form == "sse" else ("\n", "")
+    *events, rest = reply.data.decode(errors="replace").split(separator)
+    found = [json.loads(event.removeprefix(prefix)) for event in events]
+    made = "".join(event["token"]["text"] for event in found if "token" in event)
+    if not text.startswith(made):
+        return f"wrong: stream {made!r}, expected {text!r}"
+    if reply.timed_out:
+        return "left"
+    if rest or not found:
+        return f"wrong: the stream ends with {rest!r}"
+    last = found[-1]
+    if "code" in last:
+        return f"error event {last['code']} {last['type']}" if last["error"] else "wrong: no error"
+    if last["generated_text"] != text or made != text:
+        return f"wrong: stream {made!r} and text {last['generated_text']!r}, expected {text!r}"
+    return "right"
+
+
+class Embedded:
+    """The embedded server, as a process of its own."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        work: Path,
+        environ: Mapping[str, str],
+        program: Sequence[str] = ("-m", "djl_python_neuronx.cli"),
+    ) -> None:
+        """Start it. `program`: arguments of Python that run the command line `djl-neuronx`."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, *program, "serve", str(MODEL)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--drain", str(DRAIN_S)]
+        command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        self.log = work / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environ, cwd=ROOT, stderr=log)
+        self.front = self.process.pid
+
+    def wait_ready(self) -> None:
+        """Return when the server answers."""
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s and self.process.poll() is None:
+            if self.send("GET", "/ping", b"", {}, deadline_s).status == 200:
+                return
+            time.sleep(0.05)
+        msg = f"not ready within {START_S:g} s: {self.said}"
+        raise SoakError(msg)
+
+    def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
+        """Send a request and read until its end, or leave after some seconds."""
+        headers = {"accept": SSE} if form == "sse" else {}
+        deadline_s = time.monotonic() + (DEADLINE_S if leave_s is None else leave_s)
+        return self.send("POST", "/invocations", question.body(form), headers, deadline_s)
+
+    def send(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], deadline_s: float
+    ) -> Reply:
+        """Send a request and read until its end, or leave at the deadline."""
+        status, data, headers_received = 0, b"", {}
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=left(deadline_s))
+        try:
+            connection.request(method, path, body, {**headers, "connection": "close"})
+            wire = connection.sock
+            wire.settimeout(left(deadline_s))
+            with connection.getresponse() as response:
+                status, length = response.status, response.length
+                headers_received = dict(response.headers)
+                while True:
+                    wire.settimeout(left(deadline_s))
+                    chunk = response.read1(2**16)
+                    if not chunk:
+                        break
+                    data += chunk
+                if length is not None and len(data) < length:
+                    return Reply(status, data, broken=f"{length} bytes announced")
+        except TimeoutError:
+            return Reply(status, data, timed_out=True)
+        except (OSError, HTTPException) as error:
+            return Reply(status, data, broken=repr(error))
+        finally:
+            connection.close()
+        return Reply(status, data, headers=headers_received)
+
+    @property
+    def said(self) -> str:
+        """The end of the log."""
+        return self.log.read_text()[-3000:]
+
+    @property
+    def alive(self) -> bool:
+        """True until the process has ended."""
+        return self.process.poll() is None
+
+    def end(self) -> int:
+        """SIGTERM. Returns the exit status."""
+        self.process.terminate()
+        return self.process.wait(DRAIN_S + SETTLE_S)
+
+    def kill(self) -> None:
+        """End it whatever its state; the guard ends the engine."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Djl:
+    """DJL's released engine in one of its modes, through the driver of its tests."""
+
+    port = None
+
+    def __init__(
+        self, mode: str, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]
+    ) -> None:
+        """Start a JVM and begin to load the model."""
+        sys.path.insert(0, str(ROOT))
+        from tests.djl import java
+
+        classes, self._folder = work / "classes", work / "model"
+        for folder in (classes, self._folder):
+            folder.mkdir()
+        lines = ["engine=Python", "minWorkers=1", "maxWorkers=1"]
+        settings = {
+            "model_id": MODEL, "entryPoint": "djl_python_neuronx.handler", **MODES[mode], **options
+        }  # fmt: skip
+        lines += [f"option.{name}={value}" for name, value in settings.items()]
+        (self._folder / "serving.properties").write_text("\n".join(lines) + "\n")
+        self._java = java.Java(java.compile_driver(classes), work / "cache", environ)
+        self.front = 0
+        self._batches: queue.SimpleQueue[tuple[tuple[str, int], str, Future[Any]]] | None = None
+        if mode == "plain":
+            # As DJL Serving does: one call at a time, with what has come meanwhile.
+            self._batches = queue.SimpleQueue()
+            threading.Thread(target=self._send_batches, daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Load the model."""
+        self._java.load("tiny", self._folder)
+        (self.front,) = self._java.workers
+
+    @property
+    def said(self) -> str:
+        """The end of the log."""
+        return self._java.tail()
+
+    @property
+    def alive(self) -> bool:
+        """True while Java has the process that it started first."""
+        return self._java.workers == [self.front]
+
+    def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
+        """Send a request and read until its end; a client that leaves a stream does so after some chunks."""
+        accept = SSE if form == "sse" else "application/json"
+        leaves_stream = leave_s is not None and form != "json"
+        num_chunks = 1 + int(10 * leave_s) if leaves_stream else 0
+        answer = self._send((accept, num_chunks), question.body(form).decode())
+        patience_s = DJL_DEADLINE_S if leave_s is None or leaves_stream else leave_s
+        over = not answer.done.wait(patience_s)
+        return Reply(
+            answer.status or 0,
+            answer.content,
+            timed_out=over or len(answer.chunks) == num_chunks > 0,
+            broken=" | ".join(answer.errors) or None,
+        )
+
+    def _send(self, how: tuple[str, int], body: str) -> Any:  # noqa: ANN401  (the driver's answer)
+        if self._batches is not None:
+            self._batches.put((how, body, sent := Future()))
+            return sent.result()
+        return self._submit(how, body)[0]
+
+    def _submit(self, how: tuple[str, int], *bodies: str) -> list[Any]:
+        accept, num_chunks = how
+        several = len(bodies) > 1
+        headers = {"Accept": accept}
+        return self._java.submit(
+            "tiny", *bodies, headers=headers, leave_after=num_chunks, together=several
+        )
+
+    def _send_batches(self) -> None:
+        last = None
+        while True:
+            batch = [self._batches.get()]
+            while len(batch) < BATCH_SIZE and not self._batches.empty():
+                batch.append(self._batches.get())
+            if last is not None:
+                last.started.wait()  # Java's thread is busy until the answers begin
+            for how, alike in itertools.groupby(sorted(batch, key=itemgetter(0)), itemgetter(0)):
+                _, bodies, sent = zip(*alike, strict=True)
+                for future, answer in zip(sent, self._submit(how, *bodies), strict=True):
+                    future.set_result(last := answer)
+
+    def end(self) -> int:
+        """Close the model. Returns the exit status of the JVM."""
+        return self._java.close()
+
+    def kill(self) -> None:
+        """Close it, if that has not happened."""
+        self._java.close()
+
+
+BATCH_SIZE = 16
+MODES = {
+    "async": {"async_mode": "true", "rolling_batch": "disable"},
+    "rolling": {"rolling_batch": "tnx"},
+    "plain": {"rolling_batch": "disable", "batch_size": BATCH_SIZE},
+}
+DOORS: dict[str, Callable[..., Any]] = {
+    "embedded": Embedded, **{mode: partial(Djl, mode) for mode in MODES}
+}  # fmt: skip
+
+
+def left(deadline_s: float) -> float:
+    """Seconds until a time; above 0, which a socket takes for "do not wait"."""
+    return max(deadline_s - time.monotonic(), 1e-3)
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
+    """Returns whether it became true in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs; zombies included."""
+    found = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, tasks.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def engines(front: int) -> list[int]:
+    """Engine processes of a front: children of its guards."""
+    return [
+        engine
+        for guard in descendants(front)
+        if b"guard.py" in _read(guard, "cmdline")
+        for engine in descendants(guard)[:1]
+    ]
+
+
+def alive(pid: int) -> bool:
+    """True until the process has ended; a zombie has."""
+    stat = _read(pid, "stat")
+    return bool(stat) and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes of a run."""
+    wanted = f"{MARK}={mark}".encode()
+    return [
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if wanted in _read(int(path.name), "environ").split(b"\0")
+    ]
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """Shared memory that these processes map."""
+    maps = b"".join(_read(pid, "maps") for pid in pids)
+    return {line.split()[-1].decode() for line in maps.splitlines() if b" /dev/shm/" in line}
+
+
+class Soak:
+    """A run against a door that serves."""
+
+    def __init__(
+        self, door: Embedded | Djl, pick: random.Random, num_streams: int, num_questions: int
+    ) -> None:
+        self.door = door
+        self.pick = pick
+        self.num_streams = num_streams
+        self.tally = Tally()
+        self.questions = questions(num_questions, pick)
+        self.texts: dict[Question, str] = {}
+        self.kills: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.memory: set[str] = set()
+        """Files in /dev/shm that processes of this run were seen to map."""
+        self.over = threading.Event()
+
+    def learn(self) -> None:
+        """Get every text in a quiet pass; the known ones must agree."""
+        for question in self.questions:
+            reply = self.door.ask(question, "json")
+            if reply.status != 200:
+                msg = f"the quiet pass failed: {reply}"
+                raise SoakError(msg)
+            text = self.texts[question] = json.loads(reply.data)["generated_text"]
+            if question.known not in (None, text):
+                self.wrong.append(f"quiet pass: {text!r}, known is {question.known!r}")
+
+    def repeat(self) -> None:
+        """Ask everything again without kills, in every form in turn: all must be right."""
+        for question, form in zip(self.questions, itertools.cycle(FORMS), strict=False):
+            reply = self.door.ask(question, form)
+            outcome = judge(reply, form, self.texts[question])
+            if outcome != "right":
+                self.wrong.append(f"after the kills: {form}: {outcome}")
+
+    def client(self, seed: int) -> None:
+        """Ask until the run is over; one request in eight is left in the middle."""
+        pick = random.Random(seed)
+        while not self.over.is_set():
+            question, form = pick.choice(self.questions), pick.choice(FORMS)
+            leave_s = pick.uniform(0, 3) if pick.random() < 1 / 8 else None
+            sent_s = time.monotonic()
+            try:
+                reply = self.door.ask(question, form, leave_s)
+                outcome = judge(reply, form, self.texts[question], leaves=leave_s is not None)
+            except Exception as error:  # noqa: BLE001  (a client that ends unnoticed would prove nothing)
+                outcome = f"wrong: the client failed: {error!r}"
+            self.tally.count(outcome, sent_s)
+            if outcome.startswith("error 503"):
+                self.over.wait(pick.uniform(0.05, 0.5))
+
+    def kill(self, number: signal.Signals, *, loading: bool) -> None:
+        """Kill the engine at a random moment and wait for the recovery."""
+        old = engines(self.door.front)
+        self.over.wait(self.pick.uniform(0, 3))
+        self._kill_once(number)
+        if loading and wait_until(lambda: set(engines(self.door.front)) - set(old), RECOVERY_S):
+            self.over.wait(self.pick.uniform(0, 3))
+            self._kill_once(signal.SIGKILL)
+        if not self.tally.wait_recovered(RECOVERY_S):
+            msg = f"no right answer within {RECOVERY_S:g} s of {number.name}"
+            raise SoakError(msg)
+
+    def _kill_once(self, number: signal.Signals) -> None:
+        if not wait_until(lambda: engines(self.door.front), RECOVERY_S):
+            msg = f"no engine process within {RECOVERY_S:g} s"
+            raise SoakError(msg)
+        (engine,) = engines(self.door.front)
+        self.memory |= shared_memory([self.door.front, *descendants(self.door.front)])
+        self.tally.killed()
+        os.kill(engine, number)
+        self.kills[number.name] += 1
+        if not wait_until(lambda: not alive(engine), RECOVERY_S):
+            msg = f"the engine has not ended {RECOVERY_S:g} s after {number.name}"
+            raise SoakError(msg)
+
+    def run(self, num_kills: int) -> None:
+        """All clients at once, and the kills one after the other."""
+        seeds = [self.pick.randrange(2**32) for _ in range(self.num_streams)]
+        clients = [threading.Thread(target=self.client, args=(seed,)) for seed in seeds]
+        for thread in clients:
+            thread.start()
+        try:
+            while (done := self.kills.total()) < num_kills:
+                # A kill while it loads comes after another one.
+                loading = done % 5 == 3 and done + 2 <= num_kills
+                self.kill(self.pick.choice(SIGNALS), loading=loading)
+                print(f"{self.kills.total()} kills, {dict(self.tally.outcomes)}", file=sys.stderr)
+            self.over.wait(0 if num_kills else 5)
+        finally:
+            self.over.set()
+            for thread in clients:
+                thread.join()
+        self.wrong += self.tally.wrong
+
+
+def settled(pid: int, before: Front) -> Front:
+    """The front's holdings when they have come down to those before, or at the end of the patience."""
+    wait_until(lambda: not Front.of(pid).grown(before), SETTLE_S)
+    return Front.of(pid)
+
+
+@contextlib.contextmanager
+def no_core_files() -> Iterator[None]:
+    """SIGSEGV and SIGABRT write none."""
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+
+
+def soak(
+    door_name: str,
+    *,
+    kills: int,
+    streams: int,
+    seed: int,
+    predict_timeout: float | None = None,
+    num_questions: int = 60,
+) -> dict[str, Any]:
+    """Run it. Returns the object that is printed; `wrong` is empty if nothing was.
+
+    Raises:
+        SoakError: the service did not start or did not recover.
+    """
+    mark = uuid.uuid4().hex
+    options = {
+        "model_loader": "cpu",
+        **({} if door_name == "plain" else {"max_rolling_batch_size": 64}),
+        "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
+        "engine_restarts": 2 * kills + 10,
+    }
+    if not kills:
+        del options["engine_restarts"]
+    with tempfile.TemporaryDirectory() as work_name, no_core_files():
+        work, temporary = Path(work_name), Path(work_name) / "tmp"
+        temporary.mkdir()
+        search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environ = {**os.environ, MARK: mark, "TMPDIR": str(temporary), "PYTHONPATH": search_path}
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "torch")  # made by an import, and kept
+        door = DOORS[door_name](options, work, environ)
+        try:
+            door.wait_ready()
+            soak = Soak(door, random.Random(seed), streams, num_questions)
+            soak.learn()
+            before = Front.of(door.front)
+            soak.run(kills)
+            soak.repeat()
+            if not door.alive:
+                soak.wrong.append(f"the front has ended: {door.said}")
+            after = settled(door.front, before)
+            began_s = time.monotonic()
+            exit_status = door.end()
+            end_s = time.monotonic() - began_s
+        finally:
+            door.kill()
+            wait_until(lambda: not marked(mark), SETTLE_S)
+        leftovers = {
+            "grown": after.grown(before),
+            "processes": marked(mark),
+            "port": door.port is not None and port_taken(door.port),
+            "files": sorted(str(path) for path in temporary.iterdir()),
+            "shared_memory": sorted(name for name in soak.memory if Path(name).exists()),
+        }
+        wrong = soak.wrong + [f"left: {name} {found}" for name, found in leftovers.items() if found]
+        if exit_status != 0:
+            wrong.append(f"exit status {exit_status} at the end: {door.said}")
+        recoveries = soak.tally.recoveries
+        return {
+            "door": door_name,
+            "seed": seed,
+            "streams": streams,
+            "kills": dict(soak.kills),
+            "outcomes": dict(sorted(soak.tally.outcomes.items())),
+            "recovery_s": {
+                "median": round(statistics.median(recoveries), 2) if recoveries else None,
+                "max": round(max(recoveries), 2) if recoveries else None,
+            },
+            "front_before": vars(before),
+            "front_after": vars(after),
+            "exit_status": exit_status,
+            "end_s": round(end_s, 2),
+            "leftovers": {name: found for name, found in leftovers.items() if found},
+            "num_wrong": len(wrong),
+            "wrong": wrong[:SHOWN],
+        }
+
+
+def port_taken(port: int) -> bool:
+    """True if something listens on the port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def main() -> int:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--door", choices=list(DOORS), default="embedded")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument(
+        "--seed", type=int, help="of questions, signals and delays; default: random"
+    )
+    parser.add_argument(
+        "--predict-timeout", type=float, default=5.0, help="option of the server, s"
+    )
+    parser.add_argument("--json", action="store_true", help="no effect: it is one object anyway")
+    options = parser.parse_args()
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr)
+    report = soak(
+        options.door,
+        kills=options.kills,
+        streams=options.streams,
+        seed=seed,
+        predict_timeout=options.predict_timeout,
+    )
+    print(json.dumps(report))
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

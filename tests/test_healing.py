@@ -1,0 +1,468 @@
+"""The engine process dies, the front heals: over HTTP, as a client and an operator see it.
+
+The engine runs the toy of `mortal_double`, which makes the moment of each death certain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tokenizers import Tokenizer
+
+from benchmarks.soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
+from tests.toy_backend import expected
+
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+
+PATIENCE_S = 60.0
+"""How long a hang lasts before it fails a test; nothing that works waits for its end."""
+DOUBLES = ROOT / "tests" / "mortal_double"
+PROGRAM = (
+    "-c",
+    "import sys; from djl_python_neuronx import backends, cli; "
+    f"backends.__path__.insert(0, {str(DOUBLES)!r}); sys.exit(cli.main(sys.argv[1:]))",
+)
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+POISON = "~"
+OPTIONS = {"model_loader": "cpu", "max_rolling_batch_size": 4, "skip_warmup": "true"}
+DYING = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
+
+
+class Server(Embedded):
+    """The embedded server on mortal engines."""
+
+    def __init__(self, folder, options, environ):
+        self.control = folder / "control"
+        self.control.mkdir()
+        mortal = {
+            "MORTAL": str(self.control),
+            "MORTAL_POISON": str(TOKENIZER.token_to_id(POISON)),
+            "PYTHONPATH": str(ROOT),
+        }
+        super().__init__(
+            {**OPTIONS, **options}, folder, {**os.environ, **mortal, **environ}, PROGRAM
+        )
+        self._clients = ThreadPoolExecutor(32)
+
+    @property
+    def engine(self):
+        (engine,) = self.until(lambda: engines(self.front))
+        return engine
+
+    @property
+    def said(self):
+        """The whole log."""
+        return self.log.read_text()
+
+    def until(self, condition):
+        """Wait for it and return its value."""
+        assert wait_until(condition, PATIENCE_S), f"it does not come to pass: {self.said[-3000:]}"
+        return condition()
+
+    def get(self, path):
+        return self.send("GET", path, b"", {}, time.monotonic() + PATIENCE_S)
+
+    def hold(self):
+        """Let the next load wait until `go_on`."""
+        (self.control / "hold").touch()
+
+    def go_on(self):
+        (self.control / "hold").unlink()
+
+    def kill_engine(self, number=signal.SIGKILL):
+        """Kill it and wait until the front has noticed."""
+        engine = self.engine
+        os.kill(engine, number)
+        self.until(lambda: engine not in engines(self.front))
+
+    @property
+    def prefilled(self):
+        """Prompts that steps have begun, by their first characters."""
+        log = self.control / "prefilled"
+        return [line for line in log.read_text().splitlines() if line] if log.exists() else []
+
+    def begin(self, prompt, num_tokens=5, *, stream=False, **parameters):
+        """Send a request; returns the future of its reply. The front has it before the next one."""
+        parameters |= {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
+        body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": stream}).encode()
+        deadline_s = time.monotonic() + PATIENCE_S
+        future = self._clients.submit(self.send, "POST", "/invocations", body, {}, deadline_s)
+        time.sleep(0.1)
+        return future
+
+    def ask(self, *arguments, **parameters):
+        return self.begin(*arguments, **parameters).result()
+
+    def metric(self, name):
+        """The sum of a metric's samples whose name and labels begin so."""
+        lines = self.get("/metrics").data.decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def close(self):
+        left = [self.front, *descendants(self.front)]
+        self.kill()
+        self._clients.shutdown()
+        assert wait_until(lambda: not any(map(alive, left)), PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def long_lived(tmp_path_factory):
+    """A server that many engines of many tests die under."""
+    environ = {"MORTAL_STEP_S": "0.03"}
+    server = Server(tmp_path_factory.mktemp("server"), {"engine_restarts": 1000}, environ)
+    server.wait_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(long_lived):
+    """The long-lived server with a ready engine and nothing to do."""
+    server = long_lived
+    (server.control / "hold").unlink(missing_ok=True)
+    server.until(lambda: server.get("/ping").status == 200)
+    server.until(lambda: server.metric("djl_neuronx_slots_in_use") == 0)
+    (server.control / "prefilled").unlink(missing_ok=True)
+    return server
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start a server with options and variables."""
+    servers = []
+
+    def start(ready=True, environ=None, **options):
+        servers.append(Server(tmp_path, options, environ or {}))
+        if ready:
+            servers[0].wait_ready()
+        return servers[0]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def right(prompt, num_tokens=5):
+    return expected(TOKENIZER.encode(prompt).ids, num_tokens, vocab_size=400)
+
+
+def ids(reply):
+    """The tokens of an answer, whole or streamed."""
+    assert reply.status == 200, reply
+    lines = [json.loads(line) for line in reply.data.splitlines()]
+    if "token" not in lines[0]:
+        return [token["id"] for token in lines[0]["details"]["tokens"]]
+    assert "generated_text" in lines[-1], reply
+    return [line["token"]["id"] for line in lines]
+
+
+def error(reply):
+    """The error of a reply, or of the last event of a stream."""
+    return json.loads(reply.data.splitlines()[-1])
+
+
+def first_id(prompt):
+    return str(TOKENIZER.encode(prompt).ids[1])
+
+
+@pytest.mark.parametrize("state", ["idle", "streaming", "stopped", "loading"])
+def test_no_engine_outlives_its_front(serve, state):
+    server = serve(environ={"MORTAL_STEP_S": "0.05"})
+    if state == "loading":
+        server.hold()
+        server.kill_engine()
+    if state == "streaming":
+        server.begin("a", 200, stream=True)
+        server.until(lambda: server.prefilled)
+    engine = server.engine
+    below = descendants(server.front)
+    if state == "stopped":
+        os.kill(engine, signal.SIGSTOP)
+    os.kill(server.front, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(alive, below)), 5.0)
+    assert engine in below
+
+
+@pytest.mark.parametrize("number", DYING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_killed_while_idle_is_started_again(server, number, stream):
+    assert ids(server.ask("a")) == right("a")
+    server.hold()
+    server.kill_engine(number)
+    server.until(lambda: server.get("/ping").status == 503)
+    waiting = server.begin("b", stream=stream)
+    assert server.get("/ping").status == 503
+    server.go_on()
+    assert ids(waiting.result()) == right("b")
+    server.until(lambda: server.get("/ping").status == 200)
+    assert ids(server.ask("c", stream=stream)) == right("c")
+    assert number.name in server.said
+
+
+@pytest.mark.parametrize("number", DYING)
+def test_streams_end_with_an_error_event_and_whole_answers_with_503(server, number):
+    stream, whole = server.begin("a", 200, stream=True), server.begin("b", 200)
+    server.until(lambda: len(server.prefilled) == 2)
+    time.sleep(0.3)
+    server.kill_engine(number)
+    reply = stream.result()
+    *lines, last = [json.loads(line) for line in reply.data.splitlines()]
+    made = [line["token"]["id"] for line in lines]
+    assert made == right("a", 200)[: len(made)]
+    assert 0 < len(made) < 200
+    assert (reply.status, last["code"], last["type"]) == (200, 503, "backend_unavailable")
+    assert number.name in last["error"]
+    reply = whole.result()
+    # Nothing of it was sent: it may be run again, or refused.
+    if reply.status == 200:
+        assert ids(reply) == right("b", 200)
+    else:
+        assert (reply.status, error(reply)["code"]) == (503, 503)
+    assert ids(server.ask("c", stream=True)) == right("c")
+
+
+def test_requests_without_a_token_are_run_again(server):
+    running = [server.begin(prompt, 200, stream=True) for prompt in "abcd"]
+    server.until(lambda: len(server.prefilled) == 4)
+    waiting = [server.begin(prompt, stream=prompt in "eg") for prompt in "efgh"]
+    time.sleep(0.3)
+    server.kill_engine()
+    assert [error(reply.result())["code"] for reply in running] == [503] * 4
+    assert [ids(reply.result()) for reply in waiting] == [right(prompt) for prompt in "efgh"]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_request_that_is_run_again_has_the_tokens_of_its_seed(server, seed):
+    sampling = {"do_sample": True, "temperature": 2.0} if seed is not None else {}
+    sampling |= {} if seed is None else {"seed": seed}
+    quiet = ids(server.ask("a", 40, **sampling))
+    server.hold()
+    server.kill_engine()
+    again = server.begin("a", 40, **sampling)
+    server.go_on()
+    assert ids(again.result()) == quiet
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_kills_the_engine_gets_500_and_is_not_run_a_third_time(server, stream):
+    reply = server.ask(POISON, stream=stream)
+    assert (reply.status, error(reply)["code"]) == (500, 500)
+    assert server.prefilled == [first_id(POISON)] * 2
+    assert ids(server.ask("a", stream=stream)) == right("a")
+    assert server.prefilled == [first_id(POISON)] * 2 + [first_id("a")]
+
+
+def test_others_are_not_blamed_for_a_request_that_kills_the_engine(server):
+    """They come with it, have slots free, and no step has begun any of them."""
+    server.hold()
+    server.kill_engine()
+    poison = server.begin("~")
+    others = [server.begin(prompt, stream=prompt in "bd") for prompt in "abcdef"]
+    server.go_on()
+    assert poison.result().status == 500
+    assert [ids(reply.result()) for reply in others] == [right(prompt) for prompt in "abcdef"]
+    assert server.prefilled.count(first_id(POISON)) == 2
+
+
+def test_several_requests_that_kill_the_engine_end_each_by_themselves(server):
+    server.hold()
+    server.kill_engine()
+    prompts = ["~1", "a", "~2", "b", "~3", "c"]
+    replies = [server.begin(prompt) for prompt in prompts]
+    server.go_on()
+    for prompt, reply in zip(prompts, replies, strict=True):
+        if "~" in prompt:
+            assert reply.result().status == 500
+        elif reply.result().status == 503:
+            # It had a token when a neighbour killed the engine.
+            assert error(reply.result())["type"] == "backend_unavailable"
+        else:
+            assert ids(reply.result()) == right(prompt)
+    assert server.prefilled.count(first_id(POISON)) == 6
+    server.until(lambda: server.get("/ping").status == 200)
+
+
+def test_a_full_queue_is_503_with_the_time_of_a_load_while_the_engine_starts(serve):
+    server = serve(environ={"MORTAL_LOAD_S": "1.5"}, max_rolling_batch_size=1, max_waiting=2)
+    server.hold()
+    server.kill_engine()
+    waiting = [server.begin(prompt) for prompt in "abc"]
+    refused = server.ask("d")
+    assert (refused.status, error(refused)["type"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 2
+    server.go_on()
+    assert [ids(reply.result()) for reply in waiting] == [right(prompt) for prompt in "abc"]
+
+
+def test_a_request_waits_for_the_engine_no_longer_than_the_queue_allows(serve):
+    server = serve(predict_timeout=1)
+    server.hold()
+    server.kill_engine()
+    reply = server.ask("a")
+    assert reply.status in (408, 503)
+    assert "predict_timeout" in error(reply)["error"]
+    assert server.prefilled == []
+    server.go_on()
+    assert ids(server.ask("b")) == right("b")
+
+
+def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
+    server.hold()
+    server.kill_engine()
+    gone = server.said.count("client_gone")
+    body = json.dumps({"inputs": "a"}).encode()
+    assert server.send("POST", "/invocations", body, {}, time.monotonic() + 0.5).timed_out
+    server.until(lambda: server.said.count("client_gone") > gone)
+    server.go_on()
+    assert ids(server.ask("b")) == right("b")
+    assert server.prefilled == [first_id("b")]
+
+
+def test_an_engine_that_hangs_is_ended_and_started_again(serve):
+    server = serve(predict_timeout=3, environ={"MORTAL_PREFILL_S": "0.5"})
+    for stream in (False, True):
+        begun = len(server.prefilled)
+        hanging = server.begin("a", stream=stream)
+        server.until(lambda begun=begun: len(server.prefilled) > begun)
+        stopped = server.engine
+        os.kill(stopped, signal.SIGSTOP)
+        # It has sent no token: it is run again by the next engine.
+        assert ids(hanging.result()) == right("a")
+        assert not alive(stopped)
+    assert "option.predict_timeout" in server.said
+
+
+def test_an_engine_that_dies_while_it_is_loaded_again_is_started_once_more(server):
+    server.hold()
+    server.kill_engine()
+    waiting = server.begin("a")
+    for _ in range(2):
+        server.kill_engine()
+    server.go_on()
+    assert ids(waiting.result()) == right("a")
+
+
+def test_a_guard_that_is_killed_takes_its_engine_with_it(server):
+    engine = server.engine
+    (guard,) = [pid for pid in descendants(server.front) if engine in descendants(pid)]
+    os.kill(guard, signal.SIGKILL)
+    server.until(lambda: not alive(engine))
+    assert ids(server.ask("a")) == right("a")
+    assert server.engine != engine
+
+
+def test_past_the_limit_the_process_ends_and_says_why(serve):
+    server = serve(engine_restarts=1, environ={"MORTAL_STEP_S": "0.05"})
+    server.kill_engine()
+    assert ids(server.ask("a")) == right("a")
+    stream = server.begin("b", 200, stream=True)
+    server.until(lambda: len(server.prefilled) == 2)
+    below = descendants(server.front)
+    os.kill(server.engine, signal.SIGSEGV)
+    assert error(stream.result())["code"] == 503
+    assert server.process.wait(PATIENCE_S) not in (0, -signal.SIGSEGV)
+    assert "SIGSEGV" in server.said
+    assert "engine_restarts" in server.said
+    assert "Traceback" not in server.said
+    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
+
+
+def test_loads_that_die_again_and_again_end_the_process(serve):
+    server = serve(engine_restarts=2)
+    (server.control / "doomed").touch()
+    os.kill(server.engine, signal.SIGKILL)
+    assert server.process.wait(PATIENCE_S) != 0
+    assert "SIGKILL" in server.said
+    assert "engine_restarts" in server.said
+
+
+def test_a_first_load_that_is_killed_ends_the_process_and_names_the_signal(serve):
+    """The operator's restart policy decides: nothing says yet that this model can be loaded at all."""
+    server = serve(ready=False, environ={"MORTAL_LOAD_S": "60"})
+    server.until(lambda: server.get("/ping").status == 503)
+    os.kill(server.engine, signal.SIGKILL)
+    assert server.process.wait(PATIENCE_S) == 1
+    assert "SIGKILL" in server.said
+    assert "Traceback" not in server.said
+
+
+def test_metrics_count_deaths_by_cause(server):
+    name = "djl_neuronx_engine_deaths_total"
+    causes = ("SIGKILL", "SIGSEGV")
+    before = [server.metric(f'{name}{{cause="{cause}"}}') for cause in causes]
+    for prompt, number in zip("ab", (signal.SIGKILL, signal.SIGSEGV), strict=True):
+        server.kill_engine(number)
+        assert ids(server.ask(prompt)) == right(prompt)
+    after = [server.metric(f'{name}{{cause="{cause}"}}') for cause in causes]
+    assert after == [count + 1 for count in before]
+
+
+def test_slots_of_dead_sequences_are_free(server):
+    streams = [server.begin(prompt, 200, stream=True) for prompt in "abcdef"]
+    server.until(lambda: server.metric("djl_neuronx_slots_in_use") == 4)
+    server.hold()
+    server.kill_engine()
+    assert all(error(stream.result())["code"] == 503 for stream in streams[:4])
+    server.until(lambda: server.metric("djl_neuronx_slots_in_use") == 0)
+    server.go_on()
+    assert [ids(stream.result()) for stream in streams[4:]] == [right("e", 200), right("f", 200)]
+    server.until(lambda: server.metric("djl_neuronx_slots_in_use") == 0)
+
+
+def test_sigterm_lets_the_streams_of_the_engine_end(serve):
+    server = serve(environ={"MORTAL_STEP_S": "0.02"}, max_rolling_batch_size=2)
+    replies = [server.begin(prompt, 40, stream=prompt in "ac") for prompt in "abcd"]
+    below = descendants(server.front)
+    assert server.end() == 0
+    assert [ids(reply.result()) for reply in replies] == [right(prompt, 40) for prompt in "abcd"]
+    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
+    assert "Traceback" not in server.said
+
+
+def test_sigterm_while_the_engine_starts_lets_it_answer_what_waits(serve):
+    server = serve()
+    server.hold()
+    server.kill_engine()
+    waiting = server.begin("a")
+    server.process.terminate()
+    time.sleep(0.3)
+    server.go_on()
+    assert ids(waiting.result()) == right("a")
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("state", ["idle", "streaming", "hanging", "restarting", "loading"])
+def test_a_second_sigterm_ends_everything_at_once(serve, state):
+    """Within a second, says the issue; the margin is for a busy machine. The drain alone would take 20 s."""
+    server = serve(
+        environ={"MORTAL_STEP_S": "0.05"} if state != "loading" else {"MORTAL_LOAD_S": "60"},
+        ready=state != "loading",
+    )
+    if state == "loading":
+        server.until(lambda: server.get("/ping").status == 503)
+    replies = []
+    if state == "restarting":
+        server.hold()
+        server.kill_engine()
+    if state not in ("idle", "loading"):
+        replies = [server.begin("a", 400, stream=True), server.begin("b", 400)]
+    if state in ("streaming", "hanging"):
+        server.until(lambda: len(server.prefilled) == 2)
+    if state == "hanging":
+        os.kill(server.engine, signal.SIGSTOP)
+    below = [server.engine, *descendants(server.front)]
+    server.process.terminate()
+    time.sleep(0.2)
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: not any(map(alive, [server.front, *below])), 5.0)
+    # The second may come when Python itself is ending.
+    assert server.process.wait() in (0, -signal.SIGTERM)
+    for reply in replies:
+        assert not reply.result().timed_out
+    assert "Traceback" not in server.said
