@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from djl_python_neuronx.loading.compile_process import CompileProgress
     from djl_python_neuronx.loading.prepare import LoadProgress
     from djl_python_neuronx.planning.machines import DeviceInfo
+    from djl_python_neuronx.service import Service
 
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -202,12 +203,13 @@ def _serve(arguments: argparse.Namespace) -> int:
             raise  # a bug of this package: no installation helps
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
-    from djl_python_neuronx.service import Service
 
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}
 
     def load(stage: Callable[[str], None], on_death: Callable[[ServingError], None]) -> Service:
+        from djl_python_neuronx.service import Service
+
         with progress_bars(sys.stderr) as bars:
             progress = bars.in_words(stage)
             return Service.load(

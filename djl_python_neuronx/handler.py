@@ -158,7 +158,8 @@ def _loading_timeout_s(properties: Mapping[str, Any]) -> float:
     variable = environment().get("MODEL_LOADING_TIMEOUT", "")
     for value in (properties.get("model_loading_timeout", ""), variable):
         with suppress(ValueError):
-            return int(value)
+            if (limit_s := int(value)) > 0:
+                return limit_s
     return 240
 
 

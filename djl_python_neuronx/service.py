@@ -99,7 +99,9 @@ class Service:
         )
         models = [model for model in (prepared, prepared.draft) if model is not None]
         # The tokenizer and the engine load side by side: each imports a large library.
-        tokenizer = ThreadPoolExecutor(1).submit(prepared.load_tokenizer)
+        tokenizer = ThreadPoolExecutor(1).submit(
+            prepared.load_tokenizer, needs_torch=not prepared.options.engine_process
+        )
         # All before any is loaded: a compilation needs the cores that a loaded model holds.
         graphs = [obtain(model, tokenizer.result) for model in models]
         options = prepared.options

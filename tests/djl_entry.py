@@ -27,11 +27,6 @@ def load(properties, model_dir, *, on_death=None):
     if "toy_load_error" in properties:
         raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
     timeout_s = float(properties.get("predict_timeout", 120))
-    options = {
-        "predict_timeout": timeout_s,
-        "batch_size": int(properties.get("batch_size", 1)),
-        "max_waiting": int(properties.get("toy_max_waiting", 1000)),
-    }
     spec = dataclasses.replace(TOY_SPEC, num_slots=int(properties.get("toy_slots", 4)))
     backend = ToyBackend(spec, step_s=float(properties.get("toy_step_s", 0)))
     hung = Path(properties.get("toy_hung", ""))
@@ -40,7 +35,7 @@ def load(properties, model_dir, *, on_death=None):
         hung.touch()
         backend.hang_at.add(int(properties["toy_hang_at"]))
     _backends.append(backend)
-    return toy_service(backend, on_death=on_death, **options)
+    return toy_service(backend, on_death=on_death, predict_timeout=timeout_s)
 
 
 Service.load = staticmethod(load)

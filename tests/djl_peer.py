@@ -32,8 +32,6 @@ ROOT = Path(__file__).parents[1]
 DOUBLE = Path(__file__).with_name("djl_engine_double.py")
 STARTUP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
-BATCH_DELAY_S = 60.0
-"""A batch that is full goes at once: nothing here waits for this."""
 MAX_CONTENT_BYTES = 20 * 1024 * 1024
 REST = {"rows": 0, "streams": 0, "running": 0, "waiting": 0, "slots": 0, "violations": []}
 """`Peer.usage` when nothing is going on."""
@@ -255,8 +253,7 @@ class Peer:
         self.rolling = self.properties.get("rolling_batch", "disable") != "disable"
         self.async_mode = self.properties.get("async_mode") == "true"
         self.timeout_s = float(self.properties.get("predict_timeout", "120"))
-        self.loading_timeout_s = float(self.properties.get("model_loading_timeout", "240"))
-        self.batch_size = int(self.properties.get("batch_size", "1"))
+        self.loading_timeout_s = float(self.properties.get("model_loading_timeout", "0")) or 240.0
         self.max_rolling_batch_size = int(self.properties.get("max_rolling_batch_size", "32"))
         self.log = []
         self.num_starts = self.failures = 0
@@ -264,7 +261,7 @@ class Peer:
         self.spoil_next_reply = False
         """Pretend once that a row of the reply is missing: Java then fails everyone and resets."""
         self.batch_sizes = []
-        """Rows of each rolling-batch or plain call."""
+        """Rows of each rolling-batch call."""
         self._model_dir, self._entry_point, self._engine = (
             Path(model_dir),
             entry_point,
@@ -612,60 +609,19 @@ class Peer:
     # PyPredictor and WorkerThread
 
     def _work(self):
-        while True:
-            answers = self._aggregate()
-            if answers is None:
-                return
-            try:
-                self._predict_batch(answers)
-            except TranslateError as error:
-                for answer in answers:
-                    answer.end(400, {"code": 400, "message": str(error)})
-            except EngineError as error:
-                for answer in answers:
-                    if not answer.done:
-                        answer.end(503, {"code": 503, "message": str(error)})
+        while (answer := self._jobs.get()) is not None:
+            self._answer_plain(answer)
 
-    def _aggregate(self):
-        answers = [self._jobs.get()]
+    def _answer_plain(self, answer):
         try:
-            while len(answers) < self.batch_size and answers[-1] is not None:
-                answers.append(self._jobs.get(timeout=BATCH_DELAY_S))
-        except queue.Empty:
-            pass
-        return None if answers[-1] is None else answers
-
-    def _predict_batch(self, answers):
-        if not self.ready:
-            raise TranslateError("Backend Python process is stopped.")
-        self.batch_sizes.append(len(answers))
-        if len(answers) == 1:
-            self._predict_one(answers[0])
-            return
-        properties, content = {"batch_size": str(len(answers))}, []
-        for i, answer in enumerate(answers):
-            properties |= {
-                f"batch_{i:03d}.{key}": value for key, value in answer.request_headers.items()
-            }
-            content.append((f"batch_{i:03d}.data", answer.body))
-        message = self._predict(properties, content, self.timeout_s)
-        if message.code < 300 and len(message.content) != len(answers):
-            raise TranslateError("Batch output size mismatch")
-        for answer in answers:
-            answer.status, answer.message, answer.headers = (
-                message.code,
-                message.message,
-                dict(message.properties),
-            )
-        if message.code >= 300:
-            for answer in answers:
-                answer.append(message.content[0][1], True)
-            return
-        for key, value in message.content:
-            found = re.fullmatch(r"batch_(\d+)\.(.*)", key)
-            if not found:
-                raise TranslateError(f"Unexpected batch output key: {key}")
-            answers[int(found[1])].append(value, True)
+            if not self.ready:
+                raise TranslateError("Backend Python process is stopped.")
+            self._predict_one(answer)
+        except TranslateError as error:
+            answer.end(400, {"code": 400, "message": str(error)})
+        except EngineError as error:
+            if not answer.done:
+                answer.end(503, {"code": 503, "message": str(error)})
 
     def _predict_one(self, answer):
         self._streaming, self._headed = answer, threading.Event()

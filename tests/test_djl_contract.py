@@ -1,16 +1,13 @@
-"""The double of DJL's engine answers byte for byte as the real one, and the handler works under both."""
+"""The double of DJL's engine answers byte for byte as the real one."""
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 
 from tests import djl_peer
-from tests.djl_peer import DOUBLE, EngineError, Peer, real_engine
-from tests.toy_backend import expected
-from tests.toy_tokenizer import TOKENIZER
+from tests.djl_peer import DOUBLE, Peer, real_engine
 
 pytestmark = pytest.mark.djl_src
 
@@ -140,7 +137,7 @@ def conversation(tmp_path, monkeypatch, engine, properties, bodies):
 @pytest.mark.parametrize(
     ("properties", "bodies"),
     [
-        ({"batch_size": "1"}, ROUTES),
+        ({}, ROUTES),
         ({"rolling_batch": "tnx"}, ["once", "twice", "refuse", "", "ä"]),
         ({"async_mode": "true"}, ["records", "echo", "nothing", "refuse", "memory", "unnamed"]),
     ],
@@ -159,36 +156,3 @@ def first_wins(request):
     request.last = True
     if not request.answer.done:
         request.answer.append(b"", True)
-
-
-@pytest.mark.parametrize("mode", ["rolling_batch=tnx", "async_mode=true", "rolling_batch=disable"])
-def test_the_handler_works_under_the_real_engine(tmp_path, mode):
-    name, value = mode.split("=")
-    entry = "tests.djl_entry"
-    with Peer(tmp_path, {name: value}, tmp_path, entry_point=entry, engine=real_engine()) as peer:
-        bodies = [
-            {
-                "inputs": f"<{i}><9>",
-                "parameters": {"max_new_tokens": i, "ignore_eos": True},
-                "stream": i % 2 == 0,
-            }
-            for i in range(3, 12)
-        ]
-        answers = [peer.submit(body) for body in bodies]
-        refused = peer.submit(b"{")
-        assert refused.wait().status_sent == 400
-        assert json.loads(refused.content)["code"] == 400
-        for i, answer in zip(range(3, 12), answers, strict=True):
-            last = json.loads(answer.wait().content.splitlines()[-1])
-            assert last["generated_text"] == TOKENIZER.decode(expected([1, i, 9], i))
-        assert peer.failures == 0
-
-
-@pytest.mark.parametrize("mode", ["async_mode=true", "rolling_batch=tnx"])
-def test_a_failed_load_reaches_java(tmp_path, mode):
-    name, value = mode.split("=")
-    properties = {name: value, "toy_load_error": "DeviceMemoryError"}
-    peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry", engine=real_engine())
-    with pytest.raises(EngineError, match="OOM"):
-        peer.start()
-    peer.close()

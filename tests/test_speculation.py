@@ -117,7 +117,8 @@ def test_a_file_in_the_draft_models_folder_is_for_serving_it(
 
 
 def test_the_threads_of_the_options_stay() -> None:
-    service = Service.load(None, TINY, environ={}, overrides={**DRAFT, "cpu_threads": "2"})
+    overrides = {**DRAFT, "cpu_threads": "2", "engine_process": "false"}
+    service = Service.load(None, TINY, environ={}, overrides=overrides)
     try:
         assert torch.get_num_threads() == 2
     finally:

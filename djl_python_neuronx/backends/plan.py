@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Literal
-
-from pydantic import TypeAdapter
 
 from djl_python_neuronx.artifacts.weights import WeightsKind
 from djl_python_neuronx.errors import IncompatibleOptionsError
@@ -18,6 +15,8 @@ from djl_python_neuronx.planning.arguments import LibraryArguments
 @dataclass(frozen=True)
 class LoadPlan:
     """A local model and the shapes to serve it with, all of them resolved.
+
+    It crosses to other processes as JSON, which pydantic's `TypeAdapter` writes and reads.
 
     Raises:
         IncompatibleOptionsError: the shapes contradict one another.
@@ -60,15 +59,6 @@ class LoadPlan:
         if problems:
             raise IncompatibleOptionsError("; ".join(problems))
 
-    def to_json(self) -> bytes:
-        """Return the plan as JSON, for another process."""
-        return _adapter().dump_json(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> LoadPlan:
-        """Return the plan that `to_json` wrote, equal to it."""
-        return _adapter().validate_json(data)
-
     def _problems(self) -> Iterator[str]:
         limit = self.max_model_len
         if self.num_slots < 1:
@@ -85,8 +75,3 @@ class LoadPlan:
             )
         if self.token_buckets and self.token_buckets[-1] != limit:
             yield f"token_buckets end with {self.token_buckets[-1]}; expected max_model_len {limit}"
-
-
-@cache
-def _adapter() -> TypeAdapter[LoadPlan]:
-    return TypeAdapter(LoadPlan)

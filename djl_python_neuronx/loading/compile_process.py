@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts.guard import guarded
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -57,6 +59,19 @@ class Forecast:
     listener: Callable[[CompileProgress], None] | None = None
 
 
+@dataclass(frozen=True)
+class _Job:
+    backend: str
+    plan: LoadPlan
+    target: Path
+    outcome: Path
+    """File for the error of a failed compile."""
+    log_level: str
+
+
+_JOB = TypeAdapter(_Job)
+
+
 def compile_guarded(
     backend: str,
     plan: LoadPlan,
@@ -77,23 +92,17 @@ def compile_guarded(
     with tempfile.TemporaryDirectory() as temporary:
         outcome = Path(temporary, "outcome.json")
         level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
-        job = {
-            "backend": backend,
-            "plan": plan.to_json().decode(),
-            "target": str(target),
-            "outcome": str(outcome),
-            "log_level": level,
-        }
+        job = _Job(backend, plan, target, outcome, level)
         status = _run(job, environ, _Watch(target, neff_cache, forecast))
         if status != 0:
             raise _failure(backend, outcome, status)
 
 
-def _run(job: Mapping[str, str], environ: Mapping[str, str], watch: _Watch) -> int:
+def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
     """Run the job in a process of its own, and report its progress. Returns the process's status."""
     command = guarded(backends.python_command(__name__))
     with tempfile.TemporaryFile() as content:
-        content.write(json.dumps(job).encode())
+        content.write(_JOB.dump_json(job))
         content.seek(0)
         process = subprocess.Popen(command, stdin=content, env=dict(environ))  # noqa: S603
     try:
@@ -124,18 +133,18 @@ def _failure(backend: str, outcome: Path, status: int) -> ServingError:
 
 def main() -> None:
     """Run the job on standard input, see `compile_guarded`. Its error goes to the file `outcome`."""
-    job = json.load(sys.stdin.buffer)
-    setup_logging(job["log_level"])
+    job = _JOB.validate_json(sys.stdin.buffer.read())
+    setup_logging(job.log_level)
     try:
-        compiler = backends.compiler(job["backend"])
+        compiler = backends.compiler(job.backend)
         assert compiler is not None  # noqa: S101  (else there is no job)
-        compiler.compile(LoadPlan.from_json(job["plan"]), Path(job["target"]))
+        compiler.compile(job.plan, job.target)
     except Exception as error:
         code = error.code if isinstance(error, ServingError) else CompileError.code
         if not isinstance(error, ServingError):
             logger.exception("compile_failed")
         found = {"code": code, "message": str(error) or type(error).__name__}
-        Path(job["outcome"]).write_text(json.dumps(found), encoding="utf-8")
+        job.outcome.write_text(json.dumps(found), encoding="utf-8")
         sys.exit(1)
 
 

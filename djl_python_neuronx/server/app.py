@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
+from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 from starlette.applications import Starlette
@@ -34,8 +35,11 @@ from djl_python_neuronx.server.responses import (
     on_http_error,
     on_serving_error,
 )
-from djl_python_neuronx.service import Service
 from djl_python_neuronx.telemetry import log_load_failure
+
+if TYPE_CHECKING:
+    # Imported with the load, which begins when the server listens.
+    from djl_python_neuronx.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ ANSWER_S = 5.0
 """Time to write the last answers after the drain."""
 
 
-Load = Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]
+Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]"
 """Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.case import Case
@@ -21,6 +23,8 @@ from djl_python_neuronx.planning.plan import library_arguments
 os.environ.setdefault("NEURON_RT_NUM_CORES", "8")
 os.environ.setdefault("NEURON_EMU_LOG_LEVEL", "WARNING")
 CACHE = os.environ.setdefault("NEURON_COMPILE_CACHE_URL", tempfile.mkdtemp(prefix="neuron-cache-"))
+
+PLANS = TypeAdapter(LoadPlan)
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -105,6 +109,6 @@ def tnx_plan(
         arguments=library_arguments(case),
     )
     # As the process that loads it has it.
-    crossed = LoadPlan.from_json(plan.to_json())
+    crossed = PLANS.validate_json(PLANS.dump_json(plan))
     assert crossed == plan
     return crossed

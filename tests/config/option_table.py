@@ -220,6 +220,8 @@ BATCHING = {
         also=("max_num_seqs",),
     ),
     "batch_size": count(),
+    "engine_process": flag(),
+    "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "max_waiting": count(),
     "decode_interleave": count(),
     "max_join_wait_ms": Row(

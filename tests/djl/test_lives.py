@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.djl.conftest import MODEL, MODES, write_model
+from tests.djl.conftest import MODEL, MODES, write_model, write_toy
 from tests.djl.java import PATIENCE_S, LoadError, children, is_alive, tree, wait_gone, wait_until
 from tests.djl.test_modes import CHECKS, body, generated
 
@@ -43,6 +43,13 @@ def test_a_failed_load_says_why_and_java_can_end(mode, start_java, tmp_path):
         left = [each for pid in java.workers() for each in tree(pid)]
         assert java.end() == 0
         wait_gone(left)
+
+
+@pytest.mark.parametrize("mode", ["rolling", "plain"])
+def test_too_little_memory_is_javas_own_error(mode, start_java, tmp_path):
+    folder = write_toy(tmp_path, mode, toy_load_error="DeviceMemoryError")
+    with start_java() as java, pytest.raises(LoadError, match="OOM"):
+        java.load("toy", folder)
 
 
 def test_settings_may_all_come_from_the_environment(start_java, tmp_path):

@@ -137,8 +137,14 @@ def test_a_full_queue_says_when_to_come_back(served):
 def test_a_plain_batch_answers_each_row_in_its_place(served):
     checks = CHECKS[20:23]
     bodies = [body(check["prompt"], check["max_new_tokens"]) for check in checks]
+    bodies[2]["stream"] = True
     first, bad, *others = served.submit("tiny", bodies[0], "{", *bodies[1:], together=True)
-    assert [json.loads(answer.wait().content) for answer in (first, *others)] == [
-        {"generated_text": check["completion"]} for check in checks
+    assert [generated(answer) for answer in (first, *others)] == [
+        check["completion"] for check in checks
     ]
     assert json.loads(bad.wait().content)["code"] == 400
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+def test_the_log_names_the_better_mode(served):
+    served.wait_log("Set option.async_mode=true")

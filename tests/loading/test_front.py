@@ -24,7 +24,7 @@ from djl_python_neuronx.loading.compiled import obtain
 heavy = {"torch", "torch_neuronx", "torch_xla", "transformers_neuronx", "libneuronxla", "jax", "tensorflow"}
 prepared = prepare_or_raise(None, neuron_machine.TINY, environ=dict(os.environ), overrides=options)
 tokenizer = prepared.load_tokenizer(needs_torch=False)
-obtain(prepared, tokenizer)
+obtain(prepared, lambda: tokenizer)
 ids = tokenizer.encode_chat([{"role": "user", "content": "to be or not"}])
 assert "to be or not" in tokenizer.decode(ids)
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
@@ -42,3 +42,23 @@ def test_the_front_imports_no_torch(machine, options, backend):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "PyTorch was not found" not in ran.stderr
+
+
+SERVED = """
+import sys
+from tests.neuron_machine import TINY
+from djl_python_neuronx.service import Service
+options = {"model_loader": "cpu", "n_positions": "64", "engine_process": sys.argv[1]}
+Service.load(None, TINY, overrides=options).close()
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("engine_process", "has_torch"), [("true", "False"), ("false", "True")])
+def test_the_process_that_runs_the_model_has_torch(machine, engine_process, has_torch):
+    pytest.importorskip("torch", reason="torch is not installed")
+    ran = subprocess.run(
+        [sys.executable, "-c", SERVED, engine_process],
+        cwd=ROOT, env=machine.environ, stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert ran.stdout.split() == [has_torch]

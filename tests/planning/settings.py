@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
@@ -10,6 +12,8 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning import plan as planning
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
+
+PLANS = TypeAdapter(LoadPlan)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def library_arguments(options, backend, *, model_type=None, continuous=None, **s
     case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
     found = planning.library_arguments(case)
     plan = LoadPlan(Path("model"), 1, 1, (1,), arguments=found)
-    assert LoadPlan.from_json(plan.to_json()) == plan
+    assert PLANS.validate_json(PLANS.dump_json(plan)) == plan
     return found
 
 
