@@ -64,7 +64,8 @@ class TextStream:
         self._detokenizer = make_detokenizer(request.prompt_ids, tokenizer)
         self._stops = [_StopString(text) for text in request.stop_strings if text]
         self._held = ""
-        self._num_generated = 0
+        self.num_generated = 0
+        """Tokens fed so far, up to a stop string."""
         self._closed = False
 
     def feed(self, output: TokenOutput) -> Delta | None:
@@ -91,7 +92,7 @@ class TextStream:
             text += shown
             if stopped:
                 break
-        self._num_generated += len(tokens)
+        self.num_generated += len(tokens)
         if reason is not None and not ids:
             text, stopped = self._show("", ends=True)
         if stopped:
@@ -104,7 +105,7 @@ class TextStream:
             reason,
             output.error,
             len(self._request.prompt_ids),
-            self._num_generated,
+            self.num_generated,
         )
 
     def _show(self, text: str, *, ends: bool) -> tuple[str, bool]:

@@ -134,8 +134,8 @@ class Stream:
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
-        request, reason = self.request, FinishReason.ERROR
-        return Delta(request.request_id, "", (), reason, error, len(request.prompt_ids))
+        request, reason, count = self.request, FinishReason.ERROR, self.text.num_generated
+        return Delta(request.request_id, "", (), reason, error, len(request.prompt_ids), count)
 
 
 class Observer(Protocol):

@@ -214,6 +214,7 @@ def test_a_failed_step_is_an_error_delta_and_the_loop_goes_on() -> None:
         loop.submit(request("a", [5, 6], 10), inbox)
         (last,) = [delta for delta in collect(inbox, "a")["a"] if delta.finished]
         assert isinstance(last.error, StepError)
+        assert last.num_generated_tokens == 3
         loop.submit(request("b", [5, 6], 10), inbox)
         assert text(collect(inbox, "b")["b"]) == shown(expected([5, 6], 10))
         assert loop.alive
@@ -315,7 +316,9 @@ def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         inbox.drain(PATIENCE_S)
         loop.close()
-        assert isinstance(collect(inbox, "a")["a"][-1].error, RequestAbortedError)
+        last = collect(inbox, "a")["a"][-1]
+        assert isinstance(last.error, RequestAbortedError)
+        assert last.num_generated_tokens > 0
         assert backend.acquired == frozenset()
     assert not any(thread.is_alive() for thread in loop._threads)
 
