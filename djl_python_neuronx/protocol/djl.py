@@ -103,9 +103,9 @@ class Reply:
         return self.finished
 
     def fail(self, error: ServingError) -> None:
-        """End the answer with an error from outside the engine; after the first bytes it is a body of its own."""
+        """End the answer with an error from outside the engine. After blanks it is the body: the status has left."""
         self.finished = True
-        if self._started:
+        if self._started and self._formatter.content_type == _JSON:
             self._pending.append(error_body(error))
         else:
             self.error = error
@@ -172,9 +172,10 @@ class Replies:
             return
         for delta in self._inbox.drain(timeout_s):
             reply = live.get(delta.request_id)
-            if reply is not None and not reply.finished:
-                if reply.feed(delta) and not delta.finished:
-                    self._service.loop.abort(reply.request_id)
+            if reply is None or reply.finished:
+                continue
+            if reply.feed(delta) and not delta.finished:
+                self._service.loop.abort(reply.request_id)
 
     def fail(self, error: ServingError) -> None:
         """End all unfinished answers."""
