@@ -55,8 +55,11 @@ class FailedLoads:
 
     def clear(self) -> None:
         """Forget them, after a load that succeeded."""
-        with suppress(OSError), self._opened() as folder:
-            os.unlink(self._name, dir_fd=folder)
+        if self.folder.exists():
+            with suppress(OSError), self._opened() as folder:
+                os.unlink(self._name, dir_fd=folder)
+            with suppress(OSError):  # it has the counts of others
+                self.folder.rmdir()
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

@@ -108,3 +108,15 @@ def test_a_linked_count_is_not_followed(temporary):
     file.symlink_to(target)
     assert loads.add() == 1
     assert target.read_bytes() == b""
+
+
+def test_nothing_is_left_of_a_count_that_is_forgotten(temporary):
+    mine, others = FailedLoads("/mine"), FailedLoads("/others")
+    mine.clear()
+    assert list(temporary.iterdir()) == []
+    mine.add()
+    others.add()
+    mine.clear()
+    assert others.add() == 2
+    others.clear()
+    assert list(temporary.iterdir()) == []
