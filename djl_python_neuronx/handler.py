@@ -51,6 +51,8 @@ class _Process:
     service: Service | None = None
     door: Door | None = None
     dead: threading.Event = field(default_factory=threading.Event)
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a door is opened: a load may end just when it has taken too long."""
 
 
 _process = _Process()
@@ -134,11 +136,12 @@ async def _load_or_end(inputs: Input) -> Output | None:
             "option.model_loading_timeout, or compile beforehand"
         )
         error = log_load_failure(BackendUnavailableError(msg))
-    if error is None or _process.door is not None:
-        return None
-    if not inputs.is_empty():
+    if error is not None and not inputs.is_empty():
         return failure(error)
-    _process.door = door = FailedDoor(error)
+    with _process.opening:
+        if error is None or _process.door is not None:
+            return None
+        _process.door = door = FailedDoor(error)
     num_failures = FailedLoads(properties.get("model_dir", "")).add()
     pause_s = EXIT_GRACE_S * 2 ** min(num_failures - 1, 9)
     logger.error("process_ends reason='failed load %d in a row' seconds=%g", num_failures, pause_s)
@@ -196,14 +199,15 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
     )
     timeout_s = service.options.predict_timeout
     read_timeout_s = chunked_read_timeout_s(environment())
-    if in_event_loop:
-        _process.door = AsyncDoor(service, read_timeout_s)
-        FailedLoads(properties["model_dir"]).clear()
-    elif rolling:
-        _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
-    else:
-        _process.door = PlainDoor(service, timeout_s)
-    _process.service = service
+    with _process.opening:
+        _process.service = service
+        if in_event_loop:
+            _process.door = AsyncDoor(service, read_timeout_s)
+            FailedLoads(properties["model_dir"]).clear()
+        elif rolling:
+            _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
+        else:
+            _process.door = PlainDoor(service, timeout_s)
     logger.info("ready door=%s", type(_process.door).__name__)
 
 

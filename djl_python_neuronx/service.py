@@ -8,16 +8,16 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt
-from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings
+from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings, end_engine
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
@@ -43,10 +43,11 @@ class Service:
         tokenizer: Tokenizer,
         launch: Callable[[], Host],
         *,
+        first: Host | None = None,
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Start the engine with `launch` and wait until it is ready. `on_death`: see `EngineLoop`.
+        """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
 
         Raises:
             ServingError: the engine could not be loaded.
@@ -59,6 +60,7 @@ class Service:
         self.loop = EngineLoop(
             launch,
             tokenizer,
+            first=first,
             settings=LoopSettings(
                 max_waiting=options.max_waiting,
                 step_timeout_s=options.predict_timeout,
@@ -69,7 +71,6 @@ class Service:
             on_progress=progress.stage,
             observer=self._recorder,
         )
-        self._max_prompt_chars = _max_prompt_chars(self.loop.spec, tokenizer)
         self.metrics["slots_in_use"].set_function(lambda: self.loop.state.running)
         self.metrics["waiting_requests"].set_function(lambda: self.loop.state.waiting)
 
@@ -121,12 +122,12 @@ class Service:
             launch = partial(EngineProcess, job, prepared.environ)
         first = launch()
         try:
-            hosts = itertools.chain([first], iter(launch, None))
-            start = partial(next, hosts)
-            service = cls(options, tokenizer.result(), start, on_death=on_death, progress=progress)
+            loaded = tokenizer.result()
         except BaseException:
             first.kill()
+            end_engine(first)
             raise
+        service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
@@ -177,20 +178,20 @@ class Service:
         facts = self.loop.speculation
         return None if facts is None else {**facts, "active": self.loop.state.speculates}
 
+    @cached_property
+    def _max_prompt_chars(self) -> int | None:
+        """A number of characters above that of any prompt that fits. None if the length of tokens is unknown.
+
+        It leaves a factor of four for normalisers that shorten the text.
+        """
+        pieces = self.tokenizer.pieces
+        if pieces is None:
+            return None
+        return 4 * longest_prompt(self.loop.spec) * max([16, *map(len, pieces)])
+
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         if not self.loop.close(drain_s):
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
-
-
-def _max_prompt_chars(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
-    """A number of characters above that of any prompt that fits. None if the length of tokens is unknown.
-
-    It leaves a factor of four for normalisers that shorten the text.
-    """
-    if tokenizer.pieces is None:
-        return None
-    longest_piece = max(map(len, tokenizer.pieces), default=1)
-    return 4 * longest_prompt(spec) * max(longest_piece, 16)

@@ -180,7 +180,7 @@ def log_load_failure(error: Exception) -> ServingError:
 
 
 def setup_logging(level: str = "INFO") -> None:
-    """Log one line per event to stderr. For programs that own their process: never called under DJL's engine."""
+    """Log one line per event to stderr. For processes of our own: not under DJL's engine, which has its own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     package = logging.getLogger("djl_python_neuronx")

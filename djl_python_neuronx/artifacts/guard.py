@@ -67,11 +67,21 @@ def _main(starter: int, stops: Collection[int], command: Sequence[str]) -> int:
             signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
             if (code := child.poll()) is not None:
                 return code if code >= 0 else 128 - code
+            _bury_orphans(child.pid)
         return 128 + signal.SIGKILL
     finally:
         for number in stops:
             signal.signal(number, _ignore)
         _kill_tree()
+
+
+def _bury_orphans(child: int) -> None:
+    """Collect the ends of adopted processes; the child's own is left to its `Popen`."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == child:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def _die_with_guard() -> None:

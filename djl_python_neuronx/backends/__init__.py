@@ -112,4 +112,4 @@ def python_command(module: str) -> list[str]:
     That Python finds the same packages and the same backends as this one, whatever its environment is.
     """
     paths = json.dumps([sys.path, [*map(str, __path__)]])
-    return [sys.executable, "-I", "-c", _START, module, paths]
+    return [sys.executable, "-I", "-u", "-c", _START, module, paths]

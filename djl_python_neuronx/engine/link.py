@@ -83,6 +83,11 @@ class Link:
                     return message
         return None
 
+    @property
+    def backlog(self) -> int:
+        """Messages that wait to be written; 0 once the connection has ended."""
+        return self._outbox.qsize() if self._writer.is_alive() else 0
+
     def end(self) -> None:
         """End the connection for both sides at once. Any thread; idempotent."""
         with suppress(OSError):
@@ -155,7 +160,10 @@ def decode_request(fields: Mapping[str, Any]) -> GenerationRequest:
 
 def encode_error(error: ServingError | None) -> tuple[str, str] | None:
     """Code and message of an error."""
-    return None if error is None else (error.code, str(error))
+    if error is None:
+        return None
+    # A file name in a message may hold bytes that are not UTF-8.
+    return error.code, str(error).encode(errors="replace").decode()
 
 
 def decode_error(fields: Sequence[str] | None) -> ServingError | None:

@@ -52,7 +52,7 @@ WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
 RESTART_WINDOW_S = 600.0
 """Deaths of the engine are counted over this time."""
-RELOAD_S, RELOAD_FACTOR = 60.0, 10.0
+RELOAD_S, RELOAD_FACTOR = 60.0, 2.0
 """A load after a death hangs if it takes longer than this, plus so many times the load before it."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before the engine is started again; it doubles with each start that gave no token."""
@@ -85,6 +85,15 @@ class LoopSettings:
     """Starts after a death within `RESTART_WINDOW_S`."""
 
 
+def end_engine(host: Host) -> None:
+    """End an engine, by force if it does not end in time. For the thread that receives from it."""
+    host.link.end()
+    if host.wait(JOIN_S) is None:
+        host.kill()
+        host.wait(JOIN_S)
+    host.link.close()
+
+
 class _Death(NamedTuple):
     """The end of an engine."""
 
@@ -102,14 +111,15 @@ class EngineLoop:
         tokenizer: Tokenizer,
         *,
         observer: Observer,
+        first: Host | None = None,
         settings: LoopSettings = LoopSettings(),
         on_death: Callable[[ServingError], None] | None = None,
         on_progress: Callable[[str], None] = logger.debug,
     ) -> None:
-        """Start an engine with `launch` and wait until it is ready.
+        """Wait until an engine is ready: `first`, or one that `launch` starts, as after each death.
 
-        `on_death` is called once no engine is left, after every waiting request has got the error. `on_progress` gets
-        a line of text at each stage of a load.
+        `on_death` is called when no engine is started any more, after every waiting request has got the error.
+        `on_progress` gets a line of text at each stage of a load.
 
         Raises:
             ServingError: the engine could not be loaded.
@@ -131,6 +141,8 @@ class EngineLoop:
         self._idle_starts = 0
         """Starts since an engine last gave a token."""
         self._load_s = 0.0
+        self._busy = False
+        """The engine has sequences, as far as it has reported."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
         # A queue lives as long as a request of its event loop, and holds that loop.
@@ -139,7 +151,7 @@ class EngineLoop:
         """To the engine; None while none is ready. It changes under the registry's lock."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
-        self._host = launch()
+        self._host = launch() if first is None else first
         self.spec = self._await_ready()
         self.streams = StreamRegistry(self.spec.num_slots + settings.max_waiting)
         self._link = self._host.link
@@ -224,7 +236,7 @@ class EngineLoop:
             self._link.send("abort", request_id)
 
     def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
-        """Remove a stream, and abort its sequence. Returns None if it is not open."""
+        """Remove a stream, and abort its sequence if an engine has it. Returns None if it is not open."""
         return self.streams.end(request_id, lambda: self._abort(request_id) if abort else None)
 
     # Output thread
@@ -244,14 +256,14 @@ class EngineLoop:
         if self._closing.is_set():
             stopped = "the server stopped before this request was finished"
             self._end(self.streams.end_all(), RequestAbortedError(stopped))
-            self._end_engine()
+            end_engine(self._host)
             return
         self.streams.close(death.error)
         logger.critical("engine_given_up error=%s", death.error)
         self._end(self.streams.end_all(), death.error)
-        self._end_engine()
         if self._on_death is not None:
             self._on_death(death.error)
+        end_engine(self._host)
 
     def _receive(self) -> _Death:
         """Deliver what the engine sends until it ends. Returns why it ended."""
@@ -265,10 +277,12 @@ class EngineLoop:
                 self._patience_s = self._settings.step_timeout_s * FIRST_CALL_FACTOR
                 continue
             if kind == "entering":
+                self._busy = True
                 self._note_entering(*fields)
                 continue
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(fields)
+            self._busy = bool(self.state.running or self.state.waiting)
             self._deliver(result)
         return self._explain_end()
 
@@ -283,7 +297,7 @@ class EngineLoop:
             return _Death(self._hang, "hang")
         # At a close nobody reads the reason, and everyone waits for an answer.
         how = self._host.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
-        message = f"the engine process ended ({how}); the log has its last messages"
+        message = f"the engine ended ({how}); the log has its last messages"
         return _Death(BackendUnavailableError(message), how)
 
     def _await_ready(self) -> ModelSpec:
@@ -299,21 +313,12 @@ class EngineLoop:
                 self._load_s = time.monotonic() - self._host.link.opened_s
                 return SPEC.validate_python(facts)
             if kind == "failed":
-                self._end_engine()
+                end_engine(self._host)
                 raise revive(*fields)
             self._report(*fields)
         error, _ = self._explain_end()
-        self._end_engine()
+        end_engine(self._host)
         raise error
-
-    def _end_engine(self) -> None:
-        """End the engine, by force if it does not end in time. Output thread, or the first load's."""
-        host = self._host
-        host.link.end()
-        if host.wait(JOIN_S) is None:
-            host.kill()
-            host.wait(JOIN_S)
-        host.link.close()
 
     def _deliver(self, result: StepResult) -> None:
         by_queue: dict[OutputQueue, list[Delta]] = defaultdict(list)
@@ -376,10 +381,11 @@ class EngineLoop:
         """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
         with self.streams.lock:
             self._link = None
-        self.state = EngineState()
-        self._end_engine()
+        self.stage = f"the engine has ended ({death.cause})"
+        self.state, self._busy = EngineState(), False
         if self._host.restartable:
             self._settle(death.error)
+            end_engine(self._host)
         while self._may_restart(death):
             pause_s = (
                 min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
@@ -434,7 +440,7 @@ class EngineLoop:
 
     def _removed(self, streams: list[Stream]) -> list[Stream]:
         """Remove streams; returns those that were still open."""
-        removed = [self._remove(stream.request.request_id, abort=False) for stream in streams]
+        removed = [self._remove(stream.request.request_id) for stream in streams]
         return [stream for stream in removed if stream is not None]
 
     def _report(self, stage: str) -> None:
@@ -450,10 +456,11 @@ class EngineLoop:
         Its silence is counted in turns, so that a stop of this process does not count.
         """
         period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
-        while not self._closing.wait(period_s) and self.error is None:
+        output_thread, _ = self._threads
+        while not self._closing.wait(period_s) and output_thread.is_alive():
             if self._link is None:
                 self._expire()
-            elif not len(self.streams):
+            elif not (self._busy or len(self.streams)):
                 self._silent_s = 0.0
                 continue
             self._silent_s += period_s

@@ -38,6 +38,8 @@ SWITCH_INTERVAL_S = 1e-4
 """Python's switch interval. A busy thread delays the return from the device by this long: 5.2 ms at the default of
 5 ms, 0.3 ms at 0.1 ms (2 vCPU, 2026-11)."""
 EXPIRE_EVERY_S = 0.2
+MOST_UNREAD, UNREAD_PAUSE_S = 8, 0.001
+"""Messages that wait beyond the socket's buffer before the engine waits for the front: each may hold logits."""
 
 Load = Callable[[], Engine]
 
@@ -184,15 +186,15 @@ class _Worker:
         engine = self._engine
         state = EngineState(engine.num_running, engine.num_waiting, engine.speculates)
         if any(self._unsent) or state != self._sent:
+            while self._link.backlog > MOST_UNREAD:
+                time.sleep(UNREAD_PAUSE_S)
             self._link.send("step", self._unsent, state)
             self._unsent, self._sent = StepResult([]), state
 
     def _expire(self) -> StepResult | None:
         """End the sequences that have waited too long for a slot; looked for several times a second."""
         engine, now_s = self._engine, time.monotonic()
-        if not engine.num_waiting or now_s - self._expired_s < min(
-            EXPIRE_EVERY_S, self._queue_timeout_s / 4
-        ):
+        if not engine.num_waiting or now_s - self._expired_s < self._expire_every_s:
             return None
         self._send()
         self._expired_s = now_s
@@ -223,4 +225,4 @@ class EngineThread:
     def wait(self, timeout_s: float) -> str | None:
         """Wait for the end. Returns how it ended, or None if it has not."""
         self._thread.join(timeout_s)
-        return None if self._thread.is_alive() else "ended"
+        return None if self._thread.is_alive() else "thread"

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,19 +113,20 @@ class EngineProcess:
         Raises:
             BackendUnavailableError: the system refuses another process.
         """
-        front, end = socket.socketpair()
         command = guarded(backends.python_command(__name__), stop=[_KILL])
-        with end:
-            # A session of its own: Ctrl-C in a terminal is for the front.
-            try:
+        try:
+            front, end = socket.socketpair()
+            with end, ExitStack() as undo:
+                undo.callback(front.close)
+                # A session of its own: Ctrl-C in a terminal is for the front.
                 self._process = subprocess.Popen(  # noqa: S603
                     command, stdin=end.fileno(), env=dict(environ), start_new_session=True
                 )
-            except OSError as error:
-                front.close()
-                msg = f"the engine process cannot be started: {error.strerror}"
-                raise BackendUnavailableError(msg) from error
-        self.link = Link(front)
+                self.link = Link(front)
+                undo.pop_all()
+        except (OSError, RuntimeError) as error:  # no memory, descriptors or threads are left
+            msg = f"the engine process cannot be started: {error}"
+            raise BackendUnavailableError(msg) from error
         self.link.send(_JOB.dump_json(job).decode())
         logger.info("engine_started pid=%d", self._process.pid)
 
@@ -133,6 +134,8 @@ class EngineProcess:
         """See `Host`."""
         if self._process.poll() is None:
             self._process.send_signal(_KILL)
+        # A process that waits for the device's driver ends late: nobody may wait for it.
+        self.link.end()
 
     def wait(self, timeout_s: float) -> str | None:
         """See `Host`."""

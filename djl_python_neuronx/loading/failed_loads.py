@@ -27,8 +27,16 @@ class FailedLoads:
             # Source: proc(5): field 22; the name in field 2 may have spaces and brackets.
             started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         digest = hashlib.sha256(os.fsencode(model_dir)).hexdigest()[:16]
-        self.folder = Path(tempfile.gettempdir()) / f"djl-neuronx-{os.getuid()}"
         self._name = f"failed-loads-{parent}-{started}-{digest}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the counts.
+
+        Raises:
+            FileNotFoundError: no folder for temporary files can be written.
+        """
+        return Path(tempfile.gettempdir()) / f"djl-neuronx-{os.getuid()}"
 
     def add(self) -> int:
         """Count one more. Returns the number of failed loads since the last success; 1 if it cannot be kept."""
@@ -42,7 +50,7 @@ class FailedLoads:
                 finally:
                     os.close(file)
         except OSError as error:
-            logger.warning("failed_loads_not_counted folder=%s reason=%r", self.folder, str(error))
+            logger.warning("failed_loads_not_counted reason=%r", str(error))
             return 1
 
     def clear(self) -> None:

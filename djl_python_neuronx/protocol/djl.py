@@ -86,21 +86,29 @@ class Reply:
         """True if there is something to send."""
         return self.finished or any(self._pending) or time.monotonic() >= self._blank_s
 
-    def feed(self, delta: Delta) -> None:
-        """Add a delta. An error before the first bytes becomes the status; after them it is written in the format."""
+    def feed(self, delta: Delta) -> bool:
+        """Add a delta. Returns whether the answer has ended.
+
+        An error before the first bytes becomes the status; after them it is written in the format.
+        """
         self.finished = delta.finished
         if delta.error is not None and not self._started:
             self.error = delta.error
-            return
+            return True
         try:
             self._pending.append(self._formatter.feed(delta))
         except Exception as error:
             logger.exception("format_failed request_id=%s", self.request_id)
             self.fail(unexpected(error))
+        return self.finished
 
     def fail(self, error: ServingError) -> None:
-        """End the answer with an error from outside the engine."""
-        self.error, self.finished = error, True
+        """End the answer with an error from outside the engine. After blanks it is the body: the status has left."""
+        self.finished = True
+        if self._started and self._formatter.content_type == _JSON:
+            self._pending.append(error_body(error))
+        else:
+            self.error = error
 
     def take(self) -> Record:
         """Everything since the last call; it may hold several tokens."""
@@ -164,10 +172,10 @@ class Replies:
             return
         for delta in self._inbox.drain(timeout_s):
             reply = live.get(delta.request_id)
-            if reply is not None and not reply.finished:
-                reply.feed(delta)
-                if reply.error is not None:
-                    self._service.loop.abort(reply.request_id)
+            if reply is None or reply.finished:
+                continue
+            if reply.feed(delta) and not delta.finished:
+                self._service.loop.abort(reply.request_id)
 
     def fail(self, error: ServingError) -> None:
         """End all unfinished answers."""

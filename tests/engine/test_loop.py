@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.link import SPEC, EngineState, Link, encode_request, encode_step
 from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
+from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings, work, worker_link
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
@@ -28,7 +30,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_tokenizer import TOKENIZER
 
@@ -469,3 +471,181 @@ def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
         asyncio.run(start(loop))
         wait_until(lambda: len(loop.streams) == 0 and loop.engine.num_running == 0)
         assert backend.num_steps < ENDLESS
+
+
+class Parts:
+    """An engine's end of a link in the hands of the test: it answers what it likes, and ends when it likes."""
+
+    restartable = True
+
+    def __init__(self, log: list[str]) -> None:
+        front, end = socket.socketpair()
+        self.link, self.engine = Link(front), Link(end)
+        self.ended = threading.Event()
+        self._log = log
+        log.append("started")
+        self.engine.send("ready", SPEC.dump_python(LONG, mode="json"), None)
+
+    def receive(self, kind: str) -> Any:
+        """The next message, which must be of a kind."""
+        message = self.engine.receive()
+        assert message is not None
+        assert message[0] == kind
+        return message[1]
+
+    def step(self, *outputs: TokenOutput, running: int = 1) -> None:
+        self.engine.send("step", *encode_step(StepResult([*outputs]), EngineState(running)))
+
+    def kill(self) -> None:
+        """As of a process that waits in a driver: its end comes late."""
+        self._log.append("killed")
+        self.link.end()
+
+    def wait(self, timeout_s: float) -> str | None:
+        return "SIGKILL" if self.ended.wait(min(timeout_s, 0.1)) else None
+
+
+@contextmanager
+def in_parts(
+    restarts: int = 1, **settings: Any
+) -> Iterator[tuple[EngineLoop, list[Parts], list[str]]]:
+    log: list[str] = []
+    hosts: list[Parts] = []
+
+    def launch() -> Parts:
+        hosts.append(Parts(log))
+        return hosts[-1]
+
+    loop = EngineLoop(
+        launch,
+        TOKENIZER,
+        observer=Recorder(),
+        settings=LoopSettings(restarts=restarts, **settings),
+    )
+    try:
+        yield loop, hosts, log
+    finally:
+        for host in hosts:
+            host.ended.set()
+            host.engine.close()
+        loop.close()
+
+
+def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        sent, unsent, waiting = BlockingQueue(), BlockingQueue(), BlockingQueue()
+        for name, inbox in (("sent", sent), ("unsent", unsent), ("waiting", waiting)):
+            loop.submit(request(name, [5, 6]), inbox)
+            assert hosts[0].receive("add")["request_id"] == name
+        hosts[0].engine.send("entering", ["sent", "unsent"])
+        hosts[0].step(TokenOutput("sent", (7,)))
+        assert sent.drain(PATIENCE_S)[0].tokens[0].id == 7
+        hosts[0].ended.set()
+        hosts[0].engine.close()
+        (last,) = sent.drain(PATIENCE_S)
+        assert isinstance(last.error, BackendUnavailableError)
+        assert "SIGKILL" in str(last.error)
+        wait_until(lambda: len(hosts) == 2)
+        assert [hosts[1].receive("add")["request_id"] for _ in "12"] == ["unsent", "waiting"]
+        hosts[1].engine.send("entering", ["unsent"])
+        wait_until(lambda: loop.streams.get("unsent").entered)  # type: ignore[union-attr]
+        hosts[1].ended.set()
+        hosts[1].engine.close()
+        (last,) = unsent.drain(PATIENCE_S)
+        assert last.error is not None
+        assert last.error.status == 500
+        wait_until(lambda: len(hosts) == 3)
+        assert hosts[2].receive("add")["request_id"] == "waiting"
+        hosts[2].step(TokenOutput("waiting", (8,), FinishReason.LENGTH), running=0)
+        assert waiting.drain(PATIENCE_S)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_everyone_is_answered_when_the_engine_cannot_be_killed_at_once() -> None:
+    with in_parts(restarts=1, step_timeout_s=0.4) as (loop, hosts, log):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        hosts[0].step(TokenOutput("a", (7,)))
+        error = collect(inbox, "a")["a"][-1].error
+        assert "option.predict_timeout" in str(error)
+        wait_until(lambda: len(hosts) == 2)
+        assert log[:2] == ["started", "killed"]
+
+
+def test_a_hang_is_noticed_although_its_clients_have_left() -> None:
+    with in_parts(restarts=1, step_timeout_s=0.4) as (loop, hosts, _):
+        loop.submit(request("a", [5, 6]), BlockingQueue())
+        hosts[0].receive("add")
+        hosts[0].engine.send("entering", ["a"])
+        wait_until(lambda: loop._busy)
+        loop.abort("a")
+        wait_until(lambda: len(hosts) == 2)
+
+
+def test_an_idle_engine_does_not_hang() -> None:
+    with in_parts(restarts=1, step_timeout_s=0.2) as (loop, hosts, log):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        hosts[0].step(TokenOutput("a", (7,), FinishReason.LENGTH), running=0)
+        collect(inbox, "a")
+        time.sleep(1.0)
+        assert log == ["started"]
+
+
+def test_a_hang_during_the_drain_is_noticed() -> None:
+    with in_parts(restarts=0, step_timeout_s=0.4) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        closer = threading.Thread(target=loop.close, args=(PATIENCE_S,))
+        closer.start()
+        error = collect(inbox, "a")["a"][-1].error
+        assert isinstance(error, BackendUnavailableError)
+        hosts[0].ended.set()
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
+
+
+def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
+    with in_parts(queue_timeout_s=0.0) as (loop, hosts, _):
+        loop.submit(request("a", [5, 6]), BlockingQueue())
+        hosts[0].receive("add")
+        loop._expire()  # as if the engine had become ready just then
+        assert hosts[0].receive("abort") == "a"
+
+
+def test_an_engine_waits_for_a_front_that_does_not_read() -> None:
+    front, end = socket.socketpair()
+    backend = ToyBackend(replace(LONG, vocab_size=30_000))
+    engine = Engine(backend)
+    thread = threading.Thread(
+        target=work, args=(worker_link(end), lambda: engine, WorkerSettings()), daemon=True
+    )
+    link = Link(front)
+    thread.start()
+    asked = request("a", [5, 6], ENDLESS, logprobs=True)
+    link.send_encoded(encode_request(asked))
+    before = -1
+    while before != backend.num_steps:
+        before = backend.num_steps
+        time.sleep(0.5)
+    assert 0 < before < ENDLESS - 100
+    while (message := link.receive()) is not None and backend.num_steps < before + 50:
+        assert message[0] != "dead"
+    assert message is not None
+    link.end()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    link.close()
+
+
+def test_an_error_that_is_no_unicode_ends_its_request_alone() -> None:
+    backend = ToyBackend()
+    backend.fail_at = {1: RuntimeError("no file named \udcff")}
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], 10), inbox)
+        assert isinstance(collect(inbox, "a")["a"][-1].error, StepError)
+        loop.submit(request("b", [5, 6], 10), inbox)
+        assert text(collect(inbox, "b")["b"]) == shown(expected([5, 6], 10))

@@ -93,7 +93,9 @@ def test_a_prepared_folder_is_not_used(temporary, caplog, prepare):
 def test_a_folder_of_another_user_is_not_used(temporary, monkeypatch):
     loads = FailedLoads("/a")
     loads.folder.mkdir(0o700)
-    monkeypatch.setattr(os, "getuid", lambda: loads.folder.stat().st_uid + 1)
+    folder = loads.folder
+    monkeypatch.setattr(type(loads), "folder", folder)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert loads.add() == 1
     assert not list(loads.folder.iterdir())
 
