@@ -436,6 +436,28 @@ def test_sigterm_while_the_engine_starts_lets_it_answer_what_waits(serve):
     assert server.process.wait(PATIENCE_S) == 0
 
 
+def test_sigterm_while_the_engine_starts_and_nobody_waits_ends_it(serve):
+    server = serve()
+    server.hold()
+    server.kill_engine()
+    server.until(lambda: server.get("/ping").status == 503)
+    server.until(lambda: engines(server.front))
+    assert server.end() == 0
+    assert server.said.count("engine_died") == 1
+
+
+def test_a_death_during_a_reload_keeps_its_signal(server):
+    name = 'djl_neuronx_engine_deaths_total{cause="SIGKILL"}'
+    before = server.metric(name)
+    server.hold()
+    server.kill_engine()
+    server.until(lambda: engines(server.front))
+    server.kill_engine()
+    server.go_on()
+    server.until(lambda: server.get("/ping").status == 200)
+    assert server.metric(name) == before + 2
+
+
 @pytest.mark.parametrize("state", ["idle", "streaming", "hanging", "restarting", "loading"])
 def test_a_second_sigterm_ends_everything_at_once(serve, state):
     """Within a second, says the issue; the margin is for a busy machine. The drain alone would take 20 s."""

@@ -152,7 +152,10 @@ class EngineLoop:
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
         self._host = launch() if first is None else first
-        self.spec = self._await_ready()
+        self.spec: ModelSpec
+        """Facts of the loaded model."""
+        if (death := self._await_ready()) is not None:
+            raise death.error
         self.streams = StreamRegistry(self.spec.num_slots + settings.max_waiting)
         self._link = self._host.link
         self._threads = [
@@ -218,6 +221,8 @@ class EngineLoop:
         )
         self.streams.wait_until_empty(drain_s)
         self._closing.set()
+        if self._link is None:
+            self._host.kill()  # it loads, and looks at its connection only after that
         self._host.link.end()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -259,7 +264,10 @@ class EngineLoop:
             end_engine(self._host)
             return
         self.streams.close(death.error)
-        logger.critical("engine_given_up error=%s", death.error)
+        logger.critical(
+            "engine_given_up deaths=%d engine_restarts=%d error=%s",
+            len(self._deaths), self._settings.restarts, death.error,
+        )  # fmt: skip
         self._end(self.streams.end_all(), death.error)
         if self._on_death is not None:
             self._on_death(death.error)
@@ -297,28 +305,26 @@ class EngineLoop:
             return _Death(self._hang, "hang")
         # At a close nobody reads the reason, and everyone waits for an answer.
         how = self._host.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
-        message = f"the engine ended ({how}); the log has its last messages"
-        return _Death(BackendUnavailableError(message), how)
+        guess = ", as when the system runs out of memory" if how == "SIGKILL" else ""
+        return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)
 
-    def _await_ready(self) -> ModelSpec:
-        """Wait until the engine that was started is loaded. Returns the facts of its model.
-
-        Raises:
-            ServingError: it could not be loaded.
-        """
+    def _await_ready(self) -> _Death | None:
+        """Wait until the engine that was started is loaded. Returns why it could not be, or None."""
         while (message := self._host.link.receive()) is not None:
             kind, *fields = message
             if kind == "ready":
                 facts, self.speculation = fields
                 self._load_s = time.monotonic() - self._host.link.opened_s
-                return SPEC.validate_python(facts)
+                self.spec = SPEC.validate_python(facts)
+                return None
             if kind == "failed":
                 end_engine(self._host)
-                raise revive(*fields)
+                error = revive(*fields)
+                return _Death(error, error.code)
             self._report(*fields)
-        error, _ = self._explain_end()
+        death = self._explain_end()
         end_engine(self._host)
-        raise error
+        return death
 
     def _deliver(self, result: StepResult) -> None:
         by_queue: dict[OutputQueue, list[Delta]] = defaultdict(list)
@@ -364,6 +370,7 @@ class EngineLoop:
     def _end(self, streams: list[Stream], error: ServingError) -> None:
         """Answer streams that were removed with an error."""
         for stream in streams:
+            stream.last_token_s = time.monotonic()
             delta = stream.failed(error)
             self._notify(self._observer.ended, stream, delta)
             self._hand_over(stream.queue, [delta])
@@ -397,11 +404,14 @@ class EngineLoop:
             self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self._load_s
             try:
                 self._host, self._hang = self._launch(), None
-                if self._closing.is_set():
-                    return False
-                self._await_ready()
             except ServingError as error:
                 death = _Death(error, error.code)
+                continue
+            failed = None if self._closing.is_set() else self._await_ready()
+            if self._closing.is_set():
+                return False
+            if failed is not None:
+                death = failed
                 continue
             self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
             with self.streams.lock:
@@ -414,10 +424,13 @@ class EngineLoop:
 
     def _may_restart(self, death: _Death) -> bool:
         """Record a death; False if there are too many."""
-        logger.error("engine_died cause=%r error=%s", death.cause, death.error)
-        self._notify(self._observer.died, death.cause)
         now_s = time.monotonic()
         self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
+        logger.error(
+            "engine_died cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s",
+            death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S, death.error,
+        )  # fmt: skip
+        self._notify(self._observer.died, death.cause)
         return self._host.restartable and len(self._deaths) <= self._settings.restarts
 
     def _settle(self, error: ServingError) -> None:

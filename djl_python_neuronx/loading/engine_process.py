@@ -128,7 +128,7 @@ class EngineProcess:
             msg = f"the engine process cannot be started: {error}"
             raise BackendUnavailableError(msg) from error
         self.link.send(_JOB.dump_json(job).decode())
-        logger.info("engine_started pid=%d", self._process.pid)
+        logger.info("engine_started guard_pid=%d", self._process.pid)
 
     def kill(self) -> None:
         """See `Host`."""
@@ -162,4 +162,5 @@ def main() -> None:
         sys.exit("the connection ended before the engine's job came")
     job = _JOB.validate_json(message[0])
     setup_logging(job.log_level)
+    logger.info("engine_process pid=%d", os.getpid())
     sys.exit(0 if work(link, job.load, job.worker) else 1)

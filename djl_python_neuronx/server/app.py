@@ -109,7 +109,8 @@ class Application:
         """200 if requests are served; 503 also while the engine is started again."""
         loop = self.ready().loop
         if not loop.alive:
-            raise BackendUnavailableError(loop.stage)
+            msg = f"the engine is being started again ({loop.stage}); retry when /ping answers 200"
+            raise BackendUnavailableError(msg)
         return JSONResponse({"status": "healthy"})
 
     async def metrics(self, _request: Request) -> Response:
@@ -171,6 +172,7 @@ class _Server(uvicorn.Server):
         if service is None:
             await super().shutdown(sockets)
             return
+        logger.info("stopping drain_s=%g requests=%d", self._drain_s, len(service.loop.streams))
         closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
         await super().shutdown(sockets)
         if self.force_exit:  # a second signal: do not wait
