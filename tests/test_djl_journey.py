@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,3 +73,12 @@ def test_what_is_not_lost_is_right(tmp_path, checks):
 
 def is_lost(answer):
     return b"Batch inference failed" in answer.wait().content
+
+
+def test_serving_one_request_at_a_time_unasked_is_told_in_the_log(tmp_path):
+    properties = {"model_id": str(MODEL), "model_loader": "cpu", "rolling_batch": "disable"}
+    with Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry") as peer:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not any("Set option.async_mode=true" in line for line in peer.log):
+            assert time.monotonic() < deadline_s, peer.log
+            time.sleep(0.01)

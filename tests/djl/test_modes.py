@@ -143,8 +143,3 @@ def test_a_plain_batch_answers_each_row_in_its_place(served):
         check["completion"] for check in checks
     ]
     assert json.loads(bad.wait().content)["code"] == 400
-
-
-@pytest.mark.parametrize("mode", ["plain"], indirect=True)
-def test_the_log_names_the_better_mode(served):
-    served.wait_log("Set option.async_mode=true")
