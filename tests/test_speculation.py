@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
+from djl_python_neuronx import service as service_module  # noqa: E402
+from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
+from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -116,13 +120,22 @@ def test_a_file_in_the_draft_models_folder_is_for_serving_it(
     assert counters["accepted_draft_tokens_total"] > 0
 
 
-def test_the_threads_of_the_options_stay() -> None:
+def test_the_threads_of_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is loaded last. Threads of torch have numbers of their own: the engine's counts."""
+    found: list[int] = []
+
+    def start(load: Callable[[], Engine], settings: WorkerSettings) -> EngineThread:
+        def noting() -> Engine:
+            engine = load()
+            found.append(torch.get_num_threads())
+            return engine
+
+        return EngineThread(noting, settings)
+
+    monkeypatch.setattr(service_module, "EngineThread", start)
     overrides = {**DRAFT, "cpu_threads": "2", "engine_process": "false"}
-    service = Service.load(None, TINY, environ={}, overrides=overrides)
-    try:
-        assert torch.get_num_threads() == 2
-    finally:
-        service.close()
+    Service.load(None, TINY, environ={}, overrides=overrides).close()
+    assert found == [2]
 
 
 def test_options_of_the_environment_are_not_the_draft_models(
