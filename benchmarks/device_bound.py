@@ -53,7 +53,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import orjson
 import sleep_device
 from host_cost import PROMPT_LEN, Case, measure
 from sleep_device import endless, num_tokens, open_streams, process, save_tokenizer
@@ -464,11 +463,8 @@ def main() -> int:
             "Set PYTHONPATH=<rig>:$TNX_SRC/src, where TNX_SRC is a checkout of transformers-neuronx"
         )
     with tempfile.TemporaryDirectory() as work:
-        for row in (sleep_rows if on_sleep else rig_rows)(options, Path(work)):
-            if options.json:
-                print(orjson.dumps(row).decode(), flush=True)
-            else:
-                print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        rows = (sleep_rows if on_sleep else rig_rows)(options, Path(work))
+        sleep_device.print_rows(rows, as_json=options.json)
     return 0
 
 

@@ -225,11 +225,7 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # of this process and all it starts
     with tempfile.TemporaryDirectory() as work:
-        for row in measure(options, Path(work)):
-            if options.json:
-                print(orjson.dumps(row).decode(), flush=True)
-            else:
-                print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        sleep_device.print_rows(measure(options, Path(work)), as_json=options.json)
     return 0
 
 

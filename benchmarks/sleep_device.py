@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -181,6 +181,15 @@ class Stamps:
         """Return the number of steps so far, and the end of the last one in s."""
         done = int(self._ends[0])
         return done, int(self._ends[1 + (done - 1) % NUM_STAMPS]) / 1e9
+
+
+def print_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print each row as it comes: a JSON object per line, or name=value."""
+    for row in rows:
+        if as_json:
+            print(orjson.dumps(row).decode(), flush=True)
+        else:
+            print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
 def bare_loop(folder: Path, rows: int) -> None:

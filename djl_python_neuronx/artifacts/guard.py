@@ -67,7 +67,7 @@ def _main(starter: int, stops: Collection[int], command: Sequence[str]) -> int:
             signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
             if (code := child.poll()) is not None:
                 return code if code >= 0 else 128 - code
-            _bury_orphans(child.pid)
+            _reap_orphans(child.pid)
         return 128 + signal.SIGKILL
     finally:
         for number in stops:
@@ -75,8 +75,8 @@ def _main(starter: int, stops: Collection[int], command: Sequence[str]) -> int:
         _kill_tree()
 
 
-def _bury_orphans(child: int) -> None:
-    """Collect the ends of adopted processes; the child's own is left to its `Popen`."""
+def _reap_orphans(child: int) -> None:
+    """Reap adopted processes that have ended, which would stay zombies; `Popen` reaps the child."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == child:

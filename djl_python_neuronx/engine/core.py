@@ -191,7 +191,7 @@ class Engine:
         of error, never does.
         """
         if self._entering is not None:
-            self._entering([sequence.request.request_id for sequence in batch.entering])
+            self._entering([sequence.request_id for sequence in batch.entering])
         outputs: list[TokenOutput] = []
         failures: list[BackendError] = []
         for sequence in batch.entering:

@@ -222,7 +222,7 @@ class EngineLoop:
         self.streams.wait_until_empty(drain_s)
         self._closing.set()
         if self._link is None:
-            self._host.kill()  # it loads, and looks at its connection only after that
+            self._host.kill()  # during a load an engine does not notice the end of its connection
         self._host.link.end()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():

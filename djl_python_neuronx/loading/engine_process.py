@@ -134,7 +134,7 @@ class EngineProcess:
         """See `Host`."""
         if self._process.poll() is None:
             self._process.send_signal(_KILL)
-        # A process that waits for the device's driver ends late: nobody may wait for it.
+        # A process that is blocked in the device's driver ends late; the front goes on without it.
         self.link.end()
 
     def wait(self, timeout_s: float) -> str | None:

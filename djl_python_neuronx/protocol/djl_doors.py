@@ -221,7 +221,7 @@ class AsyncDoor:
                 yield record_output(Record.of(unexpected(error)))
 
     async def _wake(self, generation: Generation) -> None:
-        """See to it that a reply is looked at also while it gets no deltas."""
+        """Wake the reader of a generation that has no deltas, so that its reply can send a blank in time."""
         while True:
             await asyncio.sleep(self._read_timeout_s / 4)
             generation.wake()
