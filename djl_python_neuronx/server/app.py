@@ -182,7 +182,7 @@ class _Server(uvicorn.Server):
 
 def create_app(application: Application) -> Starlette:
     """The ASGI app for the application's routes."""
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/ping", application.ping, methods=["GET"]),
             Route("/metrics", application.metrics, methods=["GET"]),
@@ -197,6 +197,9 @@ def create_app(application: Application) -> Starlette:
             Exception: on_bug,
         },
     )
+    # Starlette would send a path with a slash at its end to the host that the client names.
+    app.router.redirect_slashes = False
+    return app
 
 
 def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float = 30.0) -> int:

@@ -167,7 +167,8 @@ class Java:
     def submit(self, model, *bodies, headers=None, leave_after=0, together=False):
         """Send requests; returns an answer for each. `together`: one call for all, as DJL Serving's batches are.
 
-        `leave_after`: number of chunks after which the client leaves; 0: it stays.
+        A body may be bytes, text, or an object. `leave_after`: number of chunks after which the client leaves; 0: it
+        stays; -1: it leaves without reading.
         """
         requests, answers = [], []
         for body in bodies:
@@ -177,7 +178,7 @@ class Java:
             requests.append(
                 {
                     "id": answer.request_id,
-                    "body": body if isinstance(body, str) else json.dumps(body),
+                    "body": base64.b64encode(_encoded(body)).decode(),
                     "headers": {"Content-Type": "application/json", **(headers or {})},
                     "chunks": leave_after,
                 }
@@ -242,6 +243,12 @@ class Java:
 
     def _read_log(self):
         self.log.extend(line.rstrip("\n") for line in self._process.stderr)
+
+
+def _encoded(body):
+    if isinstance(body, bytes):
+        return body
+    return (body if isinstance(body, str) else json.dumps(body)).encode()
 
 
 def wait_until(condition, why=lambda: "", patience_s=PATIENCE_S):
