@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -364,7 +365,9 @@ def entry_module(entry_point, model_dir):
     """A file of the model folder, or an importable module."""
     if not entry_point.endswith(".py"):
         return importlib.import_module(entry_point)
-    spec = importlib.util.spec_from_file_location("model", Path(model_dir) / entry_point)
+    file = Path(model_dir) / entry_point
+    name = f"model_{hashlib.md5(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
