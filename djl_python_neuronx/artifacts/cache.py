@@ -148,6 +148,10 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 continue
             _publish(listed, place, version)
             if ready := _use(version):
+                # The model need not wait for the disk. If the process ends first, the next boot fetches again.
+                threading.Thread(
+                    target=_settle, args=(version,), name="cache-settle", daemon=True
+                ).start()
                 _remove_unused(place, version)
                 return ready
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
@@ -220,8 +224,6 @@ def _publish(listed: Sequence[RemoteFile], place: Path, version: Path) -> None:
     version.parent.mkdir(exist_ok=True)
     shutil.rmtree(version, ignore_errors=True)  # what `_use` found damaged
     partial.replace(version)
-    # The model need not wait for the disk. If the process ends first, the next boot fetches again.
-    threading.Thread(target=_settle, args=(version,), name="cache-settle", daemon=True).start()
 
 
 def _settle(version: Path) -> None:
