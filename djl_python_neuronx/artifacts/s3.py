@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.session import Session
@@ -32,6 +33,7 @@ from djl_python_neuronx.artifacts.cache import (
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 ATTEMPTS = 8
@@ -330,14 +332,17 @@ def _is_marker(key: str, size: int) -> bool:
 def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
     """A client of S3, for any thread."""
     env = {name: value for name, value in environ.items() if value}
-    session = Session(profile=env.get("AWS_PROFILE"))
+    session, signature = Session(profile=env.get("AWS_PROFILE")), None
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
         session.set_credentials(
             env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
         )
+    elif NO_AWS_CREDENTIALS.items() <= env.items():
+        signature = UNSIGNED
     mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
     chosen = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
     config = Config(
+        signature_version=signature,
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=_READ_TIMEOUT_S,
         max_pool_connections=NUM_THREADS,
