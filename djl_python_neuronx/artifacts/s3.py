@@ -97,7 +97,7 @@ class S3Folder:
         Raises:
             ArtifactNotFoundError: no such bucket, or no selected file under the prefix.
             ArtifactAccessError: S3 cannot be reached or refuses.
-            ArtifactError: a key cannot be a file below one folder.
+            ArtifactError: a selected key cannot be a file below one folder.
         """
         with translated(self.uri):
             pages = self.client.get_paginator("list_objects_v2").paginate(
@@ -110,12 +110,12 @@ class S3Folder:
             if not _is_marker(item["Key"], item["Size"])
             for name in [item["Key"][len(self.prefix) :]]
         }
-        check_names(files, self.uri)
         chosen = sorted(self._selection.choose(files.keys()))
         if not chosen:
             what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
             msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
             raise ArtifactNotFoundError(msg)
+        check_names(chosen, self.uri)
         return [files[name] for name in chosen]
 
     def download(
@@ -299,14 +299,13 @@ def parse(uri: str) -> tuple[str, str]:
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-    """Check that all names can be files below one folder, on any file system.
+    """Check that all names can be files below one folder.
 
     Raises:
-        ArtifactError: one would leave the folder or hide another; all such are listed.
+        ArtifactError: one would leave the folder, or is a file and a folder; all such are listed.
     """
     names = list(names)
     known = set(names)
-    folded: dict[str, str] = {}
     problems = []
     for name in names:
         parts = name.split("/")
@@ -317,11 +316,6 @@ def check_names(names: Iterable[str], where: str) -> None:
             problems.append(f"{name!r} is too long for a file's name")
         elif both := known.intersection(parents):
             problems.append(f"{sorted(both)[0]!r} is a file and a folder")
-        problems.extend(
-            f"{path!r} and {folded[path.casefold()]!r} differ in case only"
-            for path in (*parents, name)
-            if folded.setdefault(path.casefold(), path) != path
-        )
     if problems:
         msg = (
             f"{where} has keys that cannot be files of one folder: {some(problems, limit=5)}. "
@@ -331,8 +325,8 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def _is_marker(key: str, size: int) -> bool:
-    """True for the empty objects by which consoles and Hadoop show folders."""
-    return size == 0 and key.endswith(("/", "_$folder$"))
+    """True for the objects by which consoles and Hadoop show folders. No file's name ends in a slash."""
+    return key.endswith("/") or (size == 0 and key.endswith("_$folder$"))
 
 
 def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
