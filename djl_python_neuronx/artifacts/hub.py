@@ -25,7 +25,12 @@ from djl_python_neuronx.artifacts.folder import (
 )
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config.trust import NO_HUB_TOKEN
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    redacted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +42,6 @@ _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
 """Variables that name the cache, with the sub-folder it has there; the first one set counts."""
-_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 
 _NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
 """Prefixes of file names that neither this package nor the libraries open."""
@@ -93,7 +97,7 @@ class HubSettings:
     @property
     def site(self) -> str:
         """The endpoint without user and password, for messages."""
-        return _USERINFO.sub("", self.endpoint)
+        return redacted(self.endpoint)
 
 
 def fetch(

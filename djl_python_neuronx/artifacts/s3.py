@@ -289,11 +289,19 @@ def parse(uri: str) -> tuple[str, str]:
 
     Raises:
         ArtifactNotFoundError: it names no bucket.
+        ArtifactError: it holds credentials.
     """
     found = _URI.fullmatch(uri)
     if found is None:
         msg = f"{uri!r} names no bucket; expected s3://bucket/folder. Correct the URI."
         raise ArtifactNotFoundError(msg)
+    if not found["bucket"].startswith("arn:") and not {"@", ":"}.isdisjoint(found["bucket"]):
+        msg = (
+            "an s3:// URI holds credentials, or a colon in place of a bucket's name (it is not shown); expected "
+            "s3://bucket/folder. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and take them out of "
+            "the URI."
+        )
+        raise ArtifactError(msg)
     key = (found["key"] or "").rstrip("/")
     return found["bucket"], f"{key}/" if key else ""
 
