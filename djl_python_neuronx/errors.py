@@ -193,20 +193,23 @@ class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
 
 
 class QueueFullError(RequestError, status=503, code="queue_full"):
-    """The waiting queue is full. `retry_after_s` is the value of the Retry-After header."""
+    """The waiting queue is full, or there are too many connections or large bodies.
+
+    `retry_after_s` is the value of the Retry-After header.
+    """
 
     retry_after_s: int = 1
 
 
 class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
-    """The request waited too long for a free slot."""
+    """The request waited too long for a free slot, or its client sent it too slowly."""
 
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
 
 
-def load_failure(error: Exception) -> ServingError:
+def load_failure(error: BaseException) -> ServingError:
     """Return the error for the clients of a model that could not be loaded because of `error`."""
     if isinstance(error, ServingError):
         return error
