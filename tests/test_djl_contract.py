@@ -1,8 +1,13 @@
-"""The double of DJL's engine answers byte for byte as the real one."""
+"""The double of DJL's engine answers byte for byte as the real one, and DJL's partition script compiles."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +119,8 @@ ROUTES = [
     "stream",
     "doubled",
     "broken",
+    "handler=no_such_function",
+    "handler=__class__",
 ]
 
 
@@ -128,10 +135,16 @@ def conversation(tmp_path, monkeypatch, engine, properties, bodies):
     with Peer(
         tmp_path, properties, tmp_path, entry_point="model.py", engine=engine, env=env
     ) as peer:
-        answers = [peer.submit(body.encode()).wait() for body in bodies]
+        answers = [peer.submit(body.encode(), named(body)).wait() for body in bodies]
         return peer.received(), [
             (answer.status, answer.headers, answer.content) for answer in answers
         ]
+
+
+def named(body):
+    """Headers of a client that names the function."""
+    name, _, value = body.partition("=")
+    return {name: value} if value else {}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,10 @@ def conversation(tmp_path, monkeypatch, engine, properties, bodies):
     [
         ({}, ROUTES),
         ({"rolling_batch": "tnx"}, ["once", "twice", "refuse", "", "ä"]),
-        ({"async_mode": "true"}, ["records", "echo", "nothing", "refuse", "memory", "unnamed"]),
+        (
+            {"async_mode": "true"},
+            ["records", "echo", "nothing", "refuse", "memory", "unnamed", *ROUTES[-2:]],
+        ),
     ],
     ids=["plain", "rolling", "async"],
 )
@@ -156,3 +172,21 @@ def first_wins(request):
     request.last = True
     if not request.answer.done:
         request.answer.append(b"", True)
+
+
+def test_djls_partition_script_may_call_partition(tmp_path):
+    script = Path(os.environ["DJL_SRC"], "serving/docker/partition/run_partition.py")
+    out = tmp_path / "out"
+    properties = {
+        "model_dir": str(djl_peer.ROOT / "examples" / "tiny-llama"),
+        "entryPoint": "djl_python_neuronx.handler",
+        "option.model_loader": "cpu",
+        "option.save_mp_checkpoint_path": str(out),
+    }
+    search_path = f"{djl_peer.ROOT}:{real_engine().parent}"
+    subprocess.run(
+        [sys.executable, script, "--properties", json.dumps(properties)],
+        env={**os.environ, "PYTHONPATH": search_path},
+        check=True,
+    )
+    assert (out / "manifest.json").exists()

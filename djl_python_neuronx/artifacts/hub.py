@@ -23,8 +23,15 @@ from djl_python_neuronx.artifacts.folder import (
     file_names,
     some,
 )
+from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.config.trust import NO_HUB_TOKEN
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    redacted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,6 @@ _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
 """Variables that name the cache, with the sub-folder it has there; the first one set counts."""
-_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 
 _NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
 """Prefixes of file names that neither this package nor the libraries open."""
@@ -56,7 +62,8 @@ class HubSettings:
     endpoint: str = field(repr=False)
     """Without a trailing slash; may hold a user and a password."""
     cache_dir: Path
-    token: str | None = field(repr=False)
+    token: str | bool | None = field(repr=False)
+    """False: none is sent, not even a login's."""
     offline: str
     """The variables that switch offline mode on; empty if the Hub may be contacted."""
 
@@ -65,8 +72,9 @@ class HubSettings:
         """Read the settings from `environ`, which overrides the environment of this process.
 
         `HF_ENDPOINT`, `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME`,
-        `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline that files and Kubernetes
-        secrets append. If this process is offline, so is the result: the library would refuse to connect.
+        `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline
+        that files and Kubernetes secrets append. If this process is offline, so is the result: the library would refuse
+        to connect.
 
         Raises:
             ArtifactAccessError: the endpoint is not a URL, or the cache is in the home of an unknown user.
@@ -76,18 +84,21 @@ class HubSettings:
         values = {name: value.strip() for name, value in environ.items() if value.strip()}
         endpoint = values.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         _check_url(endpoint)
+        token: str | bool | None = values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN")
+        if token is None and values.get(NO_HUB_TOKEN, "").lower() in _ON:
+            token = False
         offline = " and ".join(name for name in _OFFLINE if values.get(name, "").lower() in _ON)
         return cls(
             endpoint=endpoint,
             cache_dir=_cache_dir(values, constants.HF_HUB_CACHE),
-            token=values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN"),
+            token=token,
             offline=offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else ""),
         )
 
     @property
     def site(self) -> str:
         """The endpoint without user and password, for messages."""
-        return _USERINFO.sub("", self.endpoint)
+        return redacted(self.endpoint)
 
 
 def fetch(
@@ -107,7 +118,7 @@ def fetch(
         ArtifactNotFoundError: no such model or revision, or it has no file that is needed.
         ArtifactAccessError: gated, private, unreachable, offline and not completely cached, or the disk is full.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     settings = HubSettings.of(environ)
     request = _Request(model_id, revision, settings, origin)
@@ -132,7 +143,13 @@ def fetch(
         _check_space(model_id, info.sha, sizes, settings.cache_dir)
         num_bytes = sum(sizes.values())
         logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
-        return Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        folder = Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        for name, size in sizes.items():
+            # The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
+            if (size and (folder / name).stat().st_size != size) or damage(folder / name):
+                logger.warning("hub_file_damaged model=%s file=%s", model_id, name)
+                hf_hub_download(model_id, name, force_download=True, **request.arguments)
+        return folder
 
 
 def fetch_config(
@@ -258,7 +275,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _connection_failure(url: str, token: str | None) -> str:
+def _connection_failure(url: str, token: str | bool | None) -> str:
     """Return the reason why the Hub cannot be reached; empty if it can.
 
     The library itself would retry for half a minute.

@@ -30,6 +30,7 @@ from pydantic import (
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
 from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
+from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
 FILE_NAME = "manifest.json"
@@ -224,7 +225,7 @@ class Manifest(BaseModel):
         return cls(
             layout=layout,
             facts=facts,
-            effective_options=dict(effective_options),
+            effective_options=jsonable(effective_options),
             packages=dict(packages),
             files={
                 name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)

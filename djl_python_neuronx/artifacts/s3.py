@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.session import Session
@@ -31,7 +32,9 @@ from djl_python_neuronx.artifacts.cache import (
 )
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
+from djl_python_neuronx.artifacts.s3_checksums import is_intact
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 ATTEMPTS = 8
@@ -95,7 +98,7 @@ class S3Folder:
         Raises:
             ArtifactNotFoundError: no such bucket, or no selected file under the prefix.
             ArtifactAccessError: S3 cannot be reached or refuses.
-            ArtifactError: a key cannot be a file below one folder.
+            ArtifactError: a selected key cannot be a file below one folder.
         """
         with translated(self.uri):
             pages = self.client.get_paginator("list_objects_v2").paginate(
@@ -108,12 +111,12 @@ class S3Folder:
             if not _is_marker(item["Key"], item["Size"])
             for name in [item["Key"][len(self.prefix) :]]
         }
-        check_names(files, self.uri)
         chosen = sorted(self._selection.choose(files.keys()))
         if not chosen:
             what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
             msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
             raise ArtifactNotFoundError(msg)
+        check_names(chosen, self.uri)
         return [files[name] for name in chosen]
 
     def download(
@@ -122,6 +125,11 @@ class S3Folder:
         """See `Remote`."""
         with translated(self.uri):
             Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
+
+    def verify(self, file: RemoteFile, path: Path) -> bool | None:
+        """See `Remote`."""
+        with translated(self.uri):
+            return is_intact(self.client, self.bucket, self.prefix + file.name, file, path)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object, or None if it has more than 64 MiB.
@@ -287,24 +295,31 @@ def parse(uri: str) -> tuple[str, str]:
 
     Raises:
         ArtifactNotFoundError: it names no bucket.
+        ArtifactError: it holds credentials.
     """
     found = _URI.fullmatch(uri)
     if found is None:
         msg = f"{uri!r} names no bucket; expected s3://bucket/folder. Correct the URI."
         raise ArtifactNotFoundError(msg)
+    if not found["bucket"].startswith("arn:") and not {"@", ":"}.isdisjoint(found["bucket"]):
+        msg = (
+            "an s3:// URI holds credentials, or a colon in place of a bucket's name (it is not shown); expected "
+            "s3://bucket/folder. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and take them out of "
+            "the URI."
+        )
+        raise ArtifactError(msg)
     key = (found["key"] or "").rstrip("/")
     return found["bucket"], f"{key}/" if key else ""
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-    """Check that all names can be files below one folder, on any file system.
+    """Check that all names can be files below one folder.
 
     Raises:
-        ArtifactError: one would leave the folder or hide another; all such are listed.
+        ArtifactError: one would leave the folder, or is a file and a folder; all such are listed.
     """
     names = list(names)
     known = set(names)
-    folded: dict[str, str] = {}
     problems = []
     for name in names:
         parts = name.split("/")
@@ -315,11 +330,6 @@ def check_names(names: Iterable[str], where: str) -> None:
             problems.append(f"{name!r} is too long for a file's name")
         elif both := known.intersection(parents):
             problems.append(f"{sorted(both)[0]!r} is a file and a folder")
-        problems.extend(
-            f"{path!r} and {folded[path.casefold()]!r} differ in case only"
-            for path in (*parents, name)
-            if folded.setdefault(path.casefold(), path) != path
-        )
     if problems:
         msg = (
             f"{where} has keys that cannot be files of one folder: {some(problems, limit=5)}. "
@@ -329,21 +339,24 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def _is_marker(key: str, size: int) -> bool:
-    """True for the empty objects by which consoles and Hadoop show folders."""
-    return size == 0 and key.endswith(("/", "_$folder$"))
+    """True for the objects by which consoles and Hadoop show folders. No file's name ends in a slash."""
+    return key.endswith("/") or (size == 0 and key.endswith("_$folder$"))
 
 
 def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
     """A client of S3, for any thread."""
     env = {name: value for name, value in environ.items() if value}
-    session = Session(profile=env.get("AWS_PROFILE"))
+    session, signature = Session(profile=env.get("AWS_PROFILE")), None
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
         session.set_credentials(
             env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
         )
+    elif NO_AWS_CREDENTIALS.items() <= env.items():
+        signature = UNSIGNED
     mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
     chosen = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
     config = Config(
+        signature_version=signature,
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=_READ_TIMEOUT_S,
         max_pool_connections=NUM_THREADS,

@@ -465,6 +465,7 @@ def copy_once(source: Path, root: Path) -> Path:
             shutil.copytree(source, partial, copy_function=shutil.copyfile)
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                 folder.chmod(0o755)
+            sync_tree(partial)
             replace_folder(partial, place, root / ".trash" / uuid.uuid4().hex)
     logger.info("copied_for_writing source=%s into=%s", source, place)
     return place

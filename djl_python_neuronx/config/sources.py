@@ -33,8 +33,12 @@ _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 SAGEMAKER: Final[Mapping[str, str]] = {
     "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
+    "SAGEMAKER_MAX_REQUEST_SIZE": "max_body_bytes",
+    "SAGEMAKER_MAX_PAYLOAD_IN_MB": "max_body_bytes",
 }
-"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
+"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java; the last
+two: serving/docs/sklearn_handler.md."""
+_MEBIBYTES = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
 
 HUB: Final[Mapping[str, str]] = {
     "HF_MODEL_ID": "model_id",
@@ -61,6 +65,8 @@ _OWN: Final = {
     variable: name for name in ServingOptions.model_fields for variable in option(name).env
 }
 """Variables of single options."""
+OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *_OWN})
+"""Variables that set options under a name of their own."""
 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
@@ -121,11 +127,10 @@ def environment() -> dict[str, str]:
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those that set options, for a second model in the process."""
-    named = {*SAGEMAKER, *HUB, *TGI, *_OWN}
     return {
         name: value
         for name, value in environ.items()
-        if name not in named and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
+        if name not in OPTION_VARIABLES and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
     }
 
 
@@ -139,7 +144,10 @@ def from_overrides(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting
 
 def from_sagemaker(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
     """SageMaker's own variables that set options. DJL Serving reads the others."""
-    return _from_variables(inputs.environ, SAGEMAKER, "SageMaker")
+    environ = dict(inputs.environ)
+    if (mebibytes := environ.get(_MEBIBYTES, "").strip()).isdecimal():
+        environ[_MEBIBYTES] = str(int(mebibytes[:10]) << 20)
+    return _from_variables(environ, SAGEMAKER, "SageMaker")
 
 
 def from_file_options(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:

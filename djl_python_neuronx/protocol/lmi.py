@@ -34,6 +34,7 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
+MAX_STOP_TOKEN_IDS = 64
 
 _FIELDS = ("inputs", "parameters", "stream")
 _NEUTRAL: dict[str, object] = {
@@ -104,6 +105,9 @@ class LmiProtocol:
         inputs, values = _fields(payload)
         given = _validated(values)
         stops = _stop_strings(given)
+        if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            msg = f"too many stop_token_ids; at most {MAX_STOP_TOKEN_IDS}"
+            raise UnsupportedParameterError(msg)
         # A special token has no text in which its name could be found, so its id stops as well.
         special_ids = [context.tokenizer.special_id(text) for text in stops]
         output = _output_format(given.stream, context)

@@ -42,13 +42,18 @@ public final class Driver {
     record Command(
             String run, String model, String folder, Map<String, String> options, List<Request> requests) {}
 
-    /** {@code body}: in Base64. {@code chunks}: the client leaves after so many; 0: it stays; -1: it reads nothing. */
+    /**
+     * {@code body}: in Base64; null for a call without content. {@code chunks}: the client leaves after so many; 0: it
+     * stays; -1: it reads nothing.
+     */
     record Request(int id, String body, Map<String, String> headers, int chunks) {
 
         Input input() {
             Input input = new Input();
             headers.forEach(input::addProperty);
-            input.add("data", Base64.getDecoder().decode(body));
+            if (body != null) {
+                input.add("data", Base64.getDecoder().decode(body));
+            }
             return input;
         }
     }
