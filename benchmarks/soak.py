@@ -59,7 +59,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
-from soak_clients import BODIES, CLIENTS, FLOOD, SSE, Case
+from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
 
 DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
 """Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
@@ -684,7 +684,7 @@ def soak(
     options = {
         "model_loader": "cpu",
         "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
-        **({"max_waiting": MAX_WAITING} if requests else {}),
+        **({"max_waiting": MAX_WAITING, **LIMITS} if requests else {}),
         **({"engine_restarts": 2 * kills + 10} if kills else {}),
     }
     if door_name != "plain":

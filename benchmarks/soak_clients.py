@@ -29,6 +29,15 @@ PATIENCE_S = 60.0
 FLOOD = 64
 """Requests, or connections, of one client at once: more than have a place in the queue."""
 RIGHT = frozenset({"right", "error 503 queue_full", "error 408 request_timeout"})
+LIMIT_S = 2
+"""Time limits of the embedded server: `LIMITS`."""
+LIMITS: Mapping[str, Any] = {
+    "max_body_bytes": 2**20,
+    "request_head_timeout": LIMIT_S,
+    "request_body_timeout": LIMIT_S,
+    "write_timeout": LIMIT_S,
+    "keep_alive_timeout": LIMIT_S,
+}
 BAD = frozenset({"error 400 bad_request", "error 400 unsupported_parameter"})
 
 
@@ -123,7 +132,7 @@ def leaves_a_stream(case: Case) -> list[str]:
     return [case.judge(reply, leaves=True)]
 
 
-@client(0.3, RIGHT)
+@client(0.15, RIGHT)
 def flood(case: Case) -> list[str]:
     with ThreadPoolExecutor(FLOOD) as threads:
         asks = [threads.submit(case.door.ask, case.question, case.form) for _ in range(FLOOD)]
@@ -154,7 +163,7 @@ BODIES: Mapping[str, bytes] = {
 }
 
 
-@client(10, BAD)
+@client(10, BAD, "error 503 queue_full")
 def bad_body(case: Case) -> list[str]:
     body = BODIES[case.pick.choice([*BODIES])]
     return [case.judge(case.door.post(body, {"content-type": "application/json"}))]
@@ -201,6 +210,8 @@ HEADERS: Sequence[Mapping[str, str]] = (
     {"content-encoding": "gzip"},
     {"x-amzn-sagemaker-custom-attributes": "handler=partition;model_id=/"},
     {"requestid": "same", "x-amzn-sagemaker-inference-id": "same"},
+    {"batch_size": "3", "batch_000.data": "x", "reset_rollingbatch": "true", "seed": "x"},
+    {"model_id": "/", "option.model_id": "/", "output_formatter": "json", "model_dir": "/"},
 )
 
 
@@ -352,6 +363,27 @@ def reads_slowly(case: Case) -> list[str]:
     return _only(case, talk(case, whole, rate=(512, 0.02)))
 
 
+@client(1, "error 408 request_timeout", http=True)
+def stops_in_its_request(case: Case) -> list[str]:
+    whole = case.head(length=len(case.body)) + case.body
+    return _only(case, talk(case, whole[: case.pick.randrange(len(whole))]))
+
+
+@client(1, RIGHT, http=True)
+def stays_when_it_has_its_answer(case: Case) -> list[str]:
+    return _only(case, talk(case, case.head(length=len(case.body)) + case.body))
+
+
+@client(0.5, "closed", http=True)
+def never_reads(case: Case) -> list[str]:
+    """Answers of many requests, which fill all buffers."""
+    num_requests = 2000
+    request = b"GET /metrics HTTP/1.1\r\nhost: soak\r\n\r\n"
+    found = talk(case, request * num_requests, 3.0 * LIMIT_S, rate=(4096, 1e-6))
+    whole = [reply for reply in found if not reply.timed_out]
+    return ["closed" if len(whole) < num_requests else "wrong: everything was kept for it"]
+
+
 @client(3, RIGHT, "error 400 bad_request", http=True)
 def sends_several_at_once(case: Case) -> list[str]:
     """Two good requests around a bad one, on one connection, without waiting for the answers."""
@@ -377,6 +409,7 @@ HEADS: Mapping[str, Sequence[bytes]] = {
     "negative length": [_LINE, b"host: a", b"content-length: -1"],
     "length in words": [_LINE, b"host: a", b"content-length: ten"],
     "two lengths": [_LINE, b"host: a", b"content-length: 1", b"content-length: 2"],
+    "length and chunks": [_LINE, b"host: a", b"content-length: 5", b"transfer-encoding: chunked"],
     "no colon": [_LINE, b"host: a", b"no colon"],
     "name with a space": [_LINE, b"host: a", b"x y: 1"],
     "NUL": [_LINE, b"host: a", b"x: \x00"],
@@ -388,15 +421,14 @@ HEADS: Mapping[str, Sequence[bytes]] = {
 }
 
 
-@client(4, "error 400", "error 431", "error 501", http=True)
+@client(4, *[f"error {status} http_error" for status in (400, 431, 501, 505)], http=True)
 def bad_head(case: Case) -> list[str]:
-    """What is no HTTP is refused by the HTTP library, whose errors are plain text."""
     name = case.pick.choice([*HEADS])
-    try:
-        (reply,) = talk(case, b"\r\n".join([*HEADS[name], CLOSE.encode(), b"", b""]))
-    except TimeoutError:
-        return [f"wrong: {name}: no answer"]
-    return [f"error {reply.status}" if reply.status else f"wrong: {name}: closed without a status"]
+    whole = b"\r\n".join([*HEADS[name], CLOSE.encode(), b"", b""])
+    return [
+        f"wrong: {name}: {each}" if "wrong" in each else each
+        for each in _only(case, talk(case, whole))
+    ]
 
 
 @client(2, "error 404 http_error", "error 405 http_error", http=True)
@@ -410,7 +442,7 @@ def wrong_route(case: Case) -> list[str]:
     return [outcome.replace("wrong:", f"wrong: {line}:")]
 
 
-@client(1, "error 413 body_too_large", http=True)
+@client(1, "error 413 body_too_large", "error 503 queue_full", http=True)
 def large_body(case: Case) -> list[str]:
     """Its length is refused, or what comes in chunks."""
     size = LARGE_BYTES
@@ -421,7 +453,7 @@ def large_body(case: Case) -> list[str]:
     return _only(case, talk(case, head, *[chunk] * (size // 2**16), b"0\r\n\r\n"))
 
 
-LARGE_BYTES = 8 * 2**20
+LARGE_BYTES = 4 * 2**20
 
 
 @client(0.3, RIGHT, http=True)
