@@ -24,6 +24,7 @@ from djl_python_neuronx.artifacts.folder import (
     file_names,
     some,
 )
+from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config.trust import NO_HUB_TOKEN
 from djl_python_neuronx.errors import (
@@ -118,7 +119,7 @@ def fetch(
         ArtifactNotFoundError: no such model or revision, or it has no file that is needed.
         ArtifactAccessError: gated, private, unreachable, offline and not completely cached, or the disk is full.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     settings = HubSettings.of(environ)
     request = _Request(model_id, revision, settings, origin)
@@ -143,7 +144,13 @@ def fetch(
         _check_space(model_id, info.sha, sizes, settings.cache_dir)
         num_bytes = sum(sizes.values())
         logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
-        return Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        folder = Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        for name, size in sizes.items():
+            # The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
+            if (size and (folder / name).stat().st_size != size) or damage(folder / name):
+                logger.warning("hub_file_damaged model=%s file=%s", model_id, name)
+                hf_hub_download(model_id, name, force_download=True, **request.arguments)
+        return folder
 
 
 def fetch_config(

@@ -32,6 +32,7 @@ from djl_python_neuronx.artifacts.cache import (
 )
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
+from djl_python_neuronx.artifacts.s3_checksums import is_intact
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
 from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
@@ -124,6 +125,11 @@ class S3Folder:
         """See `Remote`."""
         with translated(self.uri):
             Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
+
+    def verify(self, file: RemoteFile, path: Path) -> bool | None:
+        """See `Remote`."""
+        with translated(self.uri):
+            return is_intact(self.client, self.bucket, self.prefix + file.name, file, path)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object, or None if it has more than 64 MiB.

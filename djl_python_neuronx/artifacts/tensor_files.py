@@ -145,6 +145,16 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return header
 
 
+def damage(path: Path) -> str:
+    """What the header of a safetensors file finds wrong with it; empty if nothing, and for other files."""
+    try:
+        if path.suffix == ".safetensors":
+            read_header(path)
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
 def _parse_entry(entry: Any) -> TensorEntry:  # noqa: ANN401
     begin, end = map(operator.index, entry["data_offsets"])
     shape = tuple(map(operator.index, entry["shape"]))
