@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 _LFS_POINTER = b"version https://git-lfs"
+MAX_JSON_BYTES = 32 * 2**20
+"""Of a JSON file, and of a safetensors header: five times the index of the largest models."""
 _FOR_PEOPLE = (".md", ".rst")
 """Suffixes of files that neither this package nor the libraries open: in a working copy these often are links."""
 
@@ -39,14 +42,20 @@ class Folder:
 
         Raises:
             OSError: it cannot be listed.
-            ArtifactAccessError: a link in it leads out of the model's folder.
+            ArtifactAccessError: a link in it leads out of the model's folder, or something in it is neither file nor
+                folder: opening a pipe would wait for ever.
             ArtifactNotFoundError: a link in it leads nowhere.
         """
         root = path.resolve() if root is None else root
         entries = list(path.iterdir())
         for entry in entries:
-            if entry.is_symlink() and not entry.name.endswith(_FOR_PEOPLE):
+            if entry.name.endswith(_FOR_PEOPLE):
+                continue
+            if entry.is_symlink():
                 _check_link(entry, root)
+            if not entry.is_file() and not entry.is_dir():
+                msg = f"{entry} is a pipe, a socket or a device; expected a file or a folder. Remove it."
+                raise ArtifactAccessError(msg)
         names = frozenset(entry.name for entry in entries)
         return cls(path, root, names, frozenset(one.name for one in entries if one.is_dir()))
 
@@ -109,9 +118,12 @@ def read_json(path: Path) -> dict[str, Any]:
         ArtifactAccessError: it cannot be read.
         ArtifactError: it is malformed.
     """
-    with reading(path):
-        raw = path.read_bytes()
+    with reading(path), path.open("rb") as file:
+        raw = file.read(MAX_JSON_BYTES + 1)
     check_start(path, raw)
+    if len(raw) > MAX_JSON_BYTES:
+        msg = f"{path} has more than {MAX_JSON_BYTES} bytes, too many for a file of settings or names. {AGAIN}"
+        raise ArtifactError(msg)
     return parse_object(raw, str(path))
 
 
@@ -151,10 +163,10 @@ def file_names(folder: Path) -> set[str]:
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
-    """The first names and the number of the others, for a message."""
+    """The first names, shortened, and the number of the others, for a message."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return (", ".join(listed[:limit]) or "nothing") + more
+    return (", ".join(str(shortened(name)) for name in listed[:limit]) or "nothing") + more
 
 
 @contextmanager

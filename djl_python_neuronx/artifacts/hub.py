@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from djl_python_neuronx.artifacts.atomic import require_space
 from djl_python_neuronx.artifacts.folder import (
+    MAX_JSON_BYTES,
     SERVING,
     WEIGHT_SUFFIXES,
     Selection,
@@ -282,17 +283,21 @@ def _connection_failure(url: str, token: str | bool | None) -> str:
 
     Raises:
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses the request.
+        ArtifactError: the file is too large.
     """
     from huggingface_hub import errors, get_hf_file_metadata
 
     try:
-        get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
+        found = get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
     except errors.HfHubHTTPError as error:
         if (status := _status(error)) < _SERVER_ERROR:
             raise
         return f"it answers {status}"
     except Exception as error:  # noqa: BLE001  (as in _translated)
         return type(error).__name__
+    if (found.size or 0) > MAX_JSON_BYTES:
+        msg = f"{CONFIG} has {found.size} bytes on the Hub; expected at most {MAX_JSON_BYTES}. Name another model."
+        raise ArtifactError(msg)
     return ""
 
 
@@ -403,6 +408,8 @@ def _is_read(name: str) -> bool:
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} if there is none: the reader of its content reports what is wrong with it."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            return {}
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}

@@ -26,12 +26,12 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from djl_python_neuronx.artifacts.folder import Folder, check_start, reading
+from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, Folder, check_start, reading
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
 
-# Source: safetensors 0.4 to 0.8, MAX_HEADER_SIZE: its readers refuse longer headers.
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63
 
 DTYPES: dict[str, tuple[int, str]] = {
     "F64": (64, "float64"),
@@ -119,9 +119,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         actual = path.stat().st_size
         start = file.read(8)
         header_bytes = int.from_bytes(start, "little")
-        raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
+        raw = file.read(header_bytes) if header_bytes <= MAX_JSON_BYTES else b""
         file.seek(0)
         check_start(path, file.read(64))
+    if MAX_JSON_BYTES < header_bytes <= actual:
+        msg = f"{path} has a header of {header_bytes} bytes; expected at most {MAX_JSON_BYTES}. Save it in more files."
+        raise ArtifactError(msg)
     if len(start) < 8 or len(raw) < header_bytes:
         raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
     try:
@@ -155,12 +158,15 @@ def damage(path: Path) -> str:
 def _parse_entry(entry: Any) -> TensorEntry:  # noqa: ANN401
     begin, end = map(operator.index, entry["data_offsets"])
     shape = tuple(map(operator.index, entry["shape"]))
+    if len(shape) > _MAX_DIMENSIONS or max(end, *shape) >= _MAX_SIZE:
+        raise ValueError
     return TensorEntry(entry["dtype"].upper(), shape, begin, end)
 
 
 def _check_entry(path: Path, name: str, entry: TensorEntry, free: int) -> None:
     """Tensors lie one after the other, as the format demands, from byte `free` on, in known types."""
     dtype, shape, begin, end = entry
+    name = str(shortened(name))
     if begin != free or end < begin:
         msg = (
             f"{path} has a malformed safetensors header: {name} lies at bytes {begin} to {end}, "
@@ -169,7 +175,7 @@ def _check_entry(path: Path, name: str, entry: TensorEntry, free: int) -> None:
         raise ArtifactError(msg)
     if dtype not in DTYPES:
         msg = (
-            f"{path} holds {name} in the type {dtype!r}, which safetensors does not have; expected one of "
+            f"{path} holds {name} in the type {shortened(dtype)!r}, which safetensors does not have; expected one of "
             f"{', '.join(sorted(DTYPES))}. Save the model again."
         )
         raise ArtifactError(msg)

@@ -434,6 +434,9 @@ def from_properties(path: Path) -> list[Setting]:
 
 def _read_file(path: Path) -> bytes:
     named = repr(str(path))
+    if try_path(lambda: path.exists() and not path.is_file() and not path.is_dir(), failed=False):
+        message = f"{named} is a pipe, a socket or a device; expected a file"
+        raise ConfigError(message)
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
