@@ -35,6 +35,12 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
 MAX_STOP_TOKEN_IDS = 64
+_LONGEST = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_sequences": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+}
+"""Most elements of a list. Checked first: pydantic collects an error for each that is wrong, 0.6 s for 200,000."""
 
 _FIELDS = ("inputs", "parameters", "stream")
 _NEUTRAL: dict[str, object] = {
@@ -105,9 +111,6 @@ class LmiProtocol:
         inputs, values = _fields(payload)
         given = _validated(values)
         stops = _stop_strings(given)
-        if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            msg = f"too many stop_token_ids; at most {MAX_STOP_TOKEN_IDS}"
-            raise UnsupportedParameterError(msg)
         # A special token has no text in which its name could be found, so its id stops as well.
         special_ids = [context.tokenizer.special_id(text) for text in stops]
         output = _output_format(given.stream, context)
@@ -178,6 +181,10 @@ def _check_supported(name: str, value: object) -> None:
 
 
 def _validated(values: Mapping[str, Any]) -> _Parameters:
+    for name, most in _LONGEST.items():
+        if isinstance(values.get(name), list) and len(values[name]) > most:
+            msg = f"too many {name}: {len(values[name])}; at most {most}"
+            raise UnsupportedParameterError(msg)
     try:
         return _Parameters.model_validate(values)
     except ValidationError as error:

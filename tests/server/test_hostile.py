@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -11,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +28,7 @@ from djl_python_neuronx.server.app import Application
 from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
+from tests.toy_tokenizer import PanickingTokenizer
 
 SHORT_S = 0.2
 """A time limit that a test waits for."""
@@ -409,17 +410,36 @@ def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
     backend.hang_at = {2}
     with serving(backend) as server:
+        content = post(json.dumps(body([5, 6], 50)).encode().ljust(1_000_000), CLOSE)
         client = connect(server)
-        client.sendall(post(json.dumps(body([5, 6], 50)).encode().ljust(1_000_000), CLOSE))
+        tracemalloc.start()
+        client.sendall(content)
         assert backend.hanging.wait(PATIENCE_S)
+        held_bytes, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most_bytes > 1_000_000
+        assert held_bytes < 500_000
         assert server.application.body_bytes == 0
-        assert not [one for one in gc.get_objects() if isinstance(one, list) and big(one)]
         backend.resume.set()
         assert status(read_all(client)) == 200
 
 
-def big(parts: list[object]) -> bool:
-    return any(isinstance(part, bytes) and len(part) > 500_000 for part in parts)
+@pytest.mark.parametrize("prompt", ["~", "~" * 3000])
+def test_a_tokenizer_that_panics_fails_its_request_in_json(prompt: str) -> None:
+    """A short prompt is tokenised in the event loop, a long one on a thread."""
+    with serving() as server:
+        server.application.service.tokenizer = PanickingTokenizer()  # type: ignore[union-attr]
+        reply = talk(server, post(json.dumps({"inputs": prompt}).encode(), CLOSE))
+        assert (status(reply), content(reply)["type"]) == (500, "serving_error")
+        assert_serves(server)
+
+
+def test_a_load_that_ends_the_interpreter_is_a_failed_load() -> None:
+    """Code of a model folder may call `sys.exit`; on a thread that goes unnoticed."""
+    application = Application("toy")
+    application.load(lambda *_: sys.exit(3))  # type: ignore[arg-type]
+    assert application.failure is not None
+    assert "SystemExit" in str(application.failure)
 
 
 PROGRAM = """
