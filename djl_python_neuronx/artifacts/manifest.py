@@ -45,6 +45,8 @@ Hashes: TypeAlias = Literal["all", "without weights", "none"]
 _FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 _BLOCK_BYTES = 2**20
+_MAX_HASHED_BYTES = 32 * 2**30
+"""Of an output, beside its weights: a folder nobody has looked at may have any size on a disk with holes."""
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 64
 _MAX_THREADS = 8
@@ -333,7 +335,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
     """
     expected = manifest.files
     with reading(folder):
-        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
+        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).is_file()}
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
         hashed = sorted(
@@ -341,6 +343,13 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
             for name in known - changed
             if hashes == "all" or (hashes == "without weights" and not _WEIGHTS.search(name))
         )
+        num_bytes = sum(expected[name].bytes for name in hashed)
+        if hashes == "without weights" and num_bytes > _MAX_HASHED_BYTES:
+            msg = (
+                f"{folder / FILE_NAME} lists {num_bytes} bytes beside the weights; expected at most "
+                f"{_MAX_HASHED_BYTES}. Copy the folder again, or compile again."
+            )
+            raise ArtifactError(msg)
         actual = _sha256_of_each(folder / name for name in hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}

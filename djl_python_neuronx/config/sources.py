@@ -73,6 +73,7 @@ _ENV_SPECIAL = {"entrypoint": "entryPoint"}
 _UPPER = re.compile(r"[A-Z_\d]+")
 
 _FILE_PREFIX = "option."
+_JAVA_BLANKS = "".join(map(chr, range(0x21)))
 MAX_FILE_BYTES = 1 << 20
 _MAX_PATH = 4096  # Linux's own limit
 _NO_PATHS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "none", "null"})
@@ -294,15 +295,17 @@ def written_by_djl(inputs: Inputs) -> bool:
 def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
     """The variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets.
 
-    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign.
+    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign; java.lang.ProcessBuilder
+    drops what follows a NUL.
     """
     setting = next((entry for entry in written if entry.name == "env" and entry.by_user), None)
     if setting is None:
         return {}
-    pairs = (part.partition("=") for part in str(setting.value).split(","))
+    parts = (part.partition("\0")[0] for part in str(setting.value).split(","))
+    pairs = (part.partition("=") for part in parts)
     return {
-        name.strip(): replace(setting, name=name.strip(), value=value.strip())
-        for name, sign, value in pairs
+        name: replace(setting, name=name, value=value.strip(_JAVA_BLANKS))
+        for name, sign, value in ((n.strip(_JAVA_BLANKS), s, v) for n, s, v in pairs)
         if sign
     }
 
