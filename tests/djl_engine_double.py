@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -97,6 +98,7 @@ class Input:
     def __init__(self):
         self.properties = {}
         self.content = PairList()
+        self.function_name = None
 
     @classmethod
     def read(cls, connection):
@@ -107,7 +109,11 @@ class Input:
         for _ in range(connection.short()):
             key = connection.string()
             found.content.add(key, bytearray(connection.read(connection.int())))
+        found.function_name = found.properties.get("handler")
         return found
+
+    def get_function_name(self):
+        return self.function_name
 
     def is_batch(self):
         return "batch_size" in self.properties
@@ -269,14 +275,17 @@ class SyncEngine:
             inputs.properties["cluster_size"] = self.arguments.cluster_size
         inputs.properties["device_id"] = self.arguments.device_id
         inputs.properties["model_dir"] = self.arguments.model_dir
-        return getattr(self.module, inputs.properties.get("handler") or "handle"), inputs
+        return inputs
+
+    def invoke(self, inputs):
+        return getattr(self.module, inputs.get_function_name())(inputs)
 
     def run(self):
         self.accept()
         while True:
-            function, inputs = self.read()
+            inputs = self.read()
             try:
-                output = checked(function(inputs))
+                output = checked(self.invoke(inputs))
             except Exception as error:  # noqa: BLE001  (DJL's border, not ours)
                 output = failed(error)
             output.send(self.sock)
@@ -303,8 +312,7 @@ class AsyncEngine(SyncEngine):
     def _read_all(self, loop):
         try:
             while True:
-                function, inputs = self.read()
-                asyncio.run_coroutine_threadsafe(self._serve(function, inputs), loop)
+                asyncio.run_coroutine_threadsafe(self._serve(self.read()), loop)
         except (EOFError, OSError):
             self.gone.set()
 
@@ -315,10 +323,10 @@ class AsyncEngine(SyncEngine):
         except OSError:
             self.gone.set()
 
-    async def _serve(self, function, inputs):
+    async def _serve(self, inputs):
         tracking_id = inputs.get_property(TRACKING_ID)
         try:
-            answer = await function(inputs)
+            answer = await self.invoke(inputs)
         except Exception as error:  # noqa: BLE001  (DJL's border, not ours)
             answer = failed(error, message="service.invoke_handler_async() failure")
         if inspect.isasyncgen(answer):
@@ -357,7 +365,9 @@ def entry_module(entry_point, model_dir):
     """A file of the model folder, or an importable module."""
     if not entry_point.endswith(".py"):
         return importlib.import_module(entry_point)
-    spec = importlib.util.spec_from_file_location("model", Path(model_dir) / entry_point)
+    file = Path(model_dir) / entry_point
+    name = f"model_{hashlib.md5(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from djl_python_neuronx import errors, handler
+from djl_python_neuronx import djl_process, errors, handler
 from djl_python_neuronx.service import Service
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
@@ -43,7 +43,7 @@ Service.load = staticmethod(load)
 
 def usage():
     """Everything that is in use."""
-    service, door = handler._process.service, handler._process.door
+    service, door = djl_process._process.service, djl_process._process.door
     backend = _backends[-1] if _backends else None
     return {
         "rows": getattr(door, "num_rows", 0),

@@ -495,7 +495,7 @@ class Peer:
 
     def _send_request(self, answer):
         tracking_id = str(uuid.uuid4())
-        properties = {**answer.request_headers, TRACKING_ID: tracking_id, "handler": "handle"}
+        properties = {"handler": "handle", **answer.request_headers, TRACKING_ID: tracking_id}
         with self._sending:
             if self._channel is None:
                 raise TranslateError("Backend Python process is stopped.")

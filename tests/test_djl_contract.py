@@ -114,6 +114,8 @@ ROUTES = [
     "stream",
     "doubled",
     "broken",
+    "handler=no_such_function",
+    "handler=__class__",
 ]
 
 
@@ -128,10 +130,16 @@ def conversation(tmp_path, monkeypatch, engine, properties, bodies):
     with Peer(
         tmp_path, properties, tmp_path, entry_point="model.py", engine=engine, env=env
     ) as peer:
-        answers = [peer.submit(body.encode()).wait() for body in bodies]
+        answers = [peer.submit(body.encode(), named(body)).wait() for body in bodies]
         return peer.received(), [
             (answer.status, answer.headers, answer.content) for answer in answers
         ]
+
+
+def named(body):
+    """Headers of a client that names the function."""
+    name, _, value = body.partition("=")
+    return {name: value} if value else {}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,10 @@ def conversation(tmp_path, monkeypatch, engine, properties, bodies):
     [
         ({}, ROUTES),
         ({"rolling_batch": "tnx"}, ["once", "twice", "refuse", "", "ä"]),
-        ({"async_mode": "true"}, ["records", "echo", "nothing", "refuse", "memory", "unnamed"]),
+        (
+            {"async_mode": "true"},
+            ["records", "echo", "nothing", "refuse", "memory", "unnamed", *ROUTES[-2:]],
+        ),
     ],
     ids=["plain", "rolling", "async"],
 )

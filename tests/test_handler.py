@@ -4,14 +4,22 @@ every step is controlled or a Java that fails at will. The rest is in `tests/djl
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import pytest
 
+from djl_python_neuronx import djl_process, handler
+from djl_python_neuronx.errors import BackendError, RequestError
+from djl_python_neuronx.service import Service
+from tests import djl_engine_double
+from tests.djl_engine_double import Input, Output
 from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
 from tests.toy_backend import expected
 from tests.toy_tokenizer import TOKENIZER
@@ -156,3 +164,114 @@ def test_the_import_is_light():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def process(monkeypatch, tmp_path):
+    """A process that has loaded nothing yet."""
+    monkeypatch.setitem(sys.modules, "djl_python", djl_engine_double.installed())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = djl_process._Process()
+    monkeypatch.setattr(djl_process, "_process", process)
+    return process
+
+
+def called(function_name="handle", body=None, **properties):
+    """A call as DJL's engine reads it; without a body it is empty."""
+    inputs = Input()
+    inputs.function_name = function_name
+    inputs.properties |= {"handler": function_name, **properties}
+    if body is not None:
+        inputs.content.add("data", bytearray(body))
+    return inputs
+
+
+def test_the_entry_module_has_two_functions():
+    assert {name for name, value in vars(handler).items() if callable(value)} == {
+        "handle",
+        "partition",
+    }
+
+
+OTHERS = sorted(
+    {*dir(handler), *dir(djl_process), "", "handle.__globals__", "register_adapter"}
+    - {"handle", "partition"}
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_name_is_an_error_and_changes_nothing(process, name):
+    """Also what every module object has, such as __class__ and __setattr__."""
+    before = dict(vars(handler))
+    try:
+        returned = getattr(handler, name)(called(name, b"{}"))
+    except Exception as error:  # noqa: BLE001  (DJL's engine catches all of them)
+        returned = error
+    # DJL's engine makes an error of an exception, and of whatever else is not an Output; of None it makes a 204.
+    assert returned is not None
+    assert not isinstance(returned, Output)
+    assert dict(vars(handler)) == before
+    assert process == djl_process._Process(dead=process.dead, opening=process.opening)
+
+
+@pytest.mark.parametrize("load_begun", [True, False])
+def test_no_request_partitions(process, tmp_path, load_begun):
+    process.load_begun = load_begun
+    inputs = called("partition", save_mp_checkpoint_path=str(tmp_path / "out"))
+    with pytest.raises(RequestError, match="leave out the request's property handler"):
+        handler.partition(inputs)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_process_that_serves_partitions_nothing(process, tmp_path):
+    process.load_begun = True
+    with pytest.raises(RequestError, match="this process serves a model"):
+        handler.partition(called(None, save_mp_checkpoint_path=str(tmp_path / "out")))
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The properties of each load. A load fails once `goes_on` is set."""
+
+    class Loads(list):
+        goes_on = threading.Event()
+
+    loads = Loads()
+
+    def load(properties, model_dir, **_):
+        loads.append(dict(properties))
+        assert loads.goes_on.wait(PATIENCE_S)
+        raise BackendError("no device")
+
+    monkeypatch.setattr(Service, "load", load)
+    return loads
+
+
+FIRST = {"model_dir": "/first", "model_id": "operators"}
+CLIENTS = {"model_dir": "/second", "model_id": "clients", "save_mp_checkpoint_path": "/third"}
+
+
+@pytest.mark.parametrize("body", [None, b"{}"])
+def test_only_the_first_call_sets_options(process, loads, body):
+    loads.goes_on.set()
+    assert handler.handle(called(**FIRST)).code == 500
+    answer = handler.handle(called(body=body, **CLIENTS))
+    assert answer.code == 503
+    assert b"no model is loaded" in answer.content.get("data")
+    assert [load["model_id"] for load in loads] == ["operators"]
+
+
+def test_only_the_first_call_sets_options_in_asynchronous_mode(process, loads):
+    async def calls():
+        first = asyncio.create_task(handler.handle(called(**FIRST)))
+        while not loads:
+            await asyncio.sleep(0.01)
+        meanwhile = await handler.handle(called(**CLIENTS))
+        loads.goes_on.set()
+        await first
+        return meanwhile, [each async for each in await handler.handle(called(**CLIENTS))]
+
+    meanwhile, (later,) = asyncio.run(calls())
+    assert meanwhile.code == 503
+    assert b"no device" in later.content.get("data")
+    assert [load["model_id"] for load in loads] == ["operators"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from djl_python_neuronx.artifacts.atomic import (
     sync,
     sync_tree,
 )
-from djl_python_neuronx.errors import ArtifactAccessError
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ PIECE_BYTES = 16 * 2**20
 _LOG_EVERY_S = 10.0
 _MANIFEST, _DURABLE = "manifest.json", "durable"
 _SCHEMA = 1
+_LOST = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
+"""What a sync says of written bytes that did not reach the disk: a network disk notices late that it is full."""
 
 # Open descriptors with a shared flock on the manifest of each version that this process uses, until it ends: only a
 # process that gets the exclusive lock removes a version. Forked children share the descriptors, so they count too.
@@ -145,6 +148,10 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 continue
             _publish(listed, place, version)
             if ready := _use(version):
+                # The model need not wait for the disk. If the process ends first, the next boot fetches again.
+                threading.Thread(
+                    target=_settle, args=(version,), name="cache-settle", daemon=True
+                ).start()
                 _remove_unused(place, version)
                 return ready
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
@@ -164,6 +171,7 @@ def _version(files: Sequence[RemoteFile]) -> str:
 def _download(
     remote: Remote, listed: Sequence[RemoteFile], place: Path, progress: Progress | None
 ) -> None:
+    _check_case(remote, listed, place)
     partial = PartialFolder(place / "partial")
     present = _present(place)
     needed, total = partial.missing_bytes(listed, present), sum(file.size for file in listed)
@@ -179,6 +187,24 @@ def _download(
     if left:
         msg = f"{remote.uri} is not whole after its download: {left[0].file.name} lacks bytes from {left[0].start} on."
         raise ArtifactAccessError(msg)
+
+
+def _check_case(remote: Remote, listed: Sequence[RemoteFile], place: Path) -> None:
+    """Refuse names that differ in case only, where they are one file: on most disks they are two.
+
+    Raises:
+        ArtifactError: there are such names.
+    """
+    if not (place / "LOCK").exists():  # the file `lock`, found by another name
+        return
+    names = sorted((file.name for file in listed), key=str.casefold)
+    for one, other in itertools.pairwise(names):
+        if one.casefold() == other.casefold():
+            msg = (
+                f"{remote.uri}: {one!r} and {other!r} differ in case only, which {place} does not keep apart. "
+                "Name a cache folder on a disk that does, or remove one of them there."
+            )
+            raise ArtifactError(msg)
 
 
 def _present(place: Path) -> dict[RemoteFile, Path]:
@@ -198,8 +224,6 @@ def _publish(listed: Sequence[RemoteFile], place: Path, version: Path) -> None:
     version.parent.mkdir(exist_ok=True)
     shutil.rmtree(version, ignore_errors=True)  # what `_use` found damaged
     partial.replace(version)
-    # The model need not wait for the disk. If the process ends first, the next boot fetches again.
-    threading.Thread(target=_settle, args=(version,), name="cache-settle", daemon=True).start()
 
 
 def _settle(version: Path) -> None:
@@ -209,6 +233,8 @@ def _settle(version: Path) -> None:
         (version / _DURABLE).touch()
     except OSError as error:
         logger.warning("cache_settle_failed version=%s error=%s", version, error)
+        if error.errno in _LOST:
+            (version / _MANIFEST).unlink(missing_ok=True)  # the next start fetches again
 
 
 def _check(version: Path) -> list[RemoteFile] | None:
@@ -334,6 +360,21 @@ class PartialFolder:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def write(descriptor: int, content: bytes, at: int) -> None:
+        """Write all of `content` to an open file from byte `at` on.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        left = memoryview(content)
+        while left:
+            # A nearly full disk takes a part, and only the next call is an error.
+            written = os.pwrite(descriptor, left, at)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left, at = left[written:], at + written
 
     def record(self, piece: Piece) -> None:
         """Enter a piece whose bytes are all written into the journal. Any thread."""

@@ -24,6 +24,7 @@ from djl_python_neuronx.artifacts.folder import (
     some,
 )
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
+from djl_python_neuronx.config.trust import NO_HUB_TOKEN
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class HubSettings:
     endpoint: str = field(repr=False)
     """Without a trailing slash; may hold a user and a password."""
     cache_dir: Path
-    token: str | None = field(repr=False)
+    token: str | bool | None = field(repr=False)
+    """False: none is sent, not even a login's."""
     offline: str
     """The variables that switch offline mode on; empty if the Hub may be contacted."""
 
@@ -65,8 +67,9 @@ class HubSettings:
         """Read the settings from `environ`, which overrides the environment of this process.
 
         `HF_ENDPOINT`, `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME`,
-        `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline that files and Kubernetes
-        secrets append. If this process is offline, so is the result: the library would refuse to connect.
+        `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline
+        that files and Kubernetes secrets append. If this process is offline, so is the result: the library would refuse
+        to connect.
 
         Raises:
             ArtifactAccessError: the endpoint is not a URL, or the cache is in the home of an unknown user.
@@ -76,11 +79,14 @@ class HubSettings:
         values = {name: value.strip() for name, value in environ.items() if value.strip()}
         endpoint = values.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         _check_url(endpoint)
+        token: str | bool | None = values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN")
+        if token is None and values.get(NO_HUB_TOKEN, "").lower() in _ON:
+            token = False
         offline = " and ".join(name for name in _OFFLINE if values.get(name, "").lower() in _ON)
         return cls(
             endpoint=endpoint,
             cache_dir=_cache_dir(values, constants.HF_HUB_CACHE),
-            token=values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN"),
+            token=token,
             offline=offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else ""),
         )
 
@@ -258,7 +264,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _connection_failure(url: str, token: str | None) -> str:
+def _connection_failure(url: str, token: str | bool | None) -> str:
     """Return the reason why the Hub cannot be reached; empty if it can.
 
     The library itself would retry for half a minute.

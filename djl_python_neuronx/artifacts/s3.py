@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.session import Session
@@ -32,6 +33,7 @@ from djl_python_neuronx.artifacts.cache import (
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 ATTEMPTS = 8
@@ -95,7 +97,7 @@ class S3Folder:
         Raises:
             ArtifactNotFoundError: no such bucket, or no selected file under the prefix.
             ArtifactAccessError: S3 cannot be reached or refuses.
-            ArtifactError: a key cannot be a file below one folder.
+            ArtifactError: a selected key cannot be a file below one folder.
         """
         with translated(self.uri):
             pages = self.client.get_paginator("list_objects_v2").paginate(
@@ -108,12 +110,12 @@ class S3Folder:
             if not _is_marker(item["Key"], item["Size"])
             for name in [item["Key"][len(self.prefix) :]]
         }
-        check_names(files, self.uri)
         chosen = sorted(self._selection.choose(files.keys()))
         if not chosen:
             what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
             msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
             raise ArtifactNotFoundError(msg)
+        check_names(chosen, self.uri)
         return [files[name] for name in chosen]
 
     def download(
@@ -297,14 +299,13 @@ def parse(uri: str) -> tuple[str, str]:
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-    """Check that all names can be files below one folder, on any file system.
+    """Check that all names can be files below one folder.
 
     Raises:
-        ArtifactError: one would leave the folder or hide another; all such are listed.
+        ArtifactError: one would leave the folder, or is a file and a folder; all such are listed.
     """
     names = list(names)
     known = set(names)
-    folded: dict[str, str] = {}
     problems = []
     for name in names:
         parts = name.split("/")
@@ -315,11 +316,6 @@ def check_names(names: Iterable[str], where: str) -> None:
             problems.append(f"{name!r} is too long for a file's name")
         elif both := known.intersection(parents):
             problems.append(f"{sorted(both)[0]!r} is a file and a folder")
-        problems.extend(
-            f"{path!r} and {folded[path.casefold()]!r} differ in case only"
-            for path in (*parents, name)
-            if folded.setdefault(path.casefold(), path) != path
-        )
     if problems:
         msg = (
             f"{where} has keys that cannot be files of one folder: {some(problems, limit=5)}. "
@@ -329,21 +325,24 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def _is_marker(key: str, size: int) -> bool:
-    """True for the empty objects by which consoles and Hadoop show folders."""
-    return size == 0 and key.endswith(("/", "_$folder$"))
+    """True for the objects by which consoles and Hadoop show folders. No file's name ends in a slash."""
+    return key.endswith("/") or (size == 0 and key.endswith("_$folder$"))
 
 
 def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
     """A client of S3, for any thread."""
     env = {name: value for name, value in environ.items() if value}
-    session = Session(profile=env.get("AWS_PROFILE"))
+    session, signature = Session(profile=env.get("AWS_PROFILE")), None
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
         session.set_credentials(
             env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
         )
+    elif NO_AWS_CREDENTIALS.items() <= env.items():
+        signature = UNSIGNED
     mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
     chosen = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
     config = Config(
+        signature_version=signature,
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=_READ_TIMEOUT_S,
         max_pool_connections=NUM_THREADS,

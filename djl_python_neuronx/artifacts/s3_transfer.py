@@ -7,7 +7,6 @@ killed download nor notice that an object was replaced after it was listed (s3tr
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +89,7 @@ class Download:
             begun = at
             try:
                 for chunk in self._stream(piece, at):
-                    os.pwrite(descriptor, chunk, at)
+                    self.into.write(descriptor, chunk, at)
                     at += len(chunk)
                     self.on_bytes(len(chunk))
                 reason = "ended early"

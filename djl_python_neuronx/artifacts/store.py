@@ -461,6 +461,7 @@ def copy_once(source: Path, root: Path) -> Path:
                 return place
             with temporary_folder(root / ".partial", "") as partial:
                 copy_tree(source, partial / "new")
+                sync_tree(partial / "new")
                 replace_folder(partial / "new", place, partial / "old")
     logger.info("copied_for_writing source=%s into=%s", source, place)
     return place

@@ -62,7 +62,7 @@ class Resolved:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Option at its default to the value that was written and is not allowed."""
     worker_variables: Mapping[str, Setting] = field(default_factory=dict, repr=False)
-    """Variables that DJL Serving will set for its Python process because of `option.env`; they may be secrets."""
+    """Variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets."""
     for_djl: Mapping[str, str] = field(default_factory=dict)
     """Keys of `serving.properties`, as written there, that DJL Serving alone reads, but `option.env`."""
 
@@ -124,7 +124,7 @@ def read_settings(
         for name, (setting, _) in reader.chosen.items()
         if name not in reader.refused
     }
-    workers = sources.worker_variables(written) if properties is None else {}
+    workers = sources.worker_variables(written)
     about_djl = [*djl_serving.findings(inputs, written, options)]
     if properties is None and djl_serving.collects(written, options):
         options = options.model_copy(update={"rolling_batch": "disable"})

@@ -63,6 +63,8 @@ _OWN: Final = {
     variable: name for name in ServingOptions.model_fields for variable in option(name).env
 }
 """Variables of single options."""
+OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *_OWN})
+"""Variables that set options under a name of their own."""
 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
@@ -123,11 +125,10 @@ def environment() -> dict[str, str]:
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those that set options, for a second model in the process."""
-    named = {*SAGEMAKER, *HUB, *TGI, *_OWN}
     return {
         name: value
         for name, value in environ.items()
-        if name not in named and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
+        if name not in OPTION_VARIABLES and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
     }
 
 

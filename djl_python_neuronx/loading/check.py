@@ -13,7 +13,7 @@ from pathlib import Path
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.config import djl_serving, sources
+from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
@@ -81,7 +81,13 @@ def check(
         problems.add_error(error)
         return Report(name, problems)
     # The process that serves will have the variables of `option.env` too.
-    process = sources.with_worker_variables(environ, settings.worker_variables)
+    process = trust.serving_environ(
+        environ,
+        settings.worker_variables,
+        problems,
+        inherited=False,
+        trusts_code=settings.options.trust_remote_code,
+    )
     here = machines.detect(environ=process) if machine is None else machine
     preparation = Preparation(
         here, process, problems, fetch_weights=False, named=machine is not None

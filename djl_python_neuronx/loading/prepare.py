@@ -24,7 +24,7 @@ from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.config import sources
+from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
@@ -177,6 +177,13 @@ def prepare_or_raise(
     problems = Problems()
     settings = examine(properties, model_dir, environ, problems, overrides)
     _log_settings(settings)
+    environ = trust.serving_environ(
+        environ,
+        settings.worker_variables,
+        problems,
+        inherited=properties is not None,
+        trusts_code=settings.options.trust_remote_code,
+    )
     logged = _log_problems(problems)
     preparation = Preparation(
         machine or machines.detect(environ=environ),

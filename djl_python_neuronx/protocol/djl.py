@@ -191,6 +191,21 @@ def read(row: Input) -> tuple[bytes, dict[str, str]]:
     return bytes(row.get_as_bytes() or b""), headers
 
 
+def batch_rows(inputs: Input) -> list[Input] | None:
+    """The rows of a batch that Java has made. None for one request, whose properties are a client's: `batch_size` too.
+
+    Source: InferenceRequestHandler.java, InferenceService.java: a request has a `requestId` (HTTP) or a content without
+    a name (gRPC). In a batch every name begins with that of its row.
+    """
+    names = inputs.get_content().get_keys()
+    if not inputs.is_batch() or inputs.get_property("requestId") is not None:
+        return None
+    if not all(name is not None and name.startswith("batch_") for name in names):
+        return None
+    rows: list[Input] = inputs.get_batches()
+    return rows
+
+
 def is_new(row: Input) -> bool:
     """True if Java sends a row for the first time, with properties and a seed. Later it is an empty payload."""
     return bool(row.get_properties()) or row.contains_key("seed") or bool(row.get_as_bytes())

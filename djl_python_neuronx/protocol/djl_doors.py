@@ -28,6 +28,7 @@ from djl_python_neuronx.protocol.djl import (
     Replies,
     Reply,
     Row,
+    batch_rows,
     failure,
     is_new,
     new_output,
@@ -76,12 +77,12 @@ class RollingBatchDoor:
         """Answer one turn of Java's loop. A call that does not fit fails whole: Java then drops its list and resets."""
         with self._lock:
             self._called_s = time.monotonic()
+            rows = batch_rows(inputs)
+            if rows is None:
+                msg = "a call that is no batch in rolling batch mode; leave out the request's property handler"
+                return failure(RequestError(msg))
             if inputs.get_properties().get("reset_rollingbatch") == "true":
                 self._abandon("reset by DJL Serving")
-            if not inputs.is_batch():
-                msg = "a call without batch_size in rolling batch mode; send a batch"
-                return failure(RequestError(msg))
-            rows = inputs.get_batches()
             known = self.num_rows
             if len(rows) < known or any(is_new(row) != (i >= known) for i, row in enumerate(rows)):
                 self._abandon(f"{len(rows)} rows do not continue {known}")
@@ -135,9 +136,10 @@ class PlainDoor:
         """Answer a call: with whole answers, or with a stream if its only request streams."""
         replies = Replies(self._service)
         deadline_s = time.monotonic() + self._limit_s
-        for row in inputs.get_batches():
+        rows = batch_rows(inputs)
+        for row in [inputs] if rows is None else rows:
             replies.admit(row)
-        if inputs.is_batch():
+        if rows is not None:
             return self._answer_batch(replies, deadline_s)
         reply = replies.rows[0]
         self._collect(replies, deadline_s, first=reply.stream)

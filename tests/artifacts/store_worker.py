@@ -5,12 +5,14 @@ Run as a program, it plays a scenario in a mount namespace of its own, where dis
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from djl_python_neuronx.artifacts import cache
 from djl_python_neuronx.artifacts.atomic import whole_file
 from djl_python_neuronx.artifacts.manifest import CompileFacts
 from djl_python_neuronx.artifacts.store import CompileStore
@@ -151,6 +153,33 @@ def small_disk(root):
     }
 
 
+def fetch_into_small_disk(root):
+    """Another program fills the disk in the middle of a download, and makes room again."""
+    from tests.artifacts.test_cache import Shelf
+
+    mount("-t", "tmpfs", "-o", "size=600k", "tmpfs", str(root))
+    cache.PIECE_BYTES = 100_000
+    shelf, filler = Shelf(weights=bytes(range(1, 251)) * 2000), root / "filler"
+
+    def fill(piece):
+        if piece.start == 200_000:
+            with filler.open("wb", buffering=0) as file:
+                # But for the last pages: half of the next piece fits.
+                file.truncate(shutil.disk_usage(root).free - 50_000)
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+
+    shelf.before, error = fill, None
+    try:
+        cache.fetch(shelf, root / "cache")
+    except ArtifactError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    filler.unlink()
+    shelf.before = lambda piece: None
+    folder = cache.fetch(shelf, root / "cache")
+    whole = (folder / "weights").read_bytes() == shelf.files["weights"]
+    return {"error": error, "whole": whole, "loaded": [start for _, start in shelf.loaded]}
+
+
 def read_only(root):
     """A store on a read-only disk: used in place, and what it lacks made elsewhere."""
     journal, fallback = root.parent / "journal", root.parent / "fallback"
@@ -182,5 +211,6 @@ def mount(*arguments):
 
 
 if __name__ == "__main__":
-    scenario = {"small_disk": small_disk, "read_only": read_only}[sys.argv[1]]
+    scenarios = (small_disk, fetch_into_small_disk, read_only)
+    scenario = {one.__name__: one for one in scenarios}[sys.argv[1]]
     sys.stdout.write(json.dumps(scenario(Path(sys.argv[2]))))

@@ -25,7 +25,7 @@ from djl_python_neuronx.artifacts.cache import (
     boot_id,
     fetch,
 )
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ class Shelf:
                 raise RemoteChangedError(piece.file.name)
             with into.open(piece.file) as descriptor:
                 content = self.files[piece.file.name][piece.start : piece.end]
-                os.pwrite(descriptor, content, piece.start)
+                into.write(descriptor, content, piece.start)
             into.record(piece)
             self.loaded.append((piece.file.name, piece.start))
             on_bytes(piece.size)
@@ -223,6 +223,45 @@ def test_a_disk_that_refuses(shelf, tmp_path, number, said):
     assert contents(fetch(shelf, tmp_path)) == shelf.files
 
 
+@pytest.mark.parametrize("most", [0, 1, 3, 7])
+def test_a_disk_that_takes_a_part_of_a_write(shelf, tmp_path, small_pieces, monkeypatch, most):
+    """And then all of it, or nothing more: `pwrite` says how much, and only the next one fails."""
+    pwrite = os.pwrite
+    room = 20
+
+    def short(descriptor, content, at):
+        nonlocal room
+        taken = bytes(content[: min(most, room)])
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room -= len(taken)
+        return pwrite(descriptor, taken, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", short)
+        with pytest.raises(ArtifactAccessError, match="is full"):
+            fetch(shelf, tmp_path)
+    assert versions(tmp_path) == []
+    assert contents(fetch(shelf, tmp_path)) == shelf.files
+    if most:
+        assert sorted(shelf.loaded) == sorted(set(shelf.loaded)), "what was whole is kept"
+        assert len(shelf.loaded) == 5
+
+
+def test_names_that_the_disk_does_not_keep_apart(tmp_path):
+    two = Shelf(**{"config.json": b"1", "Config.json": b"2"})
+    assert contents(fetch(two, tmp_path / "linux")) == two.files
+    [place] = (tmp_path / "linux").iterdir()
+    ignoring = tmp_path / "ignoring case" / place.name
+    ignoring.mkdir(parents=True)
+    (ignoring / "LOCK").touch()  # there `lock` has this name too
+    with pytest.raises(ArtifactError, match="differ in case only"):
+        fetch(two, tmp_path / "ignoring case")
+    assert versions(tmp_path / "ignoring case") == []
+    other = Shelf(**{"config.json": b"1", "A/x": b"2", "a/y": b"3"})
+    fetch(other, tmp_path / "ignoring case")
+
+
 def test_a_root_that_is_a_file(shelf, tmp_path):
     (tmp_path / "root").write_text("x")
     with pytest.raises(ArtifactAccessError, match="could not be stored in"):
@@ -253,6 +292,20 @@ def test_a_damaged_version_is_loaded_again(shelf, tmp_path, damage):
             (folder / "weights").write_bytes(bytes(35))
             manifest.write_text(manifest.read_text().replace(boot_id(), "another boot"))
     assert contents(fetch(shelf, tmp_path)) == shelf.files
+
+
+def test_what_did_not_reach_the_disk_is_loaded_again(shelf, tmp_path, monkeypatch):
+    def sync_tree(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "sync_tree", sync_tree)
+        folder = fetch(shelf, tmp_path)
+        wait_until(lambda: not (folder.parent / "manifest.json").exists(), "the failed sync")
+    assert contents(folder) == shelf.files, "this process goes on with it"
+    shelf.loaded.clear()
+    assert contents(fetch(shelf, tmp_path)) == shelf.files
+    assert shelf.loaded
 
 
 def test_a_version_on_disk_outlives_the_boot(shelf, tmp_path):

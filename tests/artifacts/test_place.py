@@ -1,6 +1,7 @@
 """One place for compiled files, and writable copies of it."""
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,26 @@ def test_a_killed_copy_is_not_taken_for_one(cache, tmp_path):
     (tmp_path / "copies" / ".partial" / name).mkdir(parents=True)
     copy = copy_once(cache, tmp_path / "copies")
     assert (copy / "neuronxcc-2.16" / "MODULE_1" / "model.neff").exists()
+
+
+def test_a_copy_reaches_the_disk_before_it_gets_its_name(cache, tmp_path, monkeypatch):
+    """Else a crash of the machine leaves files of zeros, which nothing would notice."""
+    fsync, rename, synced, before = os.fsync, Path.rename, set(), {}
+
+    def note(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_rename(path, target):
+        before[target] = set(synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    copy = copy_once(cache, tmp_path / "copies")
+    files = {path.stat().st_ino for path in copy.rglob("*") if path.is_file()}
+    assert files
+    assert files <= before[copy]
 
 
 def test_nowhere_to_copy_to_is_told(cache, tmp_path):

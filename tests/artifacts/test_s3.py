@@ -116,8 +116,6 @@ def test_a_changed_remote_is_loaded_anew_and_what_stayed_is_not(proxy, bucket, t
         (["a\nb"], "is not a plain path"),
         (["x" * 256], "too long"),
         (["a", "a/b"], "'a' is a file and a folder"),
-        (["Config.json", "config.json"], "differ in case only"),
-        (["A/x", "a/y"], "differ in case only"),
         (["sub/"], "is not a plain path"),
     ],
 )
@@ -128,12 +126,35 @@ def test_keys_that_would_leave_the_folder_are_refused(names, said):
     assert URI in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "a\\b", "sub//x"])
+@pytest.mark.parametrize("name", ["a\\b", "sub//x", "a\x7fb", "x" * 256, "config.json/x"])
 def test_a_bucket_with_such_a_key_loads_nothing(proxy, bucket, tmp_path, name):
     put(bucket, {"config.json": b"{}", name: b"x"})
-    with pytest.raises(ArtifactError, match="is not a plain path"):
+    with pytest.raises(ArtifactError, match="cannot be files of one folder"):
         s3.fetch(URI, tmp_path, settings(proxy))
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_what_is_not_wanted_refuses_no_model(proxy, bucket, tmp_path):
+    """Keys that cannot be files, or not side by side on every disk."""
+    wanted = {"config.json": b"{}", "LICENSE": b"1", "license": b"2", "weights": b"3"}
+    unwanted = [
+        "README.md",
+        "readme.md",
+        "../evil.json",
+        "../../evil.png",
+        "docs\\model.md",
+        "a\x7fb.md",
+        "x" * 256 + ".md",
+        "images//a.png",
+        "onnx/",
+        "onnx/../../x",
+        "weights/notes.md",
+        "sub/",
+        "",
+    ]
+    put(bucket, {**wanted, **dict.fromkeys(unwanted, b"x")})
+    assert contents(s3.fetch(URI, tmp_path / "cache", settings(proxy))) == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 def test_a_missing_bucket_prefix_or_object(proxy, bucket, tmp_path):

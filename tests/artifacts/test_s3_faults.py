@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from djl_python_neuronx.artifacts import s3
@@ -66,6 +68,13 @@ def test_what_stays_broken_is_an_error_and_nothing_is_taken_for_whole(
     assert published(tmp_path) == []
     proxy.rules = []
     assert contents(fetch(proxy, tmp_path)) == files
+
+
+def test_a_disk_that_takes_a_part_of_each_write(proxy, bucket, tmp_path, monkeypatch):
+    put(bucket, {**SMALL, NAME: LARGE})
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:9_999], at))
+    assert contents(fetch(proxy, tmp_path)) == {**SMALL, NAME: LARGE}
 
 
 def test_a_changed_object_is_listed_again(proxy, bucket, tmp_path):

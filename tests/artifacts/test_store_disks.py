@@ -1,4 +1,4 @@
-"""The compile store on disks that are full or read-only, mounted for one process alone."""
+"""The compile store and the cache of downloads on disks that are full or read-only, mounted for one process alone."""
 
 import json
 import subprocess
@@ -39,6 +39,14 @@ def test_a_full_disk_publishes_nothing_and_keeps_what_was_finished(tmp_path):
     assert outcome["whole"]
     assert outcome["tried"] == [0, 1, 2]
     assert outcome["then"] == [2]
+
+
+def test_a_download_that_a_full_disk_stops_goes_on_with_what_was_whole(tmp_path):
+    outcome = in_own_mounts("fetch_into_small_disk", tmp_path / "disk")
+    assert outcome["error"].startswith("ArtifactAccessError")
+    assert "is full" in outcome["error"]
+    assert outcome["whole"], "a piece of which the disk took a part was taken for whole"
+    assert outcome["loaded"] == [0, 100_000, 200_000, 300_000, 400_000]
 
 
 def test_a_read_only_store_is_used_in_place(tmp_path):

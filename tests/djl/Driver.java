@@ -42,13 +42,15 @@ public final class Driver {
     record Command(
             String run, String model, String folder, Map<String, String> options, List<Request> requests) {}
 
-    /** {@code chunks}: the client leaves after so many; 0: it stays. */
+    /** {@code body}: null for a call without content; {@code chunks}: the client leaves after so many; 0: it stays. */
     record Request(int id, String body, Map<String, String> headers, int chunks) {
 
         Input input() {
             Input input = new Input();
             headers.forEach(input::addProperty);
-            input.add("data", body.getBytes(StandardCharsets.UTF_8));
+            if (body != null) {
+                input.add("data", body.getBytes(StandardCharsets.UTF_8));
+            }
             return input;
         }
     }

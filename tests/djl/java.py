@@ -167,6 +167,7 @@ class Java:
     def submit(self, model, *bodies, headers=None, leave_after=0, together=False):
         """Send requests; returns an answer for each. `together`: one call for all, as DJL Serving's batches are.
 
+        The body None is that of an empty form: a call without content.
         `leave_after`: number of chunks after which the client leaves; 0: it stays.
         """
         requests, answers = [], []
@@ -177,7 +178,7 @@ class Java:
             requests.append(
                 {
                     "id": answer.request_id,
-                    "body": body if isinstance(body, str) else json.dumps(body),
+                    "body": body if isinstance(body, str | None) else json.dumps(body),
                     "headers": {"Content-Type": "application/json", **(headers or {})},
                     "chunks": leave_after,
                 }

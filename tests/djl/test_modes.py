@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests import hostile
 from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -93,6 +94,56 @@ def test_a_bad_request_gets_its_error_and_its_neighbours_their_answers(served):
         assert answer.headers["Content-Type"] == JSON
     found = [generated(answer) for answer in answers if answer not in refused]
     assert found == [check["completion"] for check in checks]
+
+
+OTHER_FUNCTIONS = [
+    "_end_process",
+    "close",
+    "djl_process",
+    "partition",
+    "register_adapter",
+    "TYPE_CHECKING",
+    "__class__",
+    "__dir__",
+    "",
+]
+
+
+def test_a_client_calls_no_other_function(served, mode, tmp_path):
+    """As with ALLOW_REQUEST_HANDLER_OVERRIDE=true, which lets the property `handler` of a request pass."""
+    out = tmp_path / "out"
+    options = {"model_id": str(MODEL), "model_loader": "cpu", "save_mp_checkpoint_path": str(out)}
+    for name in OTHER_FUNCTIONS:
+        answer = one(served, body(), headers={"handler": name, "requestId": "r", **options})
+        assert (answer.status, answer.errors) == (424, []), name
+        assert json.loads(answer.content)["code"] == 424
+    itself = one(served, body(), headers={"handler": "handle", "requestId": "r"})
+    # Java passes it on outside the batch.
+    assert itself.status == (400 if mode == "rolling" else 200), itself.content
+    assert not out.exists()
+    check = CHECKS[0]
+    found = one(served, body(check["prompt"], check["max_new_tokens"]))
+    assert generated(found) == check["completion"]
+
+
+def test_no_property_of_a_request_sets_anything(served, tmp_path):
+    out = tmp_path / "out"
+    properties = {
+        **hostile.PROPERTIES,
+        "requestId": "r",
+        "model_id": str(MODEL),
+        "save_mp_checkpoint_path": str(out),
+    }
+    check = CHECKS[0]
+    request = body(check["prompt"], check["max_new_tokens"])
+    (stream,) = served.submit("tiny", body(num_tokens=100, ignore_eos=True, stream=True))
+    (answer,) = served.submit("tiny", request, headers=properties)
+    (empty,) = served.submit("tiny", None, headers=properties)
+    assert generated(answer) == check["completion"]
+    assert answer.headers["Content-Type"] == JSON
+    assert (empty.wait().status, empty.errors) == (400, [])
+    assert len(stream.wait().content.splitlines()) == 100
+    assert not out.exists()
 
 
 def test_the_clients_id_is_in_the_log(served, mode):

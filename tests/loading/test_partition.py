@@ -40,6 +40,9 @@ class Inputs:
     def get_properties(self):
         return self._properties
 
+    def get_function_name(self):
+        return None
+
 
 def answer(model, **overrides):
     """What the model in a folder says, and the options of its service."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
-from tests import djl_engine_double
+from tests import djl_engine_double, hostile
 from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
@@ -251,6 +251,21 @@ def test_a_call_that_is_no_batch_touches_nobody(backend, door):
     assert door.num_rows == 1
 
 
+@pytest.mark.parametrize("names", [("data",), ("batch_000.data",), (None, "batch_000.data")])
+def test_a_client_makes_no_batch_and_resets_nothing(backend, door, names):
+    """Its request is a call of its own if it names the function, and DJL Serving allows that."""
+    backend.hang_at.add(1)
+    door.answer(call(0, [body([5], 60)]))
+    request = Input()
+    request.properties |= {"reset_rollingbatch": "true", "batch_size": "1"}
+    if None not in names:  # HTTP
+        request.properties["RequestID"] = "r"
+    for name in names:
+        request.content.add(name, bytearray(body([6])))
+    assert door.answer(request).code == 400
+    assert door.num_rows == 1
+
+
 def test_an_empty_list_is_an_empty_answer(door):
     assert records(door.answer(call(0))) == []
 
@@ -347,6 +362,36 @@ def test_a_bug_costs_one_request(service):
 
 async def gather(answer):
     return [output async for output in answer]
+
+
+def answer_of(mode, service, properties):
+    """Type and bytes of one answer."""
+    request = single(body([5], 9))
+    if mode == "plain":
+        request.properties |= properties
+        output = PlainDoor(service, 60.0).answer(request)
+        return output.properties["Content-Type"], bytes(output.content.get("data"))
+    if mode == "async":
+        request.properties |= properties
+        (output,) = asyncio.run(gather(AsyncDoor(service).answer(request)))
+        return output.properties["Content-Type"], decode_record(output.content.value_at(0))["data"]
+    door = RollingBatchDoor(service, 60.0)
+    request = call(0, [body([5], 9)])
+    request.properties |= {f"batch_000.{name}": value for name, value in properties.items()}
+    output = door.answer(request)
+    while not output.properties:
+        output = door.answer(call(1))
+    door.close()
+    return output.properties["batch_0_Content-Type"], records(output)[0]["data"]
+
+
+@pytest.mark.parametrize("mode", ["rolling", "plain", "async"])
+def test_no_property_of_a_request_sets_anything(service, mode):
+    options = service.options.model_dump()
+    plain = answer_of(mode, service, {})
+    assert json.loads(plain[1]) == {"generated_text": text([5], 9)}
+    assert answer_of(mode, service, hostile.PROPERTIES) == plain
+    assert service.options.model_dump() == options
 
 
 def test_asynchronous_records_never_raise(service, backend):

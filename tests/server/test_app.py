@@ -42,6 +42,7 @@ from djl_python_neuronx.server.app import (  # noqa: E402
     create_app,
 )
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
+from tests import hostile  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
@@ -115,6 +116,17 @@ def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, A
 
 def answer(prompt: list[int], num_tokens: int = 5) -> str:
     return TOKENIZER.decode(expected([1, *prompt], num_tokens))
+
+
+def test_no_header_or_query_sets_anything(server: Running) -> None:
+    plain = http.post(f"{server.url}/invocations", json=body([5, 6]))
+    assert plain.json() == {"generated_text": answer([5, 6])}
+    for more in ({"headers": hostile.PROPERTIES}, {"params": hostile.PROPERTIES}):
+        found = http.post(f"{server.url}/invocations", json=body([5, 6]), **more)
+        assert (found.content, found.headers["Content-Type"]) == (
+            plain.content,
+            plain.headers["Content-Type"],
+        )
 
 
 def test_json_and_streams_give_the_same_text(server: Running) -> None:

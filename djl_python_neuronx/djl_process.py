@@ -1,0 +1,237 @@
+"""The process that DJL Serving starts: one model, loaded by the first call, and the door that answers all others.
+
+The first call is empty, and its properties are the options. Those of later calls are a client's and set nothing. Which
+functions DJL Serving can call is decided in `handler.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+    RequestError,
+    ServingError,
+)
+from djl_python_neuronx.telemetry import log_load_failure
+
+if TYPE_CHECKING:
+    from djl_python import Input, Output
+
+    from djl_python_neuronx.protocol.djl_doors import (
+        AsyncDoor,
+        FailedDoor,
+        PlainDoor,
+        RollingBatchDoor,
+    )
+    from djl_python_neuronx.service import Service
+
+    Door = Union[RollingBatchDoor, PlainDoor, AsyncDoor, FailedDoor]
+
+logger = logging.getLogger(__name__)
+
+EXIT_STATUS = 70
+EXIT_GRACE_S = 1.0
+"""Time between the failure of the engine and the end of the process, in which DJL's engine writes the last answers."""
+
+
+@dataclass
+class _Process:
+    """The loaded model of this process: DJL Serving gives each process one."""
+
+    service: Service | None = None
+    door: Door | None = None
+    load_begun: bool = False
+    dead: threading.Event = field(default_factory=threading.Event)
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a door is opened: a load may end just when it has taken too long."""
+
+
+_process = _Process()
+
+
+def handle(inputs: Input) -> Output | Coroutine[Any, Any, Any] | None:
+    """See `handler.handle`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _handle(inputs)
+    return _handle_async(inputs)
+
+
+def partition(inputs: Input) -> None:
+    """See `handler.partition`."""
+    from djl_python_neuronx.config.sources import environment
+    from djl_python_neuronx.loading import partition as compiling
+
+    # Source: inputs.py, run_partition.py (0.23 to 0.36). DJL's engine notes the function that a request names in its
+    # property `handler`; the script makes an `Input` itself, which names none.
+    if _process.load_begun or inputs.get_function_name() is not None:
+        msg = (
+            "this process serves a model, and partition compiles one for DJL's partition script only; leave out the "
+            "request's property handler, or run `djl-neuronx compile`"
+        )
+        raise RequestError(msg)
+    compiling.partition(inputs.get_properties(), environ=environment())
+
+
+def close() -> None:
+    """Abort running requests and free the device. Idempotent."""
+    door, service = _process.door, _process.service
+    _process.door = _process.service = None
+    if door is not None:
+        door.close()
+    if service is not None:
+        service.close()
+    _process.dead.clear()
+
+
+def _handle(inputs: Input) -> Output | None:
+    if _process.dead.is_set():
+        # Source: PyProcess.java, PyPredictor.java: a process that ends while no call waits for it is never restarted,
+        # every later request gets 400. One that ends during a call is, so the call after the last answers pays.
+        os._exit(EXIT_STATUS)
+    if _process.door is None:
+        from djl_python_neuronx.protocol.djl import failure
+
+        error = _begin_load(inputs) or _load(inputs, in_event_loop=False)
+        return None if error is None else failure(error)
+    output: Output = _process.door.answer(inputs)
+    return output
+
+
+async def _handle_async(inputs: Input) -> object:
+    if _process.door is None:
+        return await _load_or_end(inputs)
+    return _process.door.answer(inputs)
+
+
+async def _load_or_end(inputs: Input) -> Output | None:
+    """Load the model; if that fails, answer requests with the reason for a while, then end the process.
+
+    Source: PyProcess.java 0.34.0 and 0.36: once Java is connected, a load whose answer is an error, that takes longer
+    than Java's limit or that ends the process makes the loading thread and the event loop wait for each other for ever.
+    So a failed load is answered like any other. Java counts the end of the process, and starts the next within 2 s.
+    """
+    from djl_python_neuronx.loading.failed_loads import FailedLoads
+    from djl_python_neuronx.protocol.djl import failure
+    from djl_python_neuronx.protocol.djl_doors import FailedDoor
+
+    refusal = _begin_load(inputs)
+    if refusal is not None:
+        return failure(refusal)
+    properties = inputs.get_properties()
+    limit_s = _loading_timeout_s(properties)
+    load = asyncio.to_thread(_load, inputs, in_event_loop=True)
+    try:
+        error = await asyncio.wait_for(load, max(limit_s - 5, limit_s / 2))
+    except asyncio.TimeoutError:  # the load goes on
+        msg = (
+            f"the load is not finished shortly before DJL Serving's limit of {limit_s:g} s; raise "
+            "option.model_loading_timeout, or compile beforehand"
+        )
+        error = log_load_failure(BackendUnavailableError(msg))
+    with _process.opening:
+        if error is None or _process.door is not None:
+            return None
+        _process.door = door = FailedDoor(error)
+    num_failures = FailedLoads(properties.get("model_dir", "")).add()
+    pause_s = EXIT_GRACE_S * 2 ** min(num_failures - 1, 9)
+    logger.error("process_ends reason='failed load %d in a row' seconds=%g", num_failures, pause_s)
+
+    def end() -> None:
+        if _process.door is door:
+            os._exit(EXIT_STATUS)
+
+    asyncio.get_running_loop().call_later(pause_s, end)
+    return None
+
+
+def _loading_timeout_s(properties: Mapping[str, Any]) -> float:
+    """Java's limit. Source: PyModel.java, PyEnv.java."""
+    from djl_python_neuronx.config.sources import environment
+
+    variable = environment().get("MODEL_LOADING_TIMEOUT", "")
+    for value in (properties.get("model_loading_timeout", ""), variable):
+        with suppress(ValueError):
+            if (limit_s := int(value)) > 0:
+                return limit_s
+    return 240
+
+
+def _begin_load(inputs: Input) -> ServingError | None:
+    """Note that the load begins. Returns why this call must not load: only DJL Serving's first call may."""
+    if inputs.is_empty() and not _process.load_begun:
+        _process.load_begun = True
+        return None
+    msg = (
+        "no model is loaded: the first call must be DJL Serving's empty call with the options, and its load must "
+        "succeed; read load_failed in the log, and restart DJL Serving"
+    )
+    return BackendUnavailableError(msg)
+
+
+def _load(inputs: Input, *, in_event_loop: bool) -> ServingError | None:
+    """Load the model. Returns why that failed, or None."""
+    try:
+        _open(inputs.get_properties(), in_event_loop=in_event_loop)
+    except Exception as error:  # noqa: BLE001  (if raised, Java reports "invoke handler failure" and nothing else)
+        return log_load_failure(error)
+    return None
+
+
+def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
+    from djl_python_neuronx.config.djl_serving import chunked_read_timeout_s
+    from djl_python_neuronx.config.sources import environment
+    from djl_python_neuronx.loading.failed_loads import FailedLoads
+    from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
+    from djl_python_neuronx.service import Service
+
+    # Source: PyProcess.java. Java decides by this property alone, so options from other sources do not count.
+    rolling = properties.get("rolling_batch", "disable") != "disable"
+    if rolling and in_event_loop:
+        msg = (
+            f"async_mode=true and rolling_batch={properties['rolling_batch']} exclude each other: DJL Serving would "
+            "send requests in one mode and expect answers in the other; leave out option.rolling_batch"
+        )
+        raise IncompatibleOptionsError(msg)
+    model_dir = Path(properties["model_dir"])
+    service = Service.load(
+        properties, model_dir, on_death=_end_process if in_event_loop else _end_at_next_call
+    )
+    timeout_s = service.options.predict_timeout
+    read_timeout_s = chunked_read_timeout_s(environment())
+    with _process.opening:
+        _process.service = service
+        if in_event_loop:
+            _process.door = AsyncDoor(service, read_timeout_s)
+            FailedLoads(properties["model_dir"]).clear()
+        elif rolling:
+            _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
+        else:
+            _process.door = PlainDoor(service, timeout_s)
+    logger.info("ready door=%s", type(_process.door).__name__)
+
+
+def _end_process(_error: ServingError) -> None:
+    """End the process soon: DJL's asynchronous engine notices at once and starts another."""
+    timer = threading.Timer(EXIT_GRACE_S, os._exit, (EXIT_STATUS,))
+    timer.daemon = True
+    timer.start()
+
+
+def _end_at_next_call(_error: ServingError) -> None:
+    _process.dead.set()
+
+
+atexit.register(close)
