@@ -19,8 +19,8 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 AGAIN = "Copy or download the model again."
 
 
-def check(path: Path, root: Path) -> None:
-    """Refuse what is neither a file nor a folder of the model in the resolved folder `root`. Opens nothing.
+def check(path: Path, root: Path, *, is_file: bool = False) -> None:
+    """Refuse what is neither a file nor (unless it `is_file`) a folder of the model in `root`. Opens nothing.
 
     Raises:
         ArtifactNotFoundError: it is a link that leads nowhere.
@@ -35,7 +35,7 @@ def check(path: Path, root: Path) -> None:
     except (OSError, RuntimeError) as error:
         msg = f"{path} is a link that cannot be followed: {error}. {AGAIN}"
         raise ArtifactAccessError(msg) from error
-    _judge(path, target, mode, root)
+    _judge(path, target, mode, root, is_file=is_file)
 
 
 @contextmanager
@@ -48,24 +48,24 @@ def opened(path: Path, root: Path) -> Iterator[BinaryIO]:
         OSError: it cannot be opened.
         ArtifactError: see `check`.
     """
-    root = root.resolve()
-    check(path, root)
+    check(path, root, is_file=True)
     # A pipe would block without the flag.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
         target = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))  # noqa: PTH115
-        _judge(path, target, os.fstat(file.fileno()).st_mode, root)
+        _judge(path, target, os.fstat(file.fileno()).st_mode, root, is_file=True)
         yield file
 
 
-def _judge(path: Path, target: Path, mode: int, root: Path) -> None:
+def _judge(path: Path, target: Path, mode: int, root: Path, *, is_file: bool) -> None:
     # Source: huggingface_hub, the guide "Understand caching": models--<organisation>--<name>/blobs/<digest>.
     cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if not cached and not target.is_relative_to(root):
+    if not cached and not target.is_relative_to(root.resolve()):
         msg = (
             f"{path} is a link out of the model's folder, to {target}; expected a file of the model or of a "
             "Hugging Face cache. If you trust it, put a copy in its place (cp -L)."
         )
         raise ArtifactAccessError(msg)
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        msg = f"{path} is a pipe, socket or device; expected a file or a folder. Remove it."
+    if not stat.S_ISREG(mode) and (is_file or not stat.S_ISDIR(mode)):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        msg = f"{path} is {what}; expected a file. Remove it, or put a copy in its place."
         raise ArtifactAccessError(msg)

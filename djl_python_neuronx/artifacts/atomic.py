@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -106,7 +107,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's temporary folders whose process was killed, as far as possible."""
     for left in parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError):
-            if left.lstat().st_uid == os.getuid():
+            status = left.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                 with flock(left):
                     shutil.rmtree(left, ignore_errors=True)
 

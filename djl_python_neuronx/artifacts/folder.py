@@ -40,7 +40,7 @@ class Folder:
             ArtifactAccessError: a link in it leads out of the model's folder, or there is a special file.
             ArtifactNotFoundError: a link in it leads nowhere.
         """
-        root = path.resolve() if root is None else root
+        root = root or path.resolve()
         entries = []
         for entry in path.iterdir():
             try:

@@ -222,9 +222,11 @@ def _for_djl(settings: Resolved) -> dict[str, str]:
 
 
 def _text(value: object) -> object:
-    """Write nested lists as JSON: a properties file has commas for the outer lists only."""
-    nested = isinstance(value, list) and any(isinstance(entry, (list, dict)) for entry in value)
-    return json.dumps(value) if nested else value
+    """Write some lists as JSON: commas can neither nest nor tell a list of one number from the number."""
+    is_json = isinstance(value, list) and (
+        len(value) == 1 or any(isinstance(entry, (list, dict)) for entry in value)
+    )
+    return json.dumps(value) if is_json else value
 
 
 def _layout(artifact: Artifact) -> str:
