@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeAlias
 
 from djl_python_neuronx.config.sources import MODEL_DIR, environment
-from djl_python_neuronx.errors import ConfigError, ServingError
+from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.telemetry import setup_logging
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServingError as error:
         sys.stderr.write(f"djl-neuronx: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
 
 
 def _version() -> str:
@@ -54,8 +56,13 @@ def _version() -> str:
         return "unknown"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(redacted(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="djl-neuronx",
         description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU.",
     )
@@ -95,9 +102,10 @@ def _add_serve(commands: Commands) -> None:
     command.add_argument(
         "--drain",
         type=_seconds,
-        default=30.0,
+        default=25.0,
         metavar="S",
-        help="seconds that running requests have to end at shutdown (default %(default)g)",
+        help="seconds that running requests have to end at shutdown (default %(default)g); the process ends at most 2 "
+        "seconds later, within the 30 of SageMaker and Kubernetes",
     )
     _add_options(command)
     _complete(command, _serve, log_level="info")
@@ -197,6 +205,8 @@ def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> 
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
+        from djl_python_neuronx.config.findings import Problems
+        from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.server.app import serve
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
@@ -216,10 +226,19 @@ def _serve(arguments: argparse.Namespace) -> int:
                 None, model_dir, overrides=overrides, on_death=on_death, progress=progress
             )
 
+    # The server listens first. Problems of the settings are reported by the load, all of them at once.
+    options = read_settings(None, model_dir, environment(), Problems(), overrides).options
     port = arguments.port or _port_from_environment()
     where = arguments.model if model_dir is None else str(model_dir.resolve())
     name = where.rstrip("/").rpartition("/")[2]
-    return serve(load, folder_name=name, host=arguments.host, port=port, drain_s=arguments.drain)
+    return serve(
+        load,
+        folder_name=name,
+        options=options,
+        host=arguments.host,
+        port=port,
+        drain_s=arguments.drain,
+    )
 
 
 def _model(target: str) -> tuple[Path | None, dict[str, str]]:

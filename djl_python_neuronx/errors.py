@@ -23,15 +23,30 @@
     - RequestTimeoutError               408
     - RequestAbortedError               499
 
-A message names what is wrong, what was expected and what to do. It never contains prompts or payloads.
+A message names what is wrong, what was expected and what to do. It never contains prompts, payloads or credentials.
 `status` is the HTTP status, also under DJL Serving; `code` is a stable name for logs, metrics and error bodies.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
+
+_USERINFO = re.compile(
+    # A secret key can hold slashes. No bucket has a colon; an `arn:` has. A path has one of the two slashes left.
+    r"(s3:/{1,2})(?!arn:)[^/\s]*:\S*@"
+    # The slash may be one of the password's, unless what precedes it is a port.
+    r"|(https?:/{1,2}|s3:/|://)(?!arn:)(?:[^/?#\s]*|[^/:\s]*:(?!\d+/)\S*)@",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(r"([?&][^\s=&?'\"]+=)[^\s&'\"]+")
+
+
+def redacted(text: str) -> str:
+    """The text without the credentials in its URIs: user and password, and the values of a query."""
+    return _QUERY.sub(r"\1***", _USERINFO.sub(r"\1\2", text))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -47,6 +62,10 @@ class ServingError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "serving_error"
+
+    def __init__(self, message: str = "") -> None:
+        """Set the message, of which credentials are left out."""
+        super().__init__(redacted(message))
 
     def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
         """Set the HTTP status and the code of a subclass; by default those of its parent."""
@@ -174,20 +193,23 @@ class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
 
 
 class QueueFullError(RequestError, status=503, code="queue_full"):
-    """The waiting queue is full. `retry_after_s` is the value of the Retry-After header."""
+    """The waiting queue is full, or there are too many connections or large bodies.
+
+    `retry_after_s` is the value of the Retry-After header.
+    """
 
     retry_after_s: int = 1
 
 
 class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
-    """The request waited too long for a free slot."""
+    """The request waited too long for a free slot, or its client sent it too slowly."""
 
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
 
 
-def load_failure(error: Exception) -> ServingError:
+def load_failure(error: BaseException) -> ServingError:
     """Return the error for the clients of a model that could not be loaded because of `error`."""
     if isinstance(error, ServingError):
         return error

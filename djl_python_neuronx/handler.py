@@ -1,7 +1,7 @@
 """DJL Serving's entry point: ``option.entryPoint=djl_python_neuronx.handler``.
 
-DJL Serving calls the function of this module that a request's property `handler` names, whatever its name. So the two
-below are all that it has, and it imports no other (docs/security.md).
+DJL Serving calls the function of this module that a request's property `handler` names, private and imported ones too.
+So it has the two below and no other (docs/security.md).
 """
 
 from __future__ import annotations

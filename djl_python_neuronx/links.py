@@ -66,6 +66,6 @@ def _judge(path: Path, target: Path, mode: int, root: Path, *, is_file: bool) ->
         )
         raise ArtifactAccessError(msg)
     if not stat.S_ISREG(mode) and (is_file or not stat.S_ISDIR(mode)):
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
         msg = f"{path} is {what}; expected a file. Remove it, or put a copy in its place."
         raise ArtifactAccessError(msg)

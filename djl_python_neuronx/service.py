@@ -162,6 +162,7 @@ class Service:
             request_id=f"r{next(self._ids)}",
             client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
             headers=headers or {},
+            max_body_bytes=self.options.max_body_bytes,
             max_prompt_chars=self._max_prompt_chars,
             output_formatter=self.options.output_formatter,
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,

@@ -170,7 +170,7 @@ class Recorder:
         )
 
 
-def log_load_failure(error: Exception) -> ServingError:
+def log_load_failure(error: BaseException) -> ServingError:
     """Log why a model could not be loaded; returns the error for its clients."""
     failure = load_failure(error)
     # The message of an error of ours is for a user: no traceback.

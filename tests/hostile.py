@@ -9,7 +9,7 @@ _NAMES = {*ServingOptions.model_fields, *SamplingParams.WIRE_NAMES, "stream", "m
 PROPERTIES = {
     **dict.fromkeys(_NAMES, "1"),
     **{f"option.{name}": "1" for name in ServingOptions.model_fields},
-    "batch_size": "1000000000",
+    "batch_size": "7",
     "batch_000.data": "x",
     "device_id": "1",
     "input_formatter": "handle",

@@ -1,8 +1,13 @@
-"""The double of DJL's engine answers byte for byte as the real one."""
+"""The double of DJL's engine answers byte for byte as the real one, and DJL's partition script compiles."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +172,21 @@ def first_wins(request):
     request.last = True
     if not request.answer.done:
         request.answer.append(b"", True)
+
+
+def test_djls_partition_script_may_call_partition(tmp_path):
+    script = Path(os.environ["DJL_SRC"], "serving/docker/partition/run_partition.py")
+    out = tmp_path / "out"
+    properties = {
+        "model_dir": str(djl_peer.ROOT / "examples" / "tiny-llama"),
+        "entryPoint": "djl_python_neuronx.handler",
+        "option.model_loader": "cpu",
+        "option.save_mp_checkpoint_path": str(out),
+    }
+    search_path = f"{djl_peer.ROOT}:{real_engine().parent}"
+    subprocess.run(
+        [sys.executable, script, "--properties", json.dumps(properties)],
+        env={**os.environ, "PYTHONPATH": search_path},
+        check=True,
+    )
+    assert (out / "manifest.json").exists()

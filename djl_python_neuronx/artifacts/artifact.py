@@ -10,6 +10,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts.folder import Folder
 from djl_python_neuronx.artifacts.weights import Weights, WeightsKind
+from djl_python_neuronx.config.values import MAX_SHOWN
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,8 @@ def require_model_type(config: dict[str, Any], folder: Folder, name: str) -> dic
     Raises:
         ArtifactError: it names no model_type.
     """
-    if not isinstance(config.get("model_type"), str):
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or len(kind) > MAX_SHOWN:
         msg = f"{folder.path / name} names no model_type; expected one such as 'llama'. Point to a language model."
         raise ArtifactError(msg)
     return config

@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from djl_python_neuronx.artifacts.atomic import (
     sync,
     sync_tree,
 )
+from djl_python_neuronx.artifacts.folder import some
+from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ Progress = Callable[[int, int], None]
 PIECE_BYTES = 16 * 2**20
 """Bytes of one request, and the most that a killed download loses per thread."""
 _LOG_EVERY_S = 10.0
+_NUM_THREADS = 10
 _MANIFEST, _DURABLE = "manifest.json", "durable"
 _SCHEMA = 1
 _LOST = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
@@ -55,6 +59,10 @@ _LOST = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 # process that gets the exclusive lock removes a version. Forked children share the descriptors, so they count too.
 _in_use: dict[Path, int] = {}
 _in_use_lock = threading.Lock()
+
+
+class _DamagedError(Exception):
+    """Files arrived with other content than the remote's. Never leaves `fetch`."""
 
 
 class RemoteChangedError(Exception):
@@ -112,6 +120,9 @@ class Remote(Protocol):
             OSError: the local disk refuses.
         """
 
+    def verify(self, file: RemoteFile, path: Path) -> bool | None:
+        """True if `path` has the content of `file`, False if not; None if the remote has no checksum. Any thread."""
+
 
 def fetch(remote: Remote, root: Path, *, progress: Progress | None = None) -> Path:
     """A read-only local folder with the files of `remote` as they are now.
@@ -120,6 +131,7 @@ def fetch(remote: Remote, root: Path, *, progress: Progress | None = None) -> Pa
     folder, in which unchanged files are links; the old one stays while a process uses it.
 
     Raises:
+        ArtifactError: files differ from the remote's checksums, or safetensors files from their headers.
         ArtifactAccessError: no room, no access, or the remote keeps changing.
         ArtifactNotFoundError: raised by `remote`.
     """
@@ -144,7 +156,19 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 _download(remote, listed, place, progress)
             except RemoteChangedError as error:
                 logger.warning("remote_changed uri=%s file=%s", remote.uri, error)
-                changed = error
+                msg = (
+                    f"{remote.uri} changed twice while it was fetched, last {error}; expected a folder that does not "
+                    "change. Wait until its upload has ended, then start again."
+                )
+                failure: ArtifactError = ArtifactAccessError(msg)
+                continue
+            except _DamagedError as error:
+                logger.warning("fetch_damaged uri=%s reason=%s", remote.uri, error)
+                msg = (
+                    f"{remote.uri} arrived damaged twice: {error} Check network, disk and memory, and start again; if "
+                    "that does not help, upload it again."
+                )
+                failure = ArtifactError(msg)
                 continue
             _publish(listed, place, version)
             if ready := _use(version):
@@ -156,11 +180,7 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 return ready
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
             raise ArtifactAccessError(msg)
-    msg = (
-        f"{remote.uri} changed twice while it was fetched, last {changed}; expected a folder that does not change. "
-        "Wait until its upload has ended, then start again."
-    )
-    raise ArtifactAccessError(msg) from changed
+    raise failure
 
 
 def _version(files: Sequence[RemoteFile]) -> str:
@@ -187,6 +207,33 @@ def _download(
     if left:
         msg = f"{remote.uri} is not whole after its download: {left[0].file.name} lacks bytes from {left[0].start} on."
         raise ArtifactAccessError(msg)
+    _verify(remote, [file for file in listed if file.size and file not in present], partial.files)
+
+
+def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
+    """Compare what was downloaded with the remote's checksums, and safetensors files with their headers.
+
+    Raises:
+        _DamagedError: some differ. They are removed, so that they are downloaded again.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        verdicts = list(pool.map(lambda file: remote.verify(file, folder / file.name), files))
+    faults = []
+    for file, intact in zip(files, verdicts, strict=True):
+        path = folder / file.name
+        differs = f"{path} differs from the checksum of {file.name}."
+        if fault := differs if intact is False else damage(path):
+            faults.append(fault)
+            if not intact:
+                path.unlink()
+    if faults:
+        raise _DamagedError(some(faults, limit=3))
+    unknown = [file.size for file, intact in zip(files, verdicts, strict=True) if intact is None]
+    if unknown:
+        logger.info(
+            "fetch_unverified uri=%s files=%d of=%d bytes=%d reason='no checksum that can be computed'",
+            remote.uri, len(unknown), len(files), sum(unknown),
+        )  # fmt: skip
 
 
 def _check_case(remote: Remote, listed: Sequence[RemoteFile], place: Path) -> None:
@@ -234,7 +281,7 @@ def _settle(version: Path) -> None:
     except OSError as error:
         logger.warning("cache_settle_failed version=%s error=%s", version, error)
         if error.errno in _LOST:
-            (version / _MANIFEST).unlink(missing_ok=True)  # the next start fetches again
+            discard(version / "files")
 
 
 def _check(version: Path) -> list[RemoteFile] | None:
@@ -278,6 +325,11 @@ def _share(version: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def discard(files: Path) -> None:
+    """Forget a version, the result of `fetch`, whose files are damaged: the next `fetch` downloads it again."""
+    (files.parent / _MANIFEST).unlink(missing_ok=True)
 
 
 def _is_current(version: Path, descriptor: int) -> bool:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from djl_python_neuronx import links
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.links import AGAIN
 
 _LFS_POINTER = b"version https://git-lfs"
 _COPY_BYTES = 2**20
+MAX_JSON_BYTES = 32 * 2**20
+"""Of a JSON file, and of a safetensors header: five times the index of the largest models."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,11 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
         ArtifactError: it is malformed.
     """
     with reading(path), links.opened(path, root or path.parent) as file:
-        raw = file.read()
+        raw = file.read(MAX_JSON_BYTES + 1)
     check_start(path, raw)
+    if len(raw) > MAX_JSON_BYTES:
+        msg = f"{path} has more than {MAX_JSON_BYTES} bytes, too many for a file of settings or names. {AGAIN}"
+        raise ArtifactError(msg)
     return parse_object(raw, str(path))
 
 
@@ -198,10 +204,10 @@ def copy_tree(
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
-    """The first names and the number of the others, for a message."""
+    """The first names, shortened, and the number of the others, for a message."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return (", ".join(listed[:limit]) or "nothing") + more
+    return (", ".join(str(shortened(name)) for name in listed[:limit]) or "nothing") + more
 
 
 @contextmanager

@@ -174,6 +174,17 @@ def detect(path: Path, *, origin: str = "option.model_id") -> Artifact:
     return meant[0].read(folder)
 
 
+def is_configuration(path: Path) -> bool:
+    """True for a configuration without anything to load: no weights, no part of them, no graphs.
+
+    Raises:
+        ArtifactError: see `detect`.
+    """
+    folder = _open(path, "option.model_id")
+    matching = [candidate.name for candidate in FORMATS if candidate.matches(folder)]
+    return matching == [HuggingFace.name] and not any(map(_is_weight, folder.names))
+
+
 def _open(path: Path, origin: str) -> Folder:
     try:
         if path.is_dir():

@@ -17,15 +17,22 @@ from urllib.parse import urlsplit
 
 from djl_python_neuronx.artifacts.atomic import require_space
 from djl_python_neuronx.artifacts.folder import (
+    MAX_JSON_BYTES,
     SERVING,
     WEIGHT_SUFFIXES,
     Selection,
     file_names,
     some,
 )
+from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config.trust import NO_HUB_TOKEN
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    redacted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +44,6 @@ _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
 """Variables that name the cache, with the sub-folder it has there; the first one set counts."""
-_USERINFO = re.compile(r"(?<=//)[^/\s]*@")
 
 _NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
 """Prefixes of file names that neither this package nor the libraries open."""
@@ -93,7 +99,7 @@ class HubSettings:
     @property
     def site(self) -> str:
         """The endpoint without user and password, for messages."""
-        return _USERINFO.sub("", self.endpoint)
+        return redacted(self.endpoint)
 
 
 def fetch(
@@ -113,7 +119,7 @@ def fetch(
         ArtifactNotFoundError: no such model or revision, or it has no file that is needed.
         ArtifactAccessError: gated, private, unreachable, offline and not completely cached, or the disk is full.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     settings = HubSettings.of(environ)
     request = _Request(model_id, revision, settings, origin)
@@ -138,7 +144,13 @@ def fetch(
         _check_space(model_id, info.sha, sizes, settings.cache_dir)
         num_bytes = sum(sizes.values())
         logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
-        return Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        folder = Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
+        for name, size in sizes.items():
+            # The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
+            if (size and (folder / name).stat().st_size != size) or damage(folder / name):
+                logger.warning("hub_file_damaged model=%s file=%s", model_id, name)
+                hf_hub_download(model_id, name, force_download=True, **request.arguments)
+        return folder
 
 
 def fetch_config(
@@ -271,17 +283,21 @@ def _connection_failure(url: str, token: str | bool | None) -> str:
 
     Raises:
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses the request.
+        ArtifactError: the file is too large.
     """
     from huggingface_hub import errors, get_hf_file_metadata
 
     try:
-        get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
+        found = get_hf_file_metadata(url, token=token, timeout=_CONNECT_TIMEOUT_S)
     except errors.HfHubHTTPError as error:
         if (status := _status(error)) < _SERVER_ERROR:
             raise
         return f"it answers {status}"
     except Exception as error:  # noqa: BLE001  (as in _translated)
         return type(error).__name__
+    if (found.size or 0) > MAX_JSON_BYTES:
+        msg = f"{CONFIG} has {found.size} bytes on the Hub; expected at most {MAX_JSON_BYTES}. Name another model."
+        raise ArtifactError(msg)
     return ""
 
 
@@ -392,6 +408,8 @@ def _is_read(name: str) -> bool:
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} if there is none: the reader of its content reports what is wrong with it."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            return {}
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}

@@ -31,6 +31,7 @@ from djl_python_neuronx import links
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
 from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
+from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
 FILE_NAME = "manifest.json"
@@ -45,6 +46,8 @@ Hashes: TypeAlias = Literal["all", "without weights", "none"]
 _FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 _BLOCK_BYTES = 2**20
+_MAX_HASHED_BYTES = 32 * 2**30
+"""Of an output, beside its weights: a folder nobody has looked at may have any size on a disk with holes."""
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 64
 _MAX_THREADS = 8
@@ -225,7 +228,7 @@ class Manifest(BaseModel):
         return cls(
             layout=layout,
             facts=facts,
-            effective_options=dict(effective_options),
+            effective_options=jsonable(effective_options),
             packages=dict(packages),
             files={
                 name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)
@@ -333,7 +336,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
     """
     expected = manifest.files
     with reading(folder):
-        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
+        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).is_file()}
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
         hashed = sorted(
@@ -341,6 +344,13 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
             for name in known - changed
             if hashes == "all" or (hashes == "without weights" and not _WEIGHTS.search(name))
         )
+        num_bytes = sum(expected[name].bytes for name in hashed)
+        if hashes == "without weights" and num_bytes > _MAX_HASHED_BYTES:
+            msg = (
+                f"{folder / FILE_NAME} lists {num_bytes} bytes beside the weights; expected at most "
+                f"{_MAX_HASHED_BYTES}. Copy the folder again, or compile again."
+            )
+            raise ArtifactError(msg)
         actual = _sha256_of_each(folder, hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}

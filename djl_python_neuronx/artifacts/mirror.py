@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from djl_python_neuronx.artifacts import fetch
+from djl_python_neuronx.artifacts import cache, fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import temporary_folder
 from djl_python_neuronx.artifacts.folder import EVERYTHING, copy_tree
@@ -55,7 +55,11 @@ class Mirror:
             self.place(facts), self._cache_root, self._environ, selection=EVERYTHING
         )
         copy_tree(fetched, folder, link=True)
-        manifests.verify(folder, manifest)
+        try:
+            manifests.verify(folder, manifest)
+        except ArtifactError:
+            cache.discard(fetched)
+            raise
 
     def push(self, folder: Path, manifest: Manifest) -> None:
         """Upload a finished compile of this machine and make it the latest one of its artifact and role.

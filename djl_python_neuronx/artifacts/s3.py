@@ -32,6 +32,7 @@ from djl_python_neuronx.artifacts.cache import (
 )
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
+from djl_python_neuronx.artifacts.s3_checksums import is_intact
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
 from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
@@ -124,6 +125,11 @@ class S3Folder:
         """See `Remote`."""
         with translated(self.uri):
             Download(self.client, self.bucket, self.prefix, into, on_bytes).run(pieces)
+
+    def verify(self, file: RemoteFile, path: Path) -> bool | None:
+        """See `Remote`."""
+        with translated(self.uri):
+            return is_intact(self.client, self.bucket, self.prefix + file.name, file, path)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object, or None if it has more than 64 MiB.
@@ -289,11 +295,19 @@ def parse(uri: str) -> tuple[str, str]:
 
     Raises:
         ArtifactNotFoundError: it names no bucket.
+        ArtifactError: it holds credentials.
     """
     found = _URI.fullmatch(uri)
     if found is None:
         msg = f"{uri!r} names no bucket; expected s3://bucket/folder. Correct the URI."
         raise ArtifactNotFoundError(msg)
+    if not found["bucket"].startswith("arn:") and not {"@", ":"}.isdisjoint(found["bucket"]):
+        msg = (
+            "an s3:// URI holds credentials, or a colon in place of a bucket's name (it is not shown); expected "
+            "s3://bucket/folder. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and take them out of "
+            "the URI."
+        )
+        raise ArtifactError(msg)
     key = (found["key"] or "").rstrip("/")
     return found["bucket"], f"{key}/" if key else ""
 

@@ -23,15 +23,15 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from djl_python_neuronx.artifacts.folder import Folder, check_start, reading
+from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, Folder, check_start, reading
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
 
-# Source: safetensors 0.4 to 0.8, MAX_HEADER_SIZE: its readers refuse longer headers.
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63
 
 DTYPES: dict[str, tuple[int, str]] = {
     "F64": (64, "float64"),
@@ -63,21 +63,28 @@ Source: safetensors 0.8, enum Dtype."""
 # checkpoints of language models contain.
 _HARMLESS = re.compile(
     r"collections (OrderedDict|Counter)"
-    r"|torch (\w+Storage|Size|Tensor|device|bool|[a-z]+\d+\w*)"
-    r"|torch\.storage (\w+Storage)"
+    r"|torch ([A-Z]\w+Storage|Size|Tensor|device|bool|(b?float|complex|q?u?int|bits)\d+\w*)"
+    r"|torch\.storage ([A-Z]\w+Storage)"
     r"|torch\.nn\.parameter Parameter"
     r"|torch\._utils _rebuild_\w+"
     r"|torch\._tensor _rebuild_from_type_v2"
     r"|torch\.serialization _get_layout"
-    r"|_codecs encode"
+    r"|_codecs encode",
+    re.ASCII,
 )
-# The weights-only loader accepts none of these, and a checkpoint needs none.
-_FOREIGN = frozenset({"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEWOBJ_EX"})
+# Source: as above: all instructions that it accepts. Every other one can build or name functions, or is not written by
+# torch.save.
+_INSTRUCTIONS = re.compile(
+    r"APPENDS?|BIN(FLOAT|GET|INT[12]?|PERSID|PUT|UNICODE)|BUILD|EMPTY_(DICT|LIST|SET|TUPLE)|GLOBAL|LONG1"
+    r"|LONG_BIN(GET|PUT)|MARK|NEW(FALSE|OBJ|TRUE)|NONE|PROTO|REDUCE|SETITEMS?|SHORT_BINSTRING|STOP|TUPLE[123]?"
+)
 # Source: torch 2.13, serialization._legacy_save: magic number, protocol, system, the object, the storages' keys.
 _PICKLES_OF_LEGACY_FILE = 5
 # Source: torch 2.13, serialization._is_torchscript_zip: torch.load hands archives with it to torch.jit.load.
 _TORCHSCRIPT_MEMBER = "constants.pkl"
-_MAX_PICKLE_BYTES = 1 << 30
+# A tensor takes some 250 bytes of a pickle: enough for 60,000 of them in one file, read in seconds.
+_MAX_PICKLE_BYTES = 16 << 20
+_MAX_DIRECTORY_BYTES = 64 << 20
 # Source: torch 2.13, serialization._is_zipfile. `zipfile.is_zipfile` looks at the end of the file instead.
 _ZIP_START = b"PK\3\4"
 # Source: PKWARE APPNOTE 4.3.14 to 4.3.16: the end record of 64 bits, its locator, and the end record without a comment.
@@ -112,9 +119,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         actual = path.stat().st_size
         start = file.read(8)
         header_bytes = int.from_bytes(start, "little")
-        raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
+        raw = file.read(header_bytes) if header_bytes <= MAX_JSON_BYTES else b""
         file.seek(0)
         check_start(path, file.read(64))
+    if MAX_JSON_BYTES < header_bytes <= actual:
+        msg = f"{path} has a header of {header_bytes} bytes; expected at most {MAX_JSON_BYTES}. Save it in more files."
+        raise ArtifactError(msg)
     if len(start) < 8 or len(raw) < header_bytes:
         raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
     try:
@@ -135,15 +145,28 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return header
 
 
+def damage(path: Path) -> str:
+    """What the header of a safetensors file finds wrong with it; empty if nothing, and for other files."""
+    try:
+        if path.suffix == ".safetensors":
+            read_header(path)
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
 def _parse_entry(entry: Any) -> TensorEntry:  # noqa: ANN401
     begin, end = map(operator.index, entry["data_offsets"])
     shape = tuple(map(operator.index, entry["shape"]))
+    if len(shape) > _MAX_DIMENSIONS or max(end, *shape) >= _MAX_SIZE:
+        raise ValueError
     return TensorEntry(entry["dtype"].upper(), shape, begin, end)
 
 
 def _check_entry(path: Path, name: str, entry: TensorEntry, free: int) -> None:
     """Tensors lie one after the other, as the format demands, from byte `free` on, in known types."""
     dtype, shape, begin, end = entry
+    name = str(shortened(name))
     if begin != free or end < begin:
         msg = (
             f"{path} has a malformed safetensors header: {name} lies at bytes {begin} to {end}, "
@@ -152,7 +175,7 @@ def _check_entry(path: Path, name: str, entry: TensorEntry, free: int) -> None:
         raise ArtifactError(msg)
     if dtype not in DTYPES:
         msg = (
-            f"{path} holds {name} in the type {dtype!r}, which safetensors does not have; expected one of "
+            f"{path} holds {name} in the type {shortened(dtype)!r}, which safetensors does not have; expected one of "
             f"{', '.join(sorted(DTYPES))}. Save the model again."
         )
         raise ArtifactError(msg)
@@ -181,9 +204,8 @@ def check_pickle(folder: Folder, name: str) -> None:
     try:
         with reading(path), path.open("rb") as file:
             if file.read(len(_ZIP_START)) == _ZIP_START:
-                archive = zipfile.ZipFile(file)
                 _check_end(path, file)
-                _check_members(path, archive)
+                _check_members(path, zipfile.ZipFile(file))
             else:
                 _check_legacy(path, file)
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError) as error:
@@ -217,11 +239,15 @@ def _check_end(path: Path, file: IO[bytes]) -> None:
     file.seek(max(0, size - _END.size))
     records = _END.unpack(file.read().rjust(_END.size, b"\0"))
     magic_64, length_64, start_64, locator, located, magic, length, start, comment = records
+    if magic != b"PK\5\6":
+        raise zipfile.BadZipFile
     stop = size - _END_32_BYTES
     if is_64 := locator == b"PK\6\7":
         stop, length, start = size - _END.size, length_64, start_64
     is_true_64 = (magic_64, located) == (b"PK\6\6", stop)
-    if comment or magic != b"PK\5\6" or start + length != stop or is_64 != is_true_64:
+    if length > _MAX_DIRECTORY_BYTES:
+        raise _too_large(path, "a directory", length, _MAX_DIRECTORY_BYTES)
+    if comment or start + length != stop or is_64 != is_true_64:
         raise _ambiguous(path, "has data before or behind its zip archive")
 
 
@@ -236,13 +262,10 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
             raise _holds_code(path, "torch.jit.load")
         if name.endswith(".pkl"):
             if member.file_size > _MAX_PICKLE_BYTES:
-                msg = (
-                    f"{path} has a pickle of {member.file_size} bytes beside its tensors; expected at most "
-                    f"{_MAX_PICKLE_BYTES}. Use the model's safetensors files."
-                )
-                raise ArtifactError(msg)
-            with archive.open(member) as stream:
-                _check_instructions(path, stream)
+                raise _too_large(path, "a pickle", member.file_size, _MAX_PICKLE_BYTES)
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise _foreign(path, "a compressed pickle")
+            _check_instructions(path, io.BytesIO(archive.read(member)))
 
 
 def _check_legacy(path: Path, file: IO[bytes]) -> None:
@@ -255,29 +278,38 @@ def _check_legacy(path: Path, file: IO[bytes]) -> None:
     if tarfile.is_tarfile(file):
         raise _ambiguous(path, "is both pickles and a tar file")
     file.seek(0)
+    start = io.BytesIO(file.read(_MAX_PICKLE_BYTES))
     for _ in range(_PICKLES_OF_LEGACY_FILE):
-        _check_instructions(path, file)
+        _check_instructions(path, start)
 
 
-def _check_instructions(path: Path, stream: IO[bytes]) -> None:
-    for called in _calls(stream):
-        if not _HARMLESS.fullmatch(called):
-            raise _holds_code(path, called.replace(" ", "."))
-
-
-def _calls(stream: IO[bytes]) -> Iterator[str]:
-    """'module name' of each function or class that the pickle would import."""
+def _check_instructions(path: Path, stream: io.BytesIO) -> None:
+    """Refuse what the weights-only loader of torch would refuse, without making any of the objects."""
     for instruction, argument, _ in pickletools.genops(stream):
-        if instruction.name == "GLOBAL":
-            yield str(argument)
-        elif instruction.name in _FOREIGN:
-            yield f"pickle {instruction.name}"
+        if not _INSTRUCTIONS.fullmatch(instruction.name):
+            raise _foreign(path, f"the pickle instruction {instruction.name}")
+        if instruction.name == "GLOBAL" and not _HARMLESS.fullmatch(str(argument)):
+            raise _holds_code(path, str(shortened(argument)).replace(" ", "."))
 
 
 def _holds_code(path: Path, called: str) -> ArtifactError:
     return ArtifactError(
         f"{path} holds code: loading it would call {called}; expected tensors only. Do not load it with anything; "
         "use the model's safetensors files, or fetch it from a source that you trust."
+    )
+
+
+def _foreign(path: Path, what: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path} holds {what}, which can hide code and which torch.save does not write; expected tensors only. Do not "
+        "load it with anything; use the model's safetensors files."
+    )
+
+
+def _too_large(path: Path, what: str, size: int, limit: int) -> ArtifactError:
+    return ArtifactError(
+        f"{path} has {what} of {size} bytes beside its tensors; expected at most {limit}. "
+        "Use the model's safetensors files."
     )
 
 

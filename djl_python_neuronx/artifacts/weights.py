@@ -16,6 +16,7 @@ from djl_python_neuronx.artifacts.tensor_files import (
     read_header,
     torch_name,
 )
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.links import AGAIN
 
@@ -30,7 +31,10 @@ KEY_TO_FILENAME = "key_to_filename.json"
 SPLIT_FOLDER = "pytorch_model.bin"
 _INDEX = ".index.json"
 _HEAD_FILE = "DecoderLMHead.safetensors"
-_LAYER_FILE = re.compile(r"decoder_layer_(\d+)\.safetensors")
+_LAYER_FILE = re.compile(r"decoder_layer_(\d{1,5})\.safetensors")
+MAX_LAYERS = 10_000
+_CORE = re.compile(r"[0-9]{1,5}")
+_MAX_LISTED = 10_000
 # In the order of the libraries, because Hub folders often hold several kinds.
 # Source: transformers-neuronx, module.py, load_state_dict_dir.
 _WHOLE: dict[str, WeightsKind] = {
@@ -54,7 +58,7 @@ _EMBEDDINGS: dict[str, str] = {
 Source: transformers 4.45 to 5.23, the models' classes."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _LAYER = re.compile(
-    r"(?P<before>.*?\b(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.+)"
+    r"(?P<before>.*?\b(?:layers|layer|h|blocks|block))\.(?P<index>\d{1,5})\.(?P<after>.+)"
 )
 # Computed tensors: old checkpoints have them, new ones do not, repaired ones have some.
 _COMPUTED = re.compile(r"(.*\.)?(inv_freq|masked_bias|attn\.bias|attention\.bias)")
@@ -151,7 +155,7 @@ def read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights,
     entries: list[TensorEntry] = []
     for name in names:
         header = read_header(folder.file(name))
-        cores = [int(core) for key in header if (core := key.rpartition("*")[2]).isdecimal()]
+        cores = [int(core) for key in header if _CORE.fullmatch(core := key.rpartition("*")[2])]
         if not cores or len(cores) < len(header):
             msg = f"{folder.path / name} has tensors that are no shards; expected names such as 'weight*0'. {AGAIN}"
             raise ArtifactError(msg)
@@ -216,7 +220,10 @@ def _read_names(folder: Folder, name: str, files: object) -> dict[str, str]:
         raise ArtifactError(msg)
     for tensor, file in files.items():
         if not is_plain_name(file):
-            msg = f"{path} maps {tensor!r} to {file!r}; expected the name of a file beside it. Correct the index."
+            msg = (
+                f"{path} maps {shortened(tensor)!r} to {shortened(file)!r}; expected the name of a file beside it. "
+                "Correct the index."
+            )
             raise ArtifactError(msg)
     _require(folder, sorted(set(files.values())), f"weight files that {path} names")
     return files
@@ -256,12 +263,20 @@ def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:
 
 
 def num_layers(config: Mapping[str, Any]) -> int | None:
-    """Layers of the language model, or None if config.json does not record them."""
+    """Layers of the language model, or None if config.json does not record them.
+
+    Raises:
+        ArtifactError: they are negative, or more than any model has.
+    """
     text = config.get("text_config")
     for source in (text if isinstance(text, Mapping) else {}, config):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if type(source.get(key)) is int:
-                return int(source[key])
+            layers = source.get(key)
+            if type(layers) is int:
+                if not 0 <= layers <= MAX_LAYERS:
+                    msg = f"config.json gives {key} {shortened(layers)!s}; expected 1 to {MAX_LAYERS}. Correct it."
+                    raise ArtifactError(msg)
+                return layers
     return None
 
 
@@ -285,6 +300,8 @@ def check_tensors(names: Collection[str], config: Mapping[str, Any], where: Path
         for i in range(expected):
             absent = sorted(everywhere - layers[i]) if i in layers else ["*"]
             missing += [f"{before}.{i}.{after}" for after in absent]
+            if len(missing) > _MAX_LISTED:
+                break
     if missing:
         msg = (
             f"the weights in {where} lack {len(missing)} tensors of a {model_type} model with {expected} layers "

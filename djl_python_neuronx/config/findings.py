@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from djl_python_neuronx.config.options import NAMES, ServingOptions
-from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError, ServingError
+from djl_python_neuronx.errors import ConfigError, IncompatibleOptionsError, ServingError, redacted
 
 Level = Literal["error", "warning", "note"]
 """An error stops a load: the library refuses the setting or gets it wrong, or it could not be honoured. A warning is
@@ -62,6 +62,7 @@ class Problems:
         if level == "error":
             self.add_error(IncompatibleOptionsError(message), options)
         else:
+            message = redacted(message)
             self._found.setdefault((level, message), Problem(level, options, message))
 
     def add_error(self, error: ServingError, options: tuple[str, ...] = ()) -> None:

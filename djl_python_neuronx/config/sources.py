@@ -35,8 +35,12 @@ _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 SAGEMAKER: Final[Mapping[str, str]] = {
     "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
+    "SAGEMAKER_MAX_REQUEST_SIZE": "max_body_bytes",
+    "SAGEMAKER_MAX_PAYLOAD_IN_MB": "max_body_bytes",
 }
-"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java."""
+"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java; the last
+two: serving/docs/sklearn_handler.md."""
+_MEBIBYTES = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
 
 HUB: Final[Mapping[str, str]] = {
     "HF_MODEL_ID": "model_id",
@@ -71,6 +75,7 @@ _ENV_SPECIAL = {"entrypoint": "entryPoint"}
 _UPPER = re.compile(r"[A-Z_\d]+")
 
 _FILE_PREFIX = "option."
+_JAVA_BLANKS = "".join(map(chr, range(0x21)))
 MAX_FILE_BYTES = 1 << 20
 _MAX_PATH = 4096  # Linux's own limit
 _NO_PATHS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "none", "null"})
@@ -142,7 +147,10 @@ def from_overrides(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting
 
 def from_sagemaker(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
     """SageMaker's own variables that set options. DJL Serving reads the others."""
-    return _from_variables(inputs.environ, SAGEMAKER, "SageMaker")
+    environ = dict(inputs.environ)
+    if (mebibytes := environ.get(_MEBIBYTES, "").strip()).isdecimal():
+        environ[_MEBIBYTES] = str(int(mebibytes[:10]) << 20)
+    return _from_variables(environ, SAGEMAKER, "SageMaker")
 
 
 def from_file_options(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
@@ -299,15 +307,17 @@ def for_djl(written: Sequence[Setting]) -> dict[str, str]:
 def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
     """The variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets.
 
-    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign.
+    Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign; java.lang.ProcessBuilder
+    drops what follows a NUL.
     """
     setting = next((entry for entry in written if entry.name == "env" and entry.by_user), None)
     if setting is None:
         return {}
-    pairs = (part.partition("=") for part in str(setting.value).split(","))
+    parts = (part.partition("\0")[0] for part in str(setting.value).split(","))
+    pairs = (part.partition("=") for part in parts)
     return {
-        name.strip(): replace(setting, name=name.strip(), value=value.strip())
-        for name, sign, value in pairs
+        name: replace(setting, name=name, value=value.strip(_JAVA_BLANKS))
+        for name, sign, value in ((n.strip(_JAVA_BLANKS), s, v) for n, s, v in pairs)
         if sign
     }
 
@@ -441,6 +451,9 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
 
 def _read_file(path: Path, model_dir: Path | None) -> bytes:
     named = repr(str(path))
+    if try_path(lambda: path.exists() and not path.is_file() and not path.is_dir(), failed=False):
+        message = f"{named} is a pipe, a socket or a device; expected a file"
+        raise ConfigError(message)
     try:
         with path.open("rb") if model_dir is None else links.opened(path, model_dir) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)

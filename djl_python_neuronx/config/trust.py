@@ -78,15 +78,15 @@ def serving_environ(
         for name in sorted(own - trusted)
         if not _HARMLESS.fullmatch(name) and (not trusts_code or _is_remote(name))
     ]
-    # Also where Java has set them, and perhaps reads them otherwise: a credential that stays is the file's own text.
-    result = with_worker_variables(environ, variables)
+    result = dict(environ) if inherited else with_worker_variables(environ, variables)
     if not doubtful:
         return result
     for name in doubtful:
         if not _DESTINATION.fullmatch(name):
-            del result[name]
-    withheld = _withhold(result, doubtful, own)
-    names = ",".join(str(shortened(name)) for name in doubtful)
+            result.pop(name, None)
+    # Java may read the file otherwise: a credential that stays has the file's own value.
+    withheld = _withhold(result, doubtful, {n for n in own if result.get(n) == variables[n].value})
+    names = shortened(",".join(doubtful))
     problems.add(
         "warning",
         f"option.env ({variables[doubtful[0]].origin}) sets {names}: a model folder's own file decides neither where "

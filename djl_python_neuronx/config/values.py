@@ -26,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from djl_python_neuronx.errors import redacted
+
 COUNT = "a whole number of at least 1"
 POSITIONS = "a whole number of at least 2"
 DTYPES = "fp32 or float32, fp16 or float16, bf16 or bfloat16"
@@ -181,7 +183,7 @@ def join_words(values: Iterable[object], last: str = "and") -> str:
 
 
 def as_property(value: object) -> str:
-    """The value as written in `serving.properties`."""
+    """The value as written in `serving.properties`, without credentials."""
     plain = jsonable(value)
     if plain is None:
         return ""
@@ -193,23 +195,28 @@ def as_property(value: object) -> str:
 
 
 def shortened(value: object) -> object:
-    """For messages: `value` itself, or the beginning of its text if that is too long."""
+    """For messages: `value` itself, or its text without credentials, or the beginning of that if it is too long."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
         return f"<{type(value).__name__}>"
-    return value if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    shown = redacted(text)
+    if len(shown) > MAX_SHOWN:
+        return f"{shown[:MAX_SHOWN]}…"
+    return value if shown == text else shown
 
 
 def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
-    """The value as JSON types; what JSON cannot represent becomes text."""
+    """The value as JSON types, without credentials; what JSON cannot represent becomes text."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float():
             return value
+        case str():
+            return redacted(value)
         case BaseModel():
-            return value.model_dump(mode="json", exclude_none=True)
+            return jsonable(value.model_dump(mode="json", exclude_none=True))
         case Mapping():
             return {str(key): jsonable(inner) for key, inner in value.items()}
         case Sequence() | set() | frozenset():
@@ -218,7 +225,7 @@ def jsonable(value: object) -> Any:  # noqa: ANN401  (whatever JSON can hold)
         return {
             entry.name: jsonable(getattr(value, entry.name)) for entry in dataclasses.fields(value)
         }
-    return str(value)
+    return redacted(str(value))
 
 
 def truth(value: object) -> bool | None:

@@ -13,10 +13,14 @@ from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
+    RequestAbortedError,
     RequestError,
     ServingError,
 )
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
+
+MAX_UNREAD_DELTAS = 8192
+"""Deltas that may wait for a client that reads slowly; in an answer they are about 1 MB."""
 
 
 class OutputQueue(Protocol):
@@ -66,8 +70,14 @@ class AsyncQueue:
     def _sort(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             waiting = self.queues.get(delta.request_id)
-            if waiting is not None:
-                waiting.put_nowait(delta)
+            if waiting is None or (late := waiting.qsize() - MAX_UNREAD_DELTAS) > 0:
+                continue
+            if late == 0 and not delta.finished:
+                self._abort(delta.request_id)
+                msg = f"the client reads too slowly: {MAX_UNREAD_DELTAS} parts of the answer wait for it"
+                error = RequestAbortedError(msg)
+                delta = delta._replace(finish_reason=FinishReason.ERROR, error=error)
+            waiting.put_nowait(delta)
 
 
 class Generation:

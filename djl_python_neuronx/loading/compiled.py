@@ -14,7 +14,6 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
@@ -28,7 +27,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.mismatch import graph_target, has_own_graphs
-from djl_python_neuronx.loading.prepare import Prepared, load_plan
+from djl_python_neuronx.loading.prepare import Prepared, load_plan, local_graphs
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.plan import (
     flag_facts,
@@ -133,18 +132,16 @@ def _packages() -> dict[str, str]:
 def _resolve_path(prepared: Prepared) -> Path | str | None:
     """Resolve `compiled_graph_path`: a `Path` is a local folder of saved graphs, a `str` a place to store compiles."""
     value, environ = prepared.options.compiled_graph_path, prepared.environ
-    if value is None:
-        return None
-    if fetch.uri_scheme(value) == "s3":
-        listed = fetch.list_names(value, environ, origin=_OPTION)
-        if not any(name.endswith(".neff") and "/" not in name for name in listed):
-            return value
-        root = fetch.download_root(environ)
-        return fetch.fetch(value, environ=environ, root=root, everything=True, origin=_OPTION)
-    if fetch.uri_scheme(value):
+    if (local := local_graphs(prepared.options)) is not None:
+        folder, has_graphs = local
+        return folder if has_graphs else str(folder)
+    if value is None or fetch.uri_scheme(value) != "s3":
         return value  # `locate` takes file:// and refuses others
-    folder = (prepared.options.model_dir or Path()).absolute() / Path(value).expanduser()
-    return folder if holds_graphs(folder) else str(folder)
+    listed = fetch.list_names(value, environ, origin=_OPTION)
+    if not any(name.endswith(".neff") and "/" not in name for name in listed):
+        return value
+    root = fetch.download_root(environ)
+    return fetch.fetch(value, environ=environ, root=root, everything=True, origin=_OPTION)
 
 
 def _check(folder: Path, facts: CompileFacts) -> None:

@@ -19,6 +19,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
 from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
@@ -332,13 +333,13 @@ class Preparation:
         try:
             return _Model(name, str(folder), formats.detect(folder, origin=origin))
         except ArtifactNotFoundError as error:
-            path = folder / fetch.CONFIG
-            if self.fetch_weights or not path.is_file():
+            if self.fetch_weights or not formats.is_configuration(folder):
                 raise
             if weights_needed:
                 self.problems.add_error(error)
             else:
                 self.problems.add("warning", f"{error} Only the plan is checked.")
+            path = folder / fetch.CONFIG
             return _without_weights(folder, name, str(path), read_json(path))
 
     def _check_support(self, backend: str, artifact: Artifact) -> None:
@@ -432,6 +433,9 @@ class Preparation:
         Returns the weights, and whether the folder's graphs can be used.
         """
         weights, fits = None, False
+        if not case.on_cpu:
+            with self.problems.catch():
+                local_graphs(case.options)
         with self.problems.catch():
             flags = {} if case.on_cpu else flag_facts(self.environ)
             others: set[str] = set()
@@ -449,6 +453,7 @@ class Preparation:
                 kinds = READS.get(case.backend, WHOLE)
                 # Weights that are cut were cut for the graphs beside them.
                 weights = artifact.weights_for(case.backend, kinds - CUT if others else kinds)
+                _check_beside(artifact, weights)
         return weights, fits
 
     def _report_mismatch(
@@ -507,7 +512,7 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
 
     Raises:
         ConfigError: options are not filled in.
-        ArtifactError: the weights are absent or lie apart from their configuration.
+        ArtifactNotFoundError: the weights are absent.
         IncompatibleOptionsError: the shapes contradict each other.
     """
     artifact, options = prepared.artifact, prepared.options
@@ -520,7 +525,7 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
         raise ArtifactNotFoundError(msg)
     return LoadPlan(
-        model_dir=_folder_to_load(artifact, weights),
+        model_dir=weights.folder,
         kind=weights.kind,
         num_slots=num_slots,
         max_model_len=max_model_len,
@@ -594,15 +599,28 @@ def _log_plan(prepared: Prepared) -> None:
     )
 
 
-def _folder_to_load(artifact: Artifact, weights: Weights) -> Path:
-    """Return the folder of the weights, which must have a configuration of its own if it is not the model's."""
-    if weights.folder != artifact.path and not (weights.folder / fetch.CONFIG).is_file():
+def local_graphs(options: ServingOptions) -> tuple[Path, bool] | None:
+    """The local folder that `compiled_graph_path` names, and whether it holds saved graphs; None: it names none.
+
+    Raises:
+        ArtifactError: a graph in it is damaged.
+    """
+    value = options.compiled_graph_path
+    if value is None or fetch.uri_scheme(value):
+        return None
+    folder = (options.model_dir or Path()).absolute() / Path(value).expanduser()
+    return folder, holds_graphs(folder)
+
+
+def _check_beside(artifact: Artifact, weights: Weights) -> None:
+    """Refuse weights in a folder of their own without a configuration beside them, which those of NxD need not have."""
+    apart = weights.folder != artifact.path and weights.kind != "ranks"
+    if apart and not (weights.folder / fetch.CONFIG).is_file():
         msg = (
             f"the weights of {artifact.path} lie in {weights.folder}, without the {fetch.CONFIG} that the libraries "
             "look for beside them. Copy or compile the model again"
         )
         raise ArtifactNotFoundError(msg)
-    return weights.folder
 
 
 def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import as_property, jsonable
+from djl_python_neuronx.errors import redacted
 from djl_python_neuronx.loading.check import Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
@@ -62,22 +63,23 @@ def as_json(report: Report) -> dict[str, Any]:
         facts = jsonable(prepared.case.model)
         model = {"name": prepared.name, "config": prepared.source, "facts": facts}
         plan = _plan_json(prepared)
-    return {
+    shown: dict[str, Any] = {
         "target": report.target,
         "ok": report.ok,
         "loadable": report.loadable,
         "errors": list(findings.messages("error")),
         "warnings": list(findings.messages("warning")),
         "notes": list(findings.messages("note")),
-        "findings": jsonable(tuple(findings)),
+        "findings": tuple(findings),
         "options": {
-            name: {"value": jsonable(value), "origin": origin}
+            name: {"value": value, "origin": origin}
             for name, value, origin in (resolved.explain() if resolved else ())
         },
         "ignored": dict(resolved.ignored) if resolved else {},
         "model": model,
         "plan": plan,
     }
+    return {name: jsonable(value) for name, value in shown.items()}
 
 
 def render(report: Report, stream: TextIO, *, everything: bool = False) -> None:
@@ -88,7 +90,7 @@ def render(report: Report, stream: TextIO, *, everything: bool = False) -> None:
     with suppress(ImportError):
         write = _rich_writer(stream)
     for block in blocks(report, everything=everything, ascii_only=ascii_only):
-        rows = (tuple(_escape(cell, encoding) for cell in row) for row in block.rows)
+        rows = (tuple(_escape(redacted(cell), encoding) for cell in row) for row in block.rows)
         write(replace(block, rows=tuple(rows)))
 
 

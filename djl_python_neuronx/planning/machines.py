@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ConfigError
 
 GIB = 2**30
@@ -236,8 +237,6 @@ def families(name: str | None) -> list[Family]:
 
 _VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 _TIMEOUT_S = 20.0
-_SHOWN = 60
-"""Characters of an invalid value that messages show."""
 _MOST_CORES = 4096
 """More than any machine has; a longer list of cores is a typing error."""
 
@@ -261,8 +260,7 @@ class CoreLimit(NamedTuple):
         if self.num_cores is not None or (self.name == _NUM_CORES and not self.value.strip("0")):
             return None
         expected = "a number" if self.name == _NUM_CORES else "cores such as 0-7 or 0,1,4-5"
-        value = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}…"
-        return f"{self.name}={value} is ignored: expected {expected}"
+        return f"{self.name}={shortened(self.value)} is ignored: expected {expected}"
 
     def beyond(self, machine: DeviceInfo) -> str | None:
         """Return the problem with the value on a machine that lacks these cores; None if it has them, or is unknown."""

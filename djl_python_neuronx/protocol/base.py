@@ -57,6 +57,8 @@ class ParseContext:
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers by lower-case name."""
+    max_body_bytes: int = 6_291_456
+    """`option.max_body_bytes`."""
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     output_formatter: str | None = None
@@ -66,11 +68,15 @@ class ParseContext:
     rejected."""
 
     def check_size(self, body: bytes) -> None:
-        """Refuse a body that cannot hold a prompt that fits: parsing holds the GIL, for 5 ms of 5 MB.
+        """Refuse a body above the limit, or above what a prompt that fits can need.
+
+        Parsing holds the GIL, for 5 ms of 5 MB.
 
         Raises:
             BodyTooLargeError: the body is longer.
         """
+        if len(body) > self.max_body_bytes:
+            raise BodyTooLargeError(over_limit(self.max_body_bytes))
         if self.max_prompt_chars is None:
             return
         most = ESCAPE_BYTES * self.max_prompt_chars + BESIDE_PROMPT_BYTES
@@ -94,6 +100,11 @@ class ParseContext:
             )
             raise PromptTooLongError(msg)
         return self.tokenizer.encode(text)
+
+
+def over_limit(limit: int) -> str:
+    """The message for a body of more than `limit` bytes."""
+    return f"the body is larger than {limit} bytes, the limit; shorten it, or raise option.max_body_bytes"
 
 
 class WireProtocol(Protocol):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
@@ -25,10 +25,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
-from djl_python_neuronx.errors import BackendUnavailableError, BodyTooLargeError, ServingError
-from djl_python_neuronx.protocol.base import generate
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    BodyTooLargeError,
+    QueueFullError,
+    RequestError,
+    ServingError,
+)
+from djl_python_neuronx.protocol.base import generate, over_limit
+from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
+    error_response,
     generation_response,
     on_bug,
     on_client_disconnect,
@@ -43,16 +52,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
-"""DJL Serving's default limit."""
-
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
 bodies of 5 MB takes the event loop, at 12 ms of CPU time each, from the tokens of all others (2 vCPU, 2026-11)."""
 
-ANSWER_S = 5.0
-"""Time to write the last answers after the drain."""
+BODIES = 8
+"""Bodies of the largest size that may be read and parsed at once."""
+SHORT_BODY_BYTES = 64 * 1024
+"""Bodies up to this size are read in any case: large ones cannot keep them out."""
+
+JOIN_S = 0.5
+"""Time after the drain for the engine to end by itself, and then for its threads."""
+ANSWER_S = 0.3
+"""Time after that to write the last answers."""
+END_S = 1.7
+"""Time after the drain until the process ends, whatever still runs."""
 
 
 Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]"
@@ -62,8 +77,12 @@ Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], Non
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
-    def __init__(self, folder_name: str) -> None:
+    def __init__(self, folder_name: str, options: ServingOptions | None = None) -> None:
+        """`options`: those that hold until the model is loaded."""
         self._folder_name = folder_name
+        self._options = options or ServingOptions()
+        self.body_bytes = 0
+        """Bytes of bodies that are being read or parsed."""
         self.service: Service | None = None
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
@@ -71,6 +90,11 @@ class Application:
         """What the load is doing, for people."""
         self.failure: ServingError | None = None
         """Why no request can be served any more."""
+
+    @property
+    def options(self) -> ServingOptions:
+        """The options that hold now."""
+        return self._options if self.service is None else self.service.options
 
     @property
     def model_name(self) -> str:
@@ -82,7 +106,7 @@ class Application:
         """Load the service; a failure is logged and kept for the responses."""
         try:
             self.service = load(partial(setattr, self, "stage"), self.on_death)
-        except Exception as error:  # noqa: BLE001  (a border: every failure is an answer)
+        except BaseException as error:  # noqa: BLE001  (a border: every failure is an answer, also `SystemExit`)
             self.failure = log_load_failure(error)
 
     def on_death(self, error: ServingError) -> None:
@@ -148,36 +172,92 @@ class Application:
         service = self.ready()
         headers = dict(request.headers)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
-        body = await _read(request)
-        parsed, generation = await generate(service, body, request_id=request_id, headers=headers)
+        with self._counting() as count:
+            try:
+                body = await _read(request, self.options.max_body_bytes, count)
+            except RequestError as error:  # the rest of the body is not read
+                return error_response(error, close=True)
+            parsed, generation = await generate(
+                service, body, request_id=request_id, headers=headers
+            )
+        del body  # it may be large, and an answer takes long
         return await generation_response(request, parsed, generation)
 
+    @contextmanager
+    def _counting(self) -> Iterator[Callable[[int], None]]:
+        """Count one body in `body_bytes`, with the function that it gives, until it is parsed.
 
-class _Server(uvicorn.Server):
+        What has arrived is counted, not what a client declares: one that declares much and sends slowly keeps nobody
+        out. The function raises `QueueFullError`.
+        """
+        size, most = 0, BODIES * self.options.max_body_bytes
+
+        def count(more: int) -> None:
+            nonlocal size
+            size += more
+            self.body_bytes += more
+            if size > SHORT_BODY_BYTES and self.body_bytes > most:
+                msg = (
+                    f"the bodies of all requests that are being read have more than {most} bytes, the limit "
+                    f"({BODIES} x option.max_body_bytes); retry later"
+                )
+                raise QueueFullError(msg)
+
+        try:
+            yield count
+        finally:
+            self.body_bytes -= size
+
+
+class Server(uvicorn.Server):
     """Closes the engine loop while connections are open, so that every request gets a response."""
 
-    def __init__(self, config: uvicorn.Config, application: Application, drain_s: float) -> None:
+    def __init__(self, application: Application, host: str, port: int, drain_s: float) -> None:
+        config = uvicorn.Config(
+            create_app(application),
+            host=host,
+            port=port,
+            # The same one whatever is installed.
+            http=partial(LimitedProtocol, lambda: application.options),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+        )
         super().__init__(config)
         self._application = application
         self._drain_s = drain_s
+        self._signalled = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; at a second signal at once."""
-        self.force_exit = self.should_exit
-        super().handle_exit(sig, frame)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Stop; at a second signal end the process at once, with the status of a shell for it."""
+        if self._signalled:
+            os.write(2, b"djl-neuronx: ended by a second signal; running requests are lost\n")
+            os._exit(128 + sig)
+        self._signalled = self.should_exit = True
+        last = threading.Timer(self._drain_s + END_S, self._end_late)
+        last.daemon = True
+        last.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
-        service = self._application.service
-        if service is None:
-            await super().shutdown(sockets)
-            return
-        logger.info("stopping drain_s=%g requests=%d", self._drain_s, len(service.loop.streams))
-        closing = asyncio.create_task(asyncio.to_thread(service.loop.close, self._drain_s))
-        await super().shutdown(sockets)
-        if self.force_exit:  # a second signal: do not wait
-            await asyncio.to_thread(service.loop.close, join_s=0.0)
-        await closing
+        ending = asyncio.create_task(super().shutdown(sockets))
+        if (service := self._application.service) is not None:
+            logger.info("stopping drain_s=%g requests=%d", self._drain_s, len(service.loop.streams))
+            await asyncio.to_thread(service.loop.close, self._drain_s, JOIN_S)
+        await asyncio.wait([ending], timeout=ANSWER_S)
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, LimitedProtocol)  # noqa: S101  (of `Config`)
+            connection.stop()
+        await ending
+
+    def _end_late(self) -> None:
+        """End the process because something is stuck: a device call, a text that is being tokenised, a load."""
+        os.write(
+            2, b"djl-neuronx: ended although a thread still runs; the requests were answered\n"
+        )
+        os._exit(1 if self._application.failure is not None else 0)
 
 
 def create_app(application: Application) -> Starlette:
@@ -199,20 +279,15 @@ def create_app(application: Application) -> Starlette:
     )
 
 
-def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float = 30.0) -> int:
-    """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load."""
-    application = Application(folder_name)
-    config = uvicorn.Config(
-        create_app(application),
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=math.ceil(drain_s + ANSWER_S),
-        timeout_keep_alive=75,
-    )
-    server = _Server(config, application, drain_s)
+def serve(
+    load: Load, *, folder_name: str, options: ServingOptions, host: str, port: int, drain_s: float
+) -> int:
+    """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load.
+
+    `options` hold until the model is loaded.
+    """
+    application = Application(folder_name, options)
+    server = Server(application, host, port, drain_s)
     application.stop = partial(setattr, server, "should_exit", True)
 
     def load_model() -> None:
@@ -223,12 +298,8 @@ def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float 
             name = application.model_name
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
 
-    def on_signal(_number: int, _frame: object) -> None:
-        """Stop the server. Uvicorn raises the signal again when it is done, which would end the process by default."""
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
+        signal.signal(number, server.handle_exit)
     loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
     loader.start()
     status = 0
@@ -245,18 +316,18 @@ def serve(load: Load, *, folder_name: str, host: str, port: int, drain_s: float 
     return 1 if application.failure is not None else status
 
 
-async def _read(request: Request) -> bytes:
-    """The body, rejected as soon as it is over the limit."""
-    limit = f"the body is larger than {MAX_BODY_BYTES} bytes, the limit; send a shorter prompt"
+async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
+    """The body, rejected as soon as it is over the limit. `count` is called with the size of each part."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise BodyTooLargeError(limit)
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLargeError(over_limit(limit))
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError(limit)
+        count(len(chunk))
+        if size > limit:
+            raise BodyTooLargeError(over_limit(limit))
         chunks.append(chunk)
         if size > LONG_BODY_BYTES:
             await asyncio.sleep(PACE_S)

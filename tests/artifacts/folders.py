@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pickle
+import random
 import struct
 import zipfile
 from collections import OrderedDict
@@ -58,6 +59,14 @@ def safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     raw = json.dumps(header).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(end))
+
+
+def tensors(seed, num_bytes):
+    """A safetensors file of that size with one tensor."""
+    length = num_bytes - 128
+    entry = {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}
+    header = json.dumps({"w": entry}).ljust(120).encode()
+    return len(header).to_bytes(8, "little") + header + random.Random(seed).randbytes(length)
 
 
 def pickled(path: Path, value: object | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 
 import pytest
 
@@ -15,6 +14,7 @@ from botocore.retries.standard import ExponentialBackoff
 
 from djl_python_neuronx.artifacts import cache, s3, s3_transfer
 from djl_python_neuronx.artifacts.folder import EVERYTHING
+from tests.artifacts.folders import tensors
 
 PIECE_BYTES = 2**20
 KEYS = {
@@ -23,13 +23,14 @@ KEYS = {
     "AWS_REGION": "us-east-1",
 }
 URI = "s3://models/llama"
-LARGE = random.Random(0).randbytes(2 * PIECE_BYTES + 400_001)
+
+LARGE = tensors(0, 2 * PIECE_BYTES + 400_001)
 """Three pieces."""
 SMALL = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer/vocab.txt": b"a\nb\n",
     "compiled/VERSION": b"",
-    "model-00001-of-00001.safetensors": random.Random(1).randbytes(300_000),
+    "model-00001-of-00001.safetensors": tensors(1, 300_000),
 }
 NAME = "model.safetensors"
 

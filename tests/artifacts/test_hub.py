@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 import shutil
 import socket
@@ -23,10 +22,11 @@ from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+from tests.artifacts.folders import tensors
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": bytes(range(256)) * 1000,
+    "model.safetensors": tensors(0, 256_000),
     "odd [name].txt": b"x",
     "pytorch_model.bin": b"pickled",
     "original/consolidated.00.pth": b"other",
@@ -180,6 +180,19 @@ def test_only_what_a_format_needs_and_only_once(server, environ):
     assert server.loaded == []
 
 
+@pytest.mark.parametrize("damage", ["cut", "zeros", "cut text"])
+def test_a_damaged_file_in_the_cache_is_fetched_again_alone(server, environ, damage):
+    """The library itself looks at names only."""
+    folder = hub.fetch("ours/llama", environ=environ)
+    name = "config.json" if damage == "cut text" else "model.safetensors"
+    file = (folder / name).resolve()
+    size = file.stat().st_size
+    file.write_bytes(bytes(size) if damage == "zeros" else file.read_bytes()[: size // 2])
+    server.loaded.clear()
+    assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
+    assert server.loaded == [(name, 0)]
+
+
 def test_a_revision_and_a_token(server, environ):
     folder = hub.fetch("ours/llama", revision="v2", environ={**environ, "HF_TOKEN": "hf_secret"})
     assert folder.name == COMMITS["v2"]
@@ -192,7 +205,7 @@ def test_a_revision_and_a_token(server, environ):
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(server, environ):
     # The library writes ten megabytes at a time; what comes after the last ten is asked for again.
-    weights = random.Random(0).randbytes(24_000_000)
+    weights = tensors(0, 24_000_000)
     server.models["ours/large"] = {"config.json": b"{}", "model.safetensors": weights}
     server.cut_next = 1
     try:

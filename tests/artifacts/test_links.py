@@ -273,16 +273,17 @@ def test_a_folder_names_none_through_djl_either(model, tmp_path):
     assert ["link out of the model's folder" in str(one) for one in problems.errors] == [True]
 
 
-@pytest.mark.parametrize("make", [pipe, endless])
+@pytest.mark.parametrize("make", [pipe, endless, out])
 def test_a_manifest_that_lists_it_is_refused(model, secret, tmp_path, make):
     made = write(model, tmp_path / "out")
     bad = tmp_path / "out" / "adapters" / "a"
     bad.parent.mkdir()
     make(bad, secret)
-    entry = manifests.FileEntry(bytes=0, sha256="0" * 64)
+    num_bytes = secret.stat().st_size if make is out else 0
+    entry = manifests.FileEntry(bytes=num_bytes, sha256="0" * 64)
     listed = made.model_copy(update={"files": {**made.files, "adapters/a": entry}})
     manifests.write(tmp_path / "out", listed)
-    with pytest.raises(ArtifactAccessError, match="adapters/a"):
+    with pytest.raises(ArtifactError, match="adapters/a"):
         detect(tmp_path / "out")
 
 

@@ -1,6 +1,7 @@
 """A compile store's twin in S3: moto's server behind the breaking proxy."""
 
 import json
+import shutil
 
 import pytest
 
@@ -8,7 +9,7 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import CompileStore
-from djl_python_neuronx.errors import ArtifactMismatchError, ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 from tests.artifacts.s3_rig import settings
 from tests.artifacts.store_worker import (
     build,
@@ -51,6 +52,18 @@ def test_one_machine_compiles_all_others_fetch(machine, bucket, tmp_path):
         "compiled/latest/sampled-aa/manifest.json",
         "compiled/write-test/manifest.json",
     }
+
+
+def test_a_download_that_is_damaged_on_this_machine_is_fetched_again(machine, tmp_path):
+    build(journal=tmp_path / "journal", **machine("one"))
+    two = CompileStore(**machine("two"))
+    folder = find_or_fail(two, make_facts())
+    shutil.rmtree(folder)
+    (graph,) = (tmp_path / "two" / "downloads").glob("*/versions/*/files/graphs/0.neff")
+    graph.write_bytes(bytes(graph.stat().st_size))
+    with pytest.raises(ArtifactError, match=r"is damaged: .*changed graphs/0.neff"):
+        find_or_fail(two, make_facts())
+    assert files_of(find_or_fail(two, make_facts())) == expected_files()
 
 
 @pytest.mark.parametrize("left", [None, unfinished(expected_files())])

@@ -25,6 +25,7 @@ from tests.artifacts.s3_rig import (
     put,
     s3,
     settings,
+    tensors,
 )
 
 pytest_plugins = ["tests.artifacts.s3_fixtures"]
@@ -67,7 +68,7 @@ def test_only_what_a_format_needs_is_loaded(proxy, bucket, tmp_path):
         "training_args.bin",
         "README.md",
     }
-    put(bucket, dict.fromkeys(wanted | left, b"x"))
+    put(bucket, {**dict.fromkeys(wanted | left, b"x"), NAME: tensors(5, 300)})
     folder = s3.fetch(URI, tmp_path, settings(proxy))
     assert set(contents(folder)) == wanted
 

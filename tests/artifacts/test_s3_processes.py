@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.artifacts.s3_rig import (
     published,
     put,
     settings,
+    tensors,
 )
 
 pytest_plugins = ["tests.artifacts.s3_fixtures"]
@@ -88,7 +88,7 @@ def test_what_a_killed_download_left_of_another_version_is_not_used(proxy, bucke
     child.send_signal(signal.SIGKILL)
     child.communicate()
     proxy.rules = []
-    new = random.Random(2).randbytes(len(LARGE))
+    new = tensors(2, len(LARGE))
     put(bucket, {NAME: new})
     assert contents(fetch(proxy, tmp_path)) == {**SMALL, NAME: new}
 

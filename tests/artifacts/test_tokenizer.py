@@ -10,13 +10,14 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
     RequestError,
+    ServingError,
     UnsupportedParameterError,
 )
 from tests.artifacts import tokenizer_folders as folders
@@ -307,3 +308,44 @@ def test_a_special_token_that_no_configuration_names_is_known_by_its_text(tmp_pa
     )
     assert tokenizer.special_id("<|eot|>") == made.token_to_id("<|eot|>")
     assert tokenizer.special_id("eot") is None
+
+
+PATHOLOGICAL = Regex("(a+)+$")
+"""Takes exponential time for many a and something else: the library's regex engine gives up, and panics."""
+
+
+def test_a_regex_that_backtracks_too_long_fails_its_text_only(tmp_path, caplog):
+    made = folders.byte_level()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(PATHOLOGICAL, "isolated"), made.pre_tokenizer]
+    )
+    tokenizer = load_tokenizer(folders.write(tmp_path, made))
+    assert tokenizer.encode("Hello")
+    with pytest.raises(ServingError, match="tokenizer failed on this text") as caught:
+        tokenizer.encode("a" * 40 + "b")
+    assert not isinstance(caught.value, RequestError)
+    assert "tokenizer_panicked" in caplog.text
+    assert tokenizer.encode("Hello")
+
+
+def test_a_panic_of_the_decoder_is_an_error_too(tmp_path):
+    made = folders.byte_level()
+    made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(PATHOLOGICAL, "")])
+    tokenizer = load_tokenizer(folders.write(tmp_path, made))
+    assert tokenizer.pieces is None  # so that streams decode with the library
+    ids = tokenizer.encode("a" * 40 + "b")
+    with pytest.raises(ServingError, match="tokenizer failed on this text"):
+        tokenizer.decode(ids)
+
+
+def test_a_panic_during_the_load_is_an_error(tmp_path, monkeypatch):
+    made = folders.byte_level()
+    made.pre_tokenizer = pre_tokenizers.Split(PATHOLOGICAL, "isolated")
+    broken = load_tokenizer(folders.write(tmp_path, made))
+
+    def panic(*_, **__):
+        broken._backend.encode_batch_fast(["a" * 40 + "b"])
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", panic)
+    with pytest.raises(ServingError, match="tokenizer failed"):
+        load_tokenizer(tmp_path)

@@ -229,6 +229,16 @@ BATCHING = {
     ),
 }
 
+SECONDS = Row((("2.5", 2.5), (1, 1.0)), ("0", "-1", "inf", "nan", "soon", [1]))
+LIMITS = {
+    "max_body_bytes": count(),
+    "request_head_timeout": SECONDS,
+    "request_body_timeout": SECONDS,
+    "write_timeout": SECONDS,
+    "keep_alive_timeout": SECONDS,
+    "max_connections": count(),
+}
+
 GRAPHS = {
     "group_query_attention": Row(
         (
@@ -627,6 +637,7 @@ NXDI_ONLY = {
 TABLE: dict[str, Row] = {
     **GENERAL,
     **BATCHING,
+    **LIMITS,
     **GRAPHS,
     **PRECISION,
     **SPECULATION,

@@ -161,6 +161,17 @@ class TestVariables:
             ("predict_timeout", "60", "environment SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS"),
         ]
 
+    def test_sagemakers_sizes_are_bytes_and_mebibytes(self):
+        environ = {"SAGEMAKER_MAX_REQUEST_SIZE": "1000", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "25"}
+        assert told(sources.from_sagemaker(Inputs(environ), ())) == [
+            ("max_body_bytes", "1000", "environment SAGEMAKER_MAX_REQUEST_SIZE"),
+            ("max_body_bytes", str(25 * 2**20), "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"),
+        ]
+        odd = {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "much"}
+        assert told(sources.from_sagemaker(Inputs(odd), ())) == [
+            ("max_body_bytes", "much", "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"),
+        ]
+
     def test_tgis_variables_come_where_the_container_puts_them(self):
         environ = {
             "SM_NUM_GPUS": "8",

@@ -47,7 +47,7 @@ CODE = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT", "OPENSSL_CONF", "NETRC"),
     *("OMP_TOOL_LIBRARIES", "NCCL_NET_PLUGIN", "FI_PROVIDER_PATH", "PJRT_NEURON_LIBRARY_PATH"),
     *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HOSTALIASES", "BOTO_CONFIG", "CC", trust.TRUST),
-    *("\x01HF_ENDPOINT", "hf_endpoint"),
+    *("\xa0HF_ENDPOINT", "hf_endpoint"),
 )
 HARMLESS = (
     *("NEURON_CC_FLAGS", "NEURON_RT_NUM_CORES", "XLA_FLAGS", "OMP_NUM_THREADS", "MALLOC_CONF"),
@@ -150,12 +150,21 @@ def test_a_files_own_credentials_go_to_its_own_servers():
 
 
 def test_a_name_that_java_reads_otherwise_keeps_no_credential():
-    """Java trims no non-breaking space: it leaves the operator's token where it was."""
+    """What the file says and what Java has set differ: the operator's token is still there."""
     setting = Setting(
-        "env", "HF_TOKEN\xa0=x,HF_ENDPOINT=http://evil", "o", sources.FILE_NAME, by_user=True
+        "env", "HF_TOKEN=x,HF_ENDPOINT=http://evil", "o", sources.FILE_NAME, by_user=True
     )
-    java = {**OPERATOR, "HF_TOKEN\xa0": "x", "HF_ENDPOINT": "http://evil"}
+    java = {**OPERATOR, "HF_ENDPOINT": "http://evil"}
     variables = sources.worker_variables([setting])
     environ = trust.serving_environ(java, variables, Problems(), inherited=True, trusts_code=False)
-    assert environ["HF_TOKEN"] == "x"
     assert "hf_operator" not in environ.values()
+
+
+def test_names_are_those_that_java_sets():
+    text = "\x01HF_ENDPOINT\t=\x0bhttp://evil\0junk,HF_TOKEN\0=x,HF_TOKEN\xa0=y"
+    setting = Setting("env", text, "o", sources.FILE_NAME, by_user=True)
+    values = {name: entry.value for name, entry in sources.worker_variables([setting]).items()}
+    assert values == {"HF_ENDPOINT": "http://evil", "HF_TOKEN\xa0": "y"}
+    environ, (warning,) = serving(",".join(f"EVIL_{i}=x" for i in range(9999)))
+    assert not has_hub(environ)
+    assert len(warning) < 1500

@@ -23,7 +23,7 @@ from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_service import toy_service
-from tests.toy_tokenizer import TOKENIZER
+from tests.toy_tokenizer import TOKENIZER, PanickingTokenizer
 
 END_OF_STREAM = bytes(5)
 """The last chunk: its flag 0 and its length 0."""
@@ -412,6 +412,34 @@ def test_asynchronous_records_never_raise(service, backend):
     assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
     assert len(service.loop.streams) == 0
     assert backend.violations == []
+
+
+def test_a_tokenizer_that_panics_fails_its_request_only(service):
+    """A panic of the Rust library is no `Exception`."""
+    service.tokenizer = PanickingTokenizer()
+    bad = json.dumps({"inputs": "~"}).encode()
+    (record,) = records_of(AsyncDoor(service).answer(single(bad)))
+    assert record["code"] == "500"
+    assert PlainDoor(service, 60.0).answer(single(bad)).code == 500
+    door = RollingBatchDoor(service, 60.0)
+    caller = Caller(door)
+    caller.step([body([5], 9), bad])
+    caller.finish()
+    assert caller.answers[1][-1]["code"] == "500"
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 9)}
+    door.close()
+
+
+def test_a_body_above_the_limit_is_refused_by_its_row(backend):
+    service = toy_service(backend, max_body_bytes=200)
+    door = RollingBatchDoor(service, 60.0)
+    caller = Caller(door)
+    caller.step([body([5], 9), body([5], 9).ljust(201)])
+    caller.finish()
+    assert caller.answers[1][-1]["code"] == "413"
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 9)}
+    door.close()
+    service.close()
 
 
 def records_of(answer):

@@ -361,8 +361,74 @@ def test_a_prompt_of_escapes_alone_fits_into_the_largest_body() -> None:
 
 @pytest.mark.parametrize("stops", [["a"] * 65, ["a" * 1001]])
 def test_stop_strings_are_bounded(stops: list[str]) -> None:
-    with pytest.raises(UnsupportedParameterError, match="at most 64 of 1000"):
+    with pytest.raises(UnsupportedParameterError, match="at most 64"):
         with_parameters(stop=stops)
+    with pytest.raises(UnsupportedParameterError, match="at most 64 of 1000"):
+        with_parameters(stop=stops[:40], stop_sequences=stops[:40])
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_sequences", "stop_token_ids"])
+def test_lists_are_bounded_before_their_elements_are_looked_at(name: str) -> None:
+    """pydantic makes an error for each wrong element, with the GIL."""
+    with pytest.raises(UnsupportedParameterError, match=f"too many {name}: 65; at most 64"):
+        with_parameters(**{name: [None] * 65})
+
+
+def test_as_many_stop_token_ids_as_are_allowed() -> None:
+    assert len(with_parameters(stop_token_ids=list(range(64))).request.stop_token_ids) == 64
+
+
+MUCH = 300_000
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        b'{"inputs": [' + b"{}," * MUCH + b"{}]}",
+        b'{"inputs": [' + b"[]," * MUCH + b"[]]}",
+        b'{"inputs": [' + b'"",' * MUCH + b'""]}',
+        b'{"inputs": [' + b"1," * MUCH + b"1]}",
+        b"{" + b'"a":1,' * MUCH + b'"a":1}',
+        b'{"inputs": ' + b"[" * MUCH + b"]" * MUCH + b"}",
+        rb'{"a\\": [' + b"{}," * MUCH + b"{}]}",
+        rb'{"a\\\"": [' + b"{}," * MUCH + b"{}]}",
+        b"[" * MUCH,
+    ],
+)
+def test_bodies_of_many_parts_are_refused_before_they_are_parsed(
+    shape: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("orjson.loads")
+    with pytest.raises(RequestError, match="expected at most 32768 and 262144"):
+        parse(shape)
+
+
+@pytest.mark.parametrize(
+    "text", ["[{,:" * 100_000, '"[{,:\\' * 100_000, '\\"\\\\{' * 100_000, '"{},' * 100_000]
+)
+def test_text_may_hold_any_number_of_brackets_and_commas(text: str) -> None:
+    parsed = parse({"inputs": "<5>" + text})
+    assert len(parsed.request.prompt_ids) == len(text) + 2
+
+
+def test_the_largest_bodies_that_are_planned_are_within_the_bounds() -> None:
+    ids = list(range(131_072))
+    with pytest.raises(RequestError, match="inputs is a list"):
+        parse({"inputs": ids})
+    content = [{"type": "text", "text": "hello, {you}"}]
+    chat = [{"role": "user", "content": content}] * 4000
+    with pytest.raises(RequestError, match="inputs is a list"):
+        parse({"inputs": chat})
+
+
+def test_deep_bodies_are_refused() -> None:
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse(b'{"inputs": ' + b"[" * 2000 + b"]" * 2000 + b"}")
+
+
+def test_a_body_above_the_limit_is_refused() -> None:
+    with pytest.raises(BodyTooLargeError, match=r"larger than 20 bytes.*option\.max_body_bytes"):
+        parse({"inputs": "a" * 20}, max_body_bytes=20)
 
 
 def test_names_in_messages_are_cut() -> None:

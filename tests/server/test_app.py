@@ -23,8 +23,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-import uvicorn  # noqa: E402
-
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.engine import worker  # noqa: E402
 from djl_python_neuronx.engine.link import decode_request  # noqa: E402
@@ -36,10 +34,8 @@ from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
 from djl_python_neuronx.server.app import (  # noqa: E402
     LONG_BODY_BYTES,
-    MAX_BODY_BYTES,
     Application,
-    _Server,
-    create_app,
+    Server,
 )
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests import hostile  # noqa: E402
@@ -58,15 +54,7 @@ class Running:
 
     def __init__(self, application: Application, drain_s: float = 5.0) -> None:
         self.application = application
-        config = uvicorn.Config(
-            create_app(application),
-            host="127.0.0.1",
-            port=0,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-        )
-        self._server = _Server(config, application, drain_s)
+        self._server = Server(application, "127.0.0.1", 0, drain_s)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
@@ -342,7 +330,7 @@ def test_the_model_can_have_a_name(server: Running) -> None:
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.putrequest("POST", "/invocations")
-    connection.putheader("content-length", str(MAX_BODY_BYTES + 1))
+    connection.putheader("content-length", str(6 * 2**20 + 1))
     connection.endheaders()
     response = connection.getresponse()
     assert response.status == 413

@@ -1,0 +1,553 @@
+"""Clients that mean harm or are broken, on raw sockets: limits of time, size and number, with short limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine import streams
+from djl_python_neuronx.server import app, http
+from djl_python_neuronx.server.app import Application
+from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_service import toy_service
+from tests.toy_tokenizer import PanickingTokenizer
+
+SHORT_S = 0.2
+"""A time limit that a test waits for."""
+
+
+@contextmanager
+def serving(backend: ToyBackend | None = None, **options: Any) -> Iterator[Running]:
+    """A server with these options."""
+    backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
+    application = Application("toy")
+    application.service = toy_service(backend, **options)
+    running = Running(application)
+    try:
+        yield running
+    finally:
+        backend.resume.set()
+        running.close()
+        application.service.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(max_body_bytes=200_000) as running:
+        yield running
+
+
+def connect(server: Running, **options: int) -> socket.socket:
+    client = socket.socket()
+    for name, value in options.items():
+        client.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    client.settimeout(PATIENCE_S)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Everything until the server closes. A reset is an error of the test: the answer may be lost by it."""
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    client.close()
+    return b"".join(parts)
+
+
+def talk(server: Running, content: bytes) -> bytes:
+    client = connect(server)
+    client.sendall(content)
+    return read_all(client)
+
+
+def status(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1])
+
+
+def content(reply: bytes) -> dict[str, Any]:
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower(), reply
+    fields: dict[str, Any] = json.loads(rest)
+    assert fields["code"] == status(reply)
+    return fields
+
+
+def post(payload: bytes, *headers: str, path: str = "/invocations", length: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: toy", *headers]
+    if length:
+        lines.append(f"Content-Length: {len(payload)}")
+    return "\r\n".join([*lines, "", ""]).encode() + payload
+
+
+REQUEST = json.dumps(body([5, 6])).encode()
+CLOSE = "Connection: close"
+
+
+def assert_serves(server: Running) -> None:
+    """Nobody else's request is touched."""
+    reply = talk(server, post(REQUEST, CLOSE))
+    assert json.loads(reply.partition(b"\r\n\r\n")[2]) == {"generated_text": answer([5, 6])}
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (post(REQUEST, CHUNKED), 400),
+        (post(b"0\r\n\r\n", CHUNKED, "Content-Length: 5", length=False), 400),
+        (post(REQUEST, "Content-Length: 7"), 400),
+        (post(REQUEST, "Content-Length: -1", length=False), 400),
+        (post(b"zz\r\n{}\r\n", CHUNKED, length=False), 400),
+        (post(b"fffffffffffffffffffff\r\n", CHUNKED, length=False), 400),
+        (post(REQUEST, "Transfer-Encoding: gzip"), 501),
+        (post(REQUEST, "A\0: b"), 400),
+        (post(REQUEST, "A: b\0c"), 400),
+        (b"POST /invocations HTTP/1.1\r\n folded: x\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello \r\n\r\n", 400),
+        (b"GET /ping HTTP/1.1\r\nHost: toy\r\nHost: other\r\n\r\n", 400),
+        (b"GET /ping HTTP/1.1\r\n\r\n", 400),
+        (post(REQUEST, "A: " + "x" * 33_000), 431),
+        (post(REQUEST, *[f"A{i}: {'x' * 100}" for i in range(400)]), 431),
+        (b"GET /" + b"p" * 33_000 + b" HTTP/1.1\r\nHost: toy\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 100_000, 431),
+        (post(b"1\r\n \r\n" * 6000 + b"0\r\n\r\n", CHUNKED, length=False), 400),
+    ],
+    ids=range(19),
+)
+def test_invalid_http_is_answered_in_json_and_closes(
+    server: Running, sent: bytes, code: int
+) -> None:
+    reply = talk(server, sent)
+    assert content(reply)["type"] == "http_error"
+    assert status(reply) == code
+    assert b"connection: close" in reply
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"HEAD /invocations HTTP/1.1\r\nHost: toy\r\nConnection: close\r\n\r\n", 405),
+        (b"OPTIONS /invocations HTTP/1.1\r\nHost: toy\r\nConnection: close\r\n\r\n", 405),
+        (b"GET /ping HTTP/1.0\r\n\r\n", 200),
+        (post(REQUEST, CLOSE, "Expect: 100-continue"), 200),
+        (post(REQUEST, "Connection: close, upgrade", "Upgrade: websocket"), 200),
+        (post(REQUEST, "Connection: close, upgrade", "Upgrade: h2c", "HTTP2-Settings: AAMA"), 200),
+        (post(b"5\r\nabcde\r\n0\r\nTrailer: x\r\n\r\n", CHUNKED, CLOSE, length=False), 400),
+        (
+            b"GET /%00%ff/"
+            + b"p" * 20_000
+            + b" HTTP/1.1\r\nHost: toy\r\nConnection: close\r\n\r\n",
+            404,
+        ),
+        (post(REQUEST, CLOSE, "X-Request-Id: " + "x" * 20_000), 200),
+    ],
+    ids=range(9),
+)
+def test_odd_but_valid_http_is_answered(server: Running, sent: bytes, code: int) -> None:
+    reply = talk(server, sent)
+    assert status(reply) in {code, 100}
+    assert f" {code} ".encode() in reply
+
+
+def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    reply = talk(server, post(REQUEST) + post(b"{") + post(REQUEST, CLOSE))
+    assert reply.count(answer([5, 6]).encode()) == 2
+    assert reply.index(b" 200 ") < reply.index(b" 400 ") < reply.rindex(b" 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /invoc", b"POST / HTTP/1.1\r\nHost: a\r\nX: "])
+def test_a_slow_head_ends(sent: bytes) -> None:
+    with serving(request_head_timeout=SHORT_S) as server:
+        client = connect(server)
+        client.sendall(sent)
+        fields = content(read_all(client))
+        assert fields["type"] == "request_timeout"
+        assert "option.request_head_timeout" in fields["error"]
+        assert_serves(server)
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_byte_now_and_then_does_not_extend_the_limit(part: str) -> None:
+    with serving(**{f"request_{part}_timeout": SHORT_S}) as server:
+        client = connect(server)
+        client.sendall(post(REQUEST)[:-50] if part == "body" else b"GET / HTTP/1.1\r\n")
+        started = time.monotonic()
+        client.settimeout(0.02)
+        reply = b""
+        while not reply:
+            assert time.monotonic() - started < PATIENCE_S
+            try:
+                client.sendall(b"a")
+                reply = client.recv(65536)
+            except TimeoutError:
+                continue
+        assert content(reply)["type"] == "request_timeout"
+        client.close()
+        wait_until(lambda: not server._server.server_state.connections)
+
+
+def test_a_slow_body_ends_also_after_its_answer() -> None:
+    with serving(request_body_timeout=SHORT_S) as server:
+        fields = content(talk(server, post(REQUEST)[:-5]))
+        assert "option.request_body_timeout" in fields["error"]
+        reply = talk(server, post(REQUEST, path="/nothing")[:-5])
+        assert content(reply)["code"] == 404
+
+
+def test_an_idle_connection_ends() -> None:
+    with serving(keep_alive_timeout=SHORT_S) as server:
+        reply = talk(server, post(REQUEST))  # reads until the server closes
+        assert status(reply) == 200
+
+
+def test_a_pause_within_the_keep_alive_time_is_longer_than_a_head_may_take() -> None:
+    with serving(request_head_timeout=SHORT_S) as server:
+        client = connect(server)
+        for _ in range(2):
+            client.sendall(post(REQUEST))
+            reply = b""
+            while not reply.endswith(b"}"):
+                reply += client.recv(65536)
+            assert status(reply) == 200
+            time.sleep(2 * SHORT_S)
+        client.sendall(b"P")
+        assert content(read_all(client))["type"] == "request_timeout"
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    spec = replace(TOY_SPEC, num_slots=2, max_model_len=4096, token_buckets=(4096,))
+    backend = ToyBackend(spec)
+    with serving(backend, write_timeout=SHORT_S) as server:
+        loop = server.application.service.loop  # type: ignore[union-attr]
+        client = connect(server, SO_RCVBUF=4096)
+        (connection,) = wait_for_connections(server, 1)
+        raw = connection._raw.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(post(json.dumps(body([5, 6], 4000, stream=True)).encode()))
+        wait_until(lambda: len(backend.steps) > 3)
+        wait_until(lambda: len(loop.streams) == 0 and not backend.acquired)
+        wait_until(lambda: not server._server.server_state.connections)
+        assert_serves(server)
+        client.close()
+
+
+def wait_for_connections(server: Running, number: int) -> list[Any]:
+    connections = server._server.server_state.connections
+    wait_until(lambda: len(connections) == number)
+    return list(connections)
+
+
+def test_an_answer_that_nobody_fetches_does_not_keep_its_connection() -> None:
+    with serving(write_timeout=SHORT_S) as server:
+        client = connect(server, SO_RCVBUF=4096)
+        (connection,) = wait_for_connections(server, 1)
+        raw = connection._raw.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        get = b"GET /metrics HTTP/1.1\r\nHost: toy\r\n"
+        client.sendall(7 * (get + b"\r\n") + get + b"Connection: close\r\n\r\n")
+        wait_until(lambda: connection.ending)
+        assert connection._raw.get_write_buffer_size()
+        wait_until(lambda: not server._server.server_state.connections)
+        client.close()
+
+
+def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNREAD_DELTAS", 10)
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    with serving(backend) as server:
+        loop = server.application.service.loop  # type: ignore[union-attr]
+        client = connect(server)
+        (connection,) = wait_for_connections(server, 1)
+        connection.flow.pause_writing()  # as for a full buffer
+        client.sendall(post(json.dumps(body([5, 6], 120, stream=True)).encode(), CLOSE))
+        wait_until(lambda: len(backend.steps) > 10 and len(loop.streams) == 0)
+        assert len(backend.steps) < 120
+        server._server.servers[0].get_loop().call_soon_threadsafe(connection.flow.resume_writing)
+        reply = read_all(client)
+        assert b"reads too slowly" in reply
+        assert reply.count(b'"token"') < 20
+        assert_serves(server)
+
+
+def test_a_client_that_half_closes_has_left() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    backend.hang_at = {2}
+    with serving(backend) as server:
+        loop = server.application.service.loop  # type: ignore[union-attr]
+        client = connect(server)
+        client.sendall(post(json.dumps(body([5, 6], 100)).encode()))
+        assert backend.hanging.wait(PATIENCE_S)
+        client.shutdown(socket.SHUT_WR)
+        wait_until(lambda: len(loop.streams) == 0)
+        backend.resume.set()
+        client.close()
+
+
+def test_a_connection_too_many_gets_503() -> None:
+    with serving(max_connections=2) as server:
+        held = [connect(server) for _ in range(2)]
+        wait_for_connections(server, 2)
+        reply = talk(server, post(REQUEST))
+        assert content(reply)["type"] == "queue_full"
+        assert "option.max_connections" in content(reply)["error"]
+        assert b"retry-after: 1" in reply
+        for client in held:
+            client.close()
+        wait_for_connections(server, 0)
+        assert_serves(server)
+
+
+def test_far_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SPARE_CONNECTIONS", 1)
+    with serving(max_connections=1) as server:
+        held = [connect(server) for _ in range(2)]
+        wait_for_connections(server, 2)
+        assert talk(server, b"") == b""
+        for client in held:
+            client.close()
+
+
+def test_the_limit_of_open_files_allows_for_the_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = [1024, 4000]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(state))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: state.__setitem__(slice(None), new))
+    http.allowed_connections.cache_clear()
+    assert http.allowed_connections(100) == 100
+    assert state == [1024, 4000]
+    assert http.allowed_connections(1000) == 1000
+    assert state == [1320, 4000]
+    assert http.allowed_connections(4096) == 4000 - 64 - 256
+    assert state == [4000, 4000]
+    http.allowed_connections.cache_clear()
+
+
+@pytest.mark.parametrize("expects", [(), ("Expect: 100-continue",)])
+def test_a_declared_body_over_the_limit_is_refused_unread(
+    server: Running, expects: tuple[str, ...]
+) -> None:
+    client = connect(server)
+    client.sendall(post(b"", *expects, "Content-Length: 200001", length=False))
+    reply = read_all(client)
+    assert content(reply)["type"] == "body_too_large"
+    assert "200000 bytes" in content(reply)["error"]
+    assert b" 100 " not in reply
+    assert_serves(server)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_too_much_still_reads_the_answer(server: Running, chunked: bool) -> None:
+    """Sent with one blocking call: bytes behind the limit are on the way when the answer is written."""
+    much = b" " * 1_000_000
+    sent = post(much)
+    if chunked:
+        sent = post(b"f4240\r\n" + much + b"\r\n0\r\n\r\n", CHUNKED, length=False)
+    reply = talk(server, sent)
+    assert content(reply)["type"] == "body_too_large"
+    assert b"connection: close" in reply
+    assert_serves(server)
+
+
+def test_the_rest_of_a_body_after_its_answer_is_bounded(server: Running) -> None:
+    client = connect(server)
+    client.sendall(post(b" ", "Content-Length: 150000", path="/nothing", length=False))
+    assert status(client.recv(65536)) == 404
+    client.sendall(b" " * 149_000)
+    read_all(client)  # the server has closed
+    kept = talk(server, post(b" " * 20_000, path="/nothing") + post(REQUEST, CLOSE))
+    assert answer([5, 6]).encode() in kept
+
+
+def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODIES", 2)
+    with serving(max_body_bytes=200_000) as server:
+        application = server.application
+        declaring = connect(server)  # declares much and sends little: keeps nobody out
+        declaring.sendall(post(b"", "Content-Length: 200000", length=False) + b" ")
+        sent = post(b"", "Content-Length: 190000", length=False) + b" " * 189_000
+        held = [connect(server) for _ in range(2)]
+        for client in held:
+            client.sendall(sent)
+        wait_until(lambda: application.body_bytes == 1 + 2 * 189_000)
+        for _ in range(4):
+            reply = talk(server, sent)
+            assert content(reply)["type"] == "queue_full"
+            assert b"retry-after: 1" in reply
+        assert application.body_bytes == 1 + 2 * 189_000
+        assert_serves(server)  # a short body is read in any case
+        for client in [declaring, *held]:
+            client.close()
+        wait_until(lambda: application.body_bytes == 0)
+        assert status(talk(server, post(REQUEST.ljust(190_000), CLOSE))) == 200
+        assert application.body_bytes == 0
+
+
+def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    backend.hang_at = {2}
+    with serving(backend) as server:
+        content = post(json.dumps(body([5, 6], 50)).encode().ljust(1_000_000), CLOSE)
+        client = connect(server)
+        tracemalloc.start()
+        client.sendall(content)
+        assert backend.hanging.wait(PATIENCE_S)
+        held_bytes, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most_bytes > 1_000_000
+        assert held_bytes < 500_000
+        assert server.application.body_bytes == 0
+        backend.resume.set()
+        assert status(read_all(client)) == 200
+
+
+@pytest.mark.parametrize("prompt", ["~", "~" * 3000])
+def test_a_tokenizer_that_panics_fails_its_request_in_json(prompt: str) -> None:
+    """A short prompt is tokenised in the event loop, a long one on a thread."""
+    with serving() as server:
+        server.application.service.tokenizer = PanickingTokenizer()  # type: ignore[union-attr]
+        reply = talk(server, post(json.dumps({"inputs": prompt}).encode(), CLOSE))
+        assert (status(reply), content(reply)["type"]) == (500, "serving_error")
+        assert_serves(server)
+
+
+def test_a_load_that_ends_the_interpreter_is_a_failed_load() -> None:
+    """Code of a model folder may call `sys.exit`; on a thread that goes unnoticed."""
+    application = Application("toy")
+    application.load(lambda *_: sys.exit(3))  # type: ignore[arg-type]
+    assert application.failure is not None
+    assert "SystemExit" in str(application.failure)
+
+
+PROGRAM = """
+import sys, threading, time
+from dataclasses import replace
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.server.app import serve
+from djl_python_neuronx.telemetry import setup_logging
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_service import toy_service
+port, drain, state = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+setup_logging()
+backend = ToyBackend(TOY_SPEC, step_s=0.05)
+if state == "prefill":
+    backend.hang_at = {0}
+if state == "device":
+    backend.hang_at = {2}
+
+def load(stage, on_death):
+    while state == "load":
+        time.sleep(0.1)
+    return toy_service(backend, on_death=on_death)
+
+sys.exit(serve(load, folder_name="toy", options=ServingOptions(), host="127.0.0.1", port=port, drain_s=drain))
+"""
+
+
+class Program:
+    """A server in a process of its own, with an open connection of the kind that `state` names."""
+
+    def __init__(self, state: str, drain_s: float) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.port), str(drain_s), state],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        self.client = socket.socket()
+        wait_until(self._connects)
+        if state != "load":
+            wait_until(lambda: b" 200 " in self._get_ping())
+        stream = json.dumps(body([5, 6], 120, stream=True)).encode()
+        sent = {
+            "load": b"GET /pi",
+            "body": post(stream)[:-5],
+            "unread": post(stream),
+            "prefill": post(stream),
+            "device": post(stream),
+        }
+        self.client.sendall(sent[state])
+        time.sleep(0.2)
+
+    def _connects(self) -> bool:
+        return self.client.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def _get_ping(self) -> bytes:
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(b"GET /ping HTTP/1.0\r\n\r\n")
+            return client.recv(65536)
+
+    def end(self, *signals: int) -> tuple[int, str, float]:
+        """Send signals; returns status, log and the seconds from the last of them to the end."""
+        for number in signals:
+            sent_s = time.monotonic()
+            self.process.send_signal(number)
+            time.sleep(0.2)
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        self.client.close()
+        return self.process.returncode, log, time.monotonic() - sent_s
+
+
+STATES = ["load", "body", "unread", "prefill", "device"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_stop_ends_within_the_drain_and_two_seconds(state: str) -> None:
+    code, log, seconds = Program(state, 0.5).end(signal.SIGTERM)
+    assert (code, "Traceback" in log) == (0, False), log
+    assert seconds < 0.5 + 2 + 1  # the last second is for a busy machine
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [("load", signal.SIGTERM), ("unread", signal.SIGINT), ("device", signal.SIGTERM)],
+)
+def test_a_second_signal_ends_at_once(state: str, number: int) -> None:
+    code, log, seconds = Program(state, 60.0).end(number, number)
+    # A load has no requests that are drained: the first signal may have ended it.
+    assert code in ({128 + number} if state != "load" else {0, 128 + number}), log
+    assert "Traceback" not in log
+    assert seconds < 1 + 2  # two are for a busy machine
+
+
+def test_the_default_drain_fits_the_grace_of_thirty_seconds() -> None:
+    from djl_python_neuronx import cli
+
+    drain_s = cli._parser().parse_args(["serve"]).drain
+    assert drain_s + 2 <= 28
+
+
+def test_the_limits_hold_before_the_model_is_loaded() -> None:
+    application = Application("toy", ServingOptions(request_head_timeout=SHORT_S))
+    running = Running(application)
+    try:
+        assert content(read_all(connect(running)))["type"] == "request_timeout"
+    finally:
+        running.close()
