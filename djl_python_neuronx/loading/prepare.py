@@ -185,6 +185,7 @@ def prepare_or_raise(
             problems,
             inherited=True,
             trusts_code=settings.options.trust_remote_code,
+            cache_root=fetch.download_root(environ),
         )
     logged = _log_problems(problems)
     preparation = Preparation(
