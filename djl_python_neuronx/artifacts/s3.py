@@ -327,7 +327,7 @@ def check_names(names: Iterable[str], where: str) -> None:
         if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
             problems.append(f"{name!r} is not a plain path")
         elif any(len(part.encode()) > 255 for part in parts):
-            problems.append(f"{name!r} is too long for a file's name")
+            problems.append(f"too long for a file's name: {name!r}")
         elif both := known.intersection(parents):
             problems.append(f"{sorted(both)[0]!r} is a file and a folder")
     if problems:
