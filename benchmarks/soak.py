@@ -1,23 +1,30 @@
-"""Does the service heal? 200 streams at a time, while the engine process is killed at random moments.
+"""Does the service hold? Kills of the engine process, or clients that are broken or mean harm.
 
-    python benchmarks/soak.py --kills 50          # the embedded server, about 10 minutes
+    python benchmarks/soak.py --kills 50                    # the embedded server, about 10 minutes
+    python benchmarks/soak.py --requests 10000              # about 5 minutes
+    python benchmarks/soak.py --requests 3000 --door async  # DJL's released engine: async, rolling or plain
 
-The engine process (front -> guard -> engine, found in /proc) gets SIGKILL, SIGSEGV, SIGABRT, or SIGSTOP, which the
-watchdog must notice (`--predict-timeout`). One kill in five hits the engine while it loads. `--seed` fixes the signals
-and their delays.
+`--kills`: 200 ordinary streams at a time, while the engine process (front -> guard -> engine, found in /proc) gets
+SIGKILL, SIGSEGV, SIGABRT, or SIGSTOP, which the watchdog must notice (`--predict-timeout`). One kill in five hits the
+engine while it loads. `--seed` fixes the signals and their delays.
+
+`--requests`: 32 clients at a time, half of them ordinary. `soak_clients.py` has the others, with what each may get:
+they leave, cut bodies, send what is no request, are slow, or flood the queue. `--seed` fixes who comes when.
 
 Every request ends with one of these; anything else is wrong, and so is one that does not end (`DEADLINE_S`):
 
-* `right`: the text of the quiet pass before the kills, with the same prompt, parameters and seed. The quiet pass itself
-  is compared with the example model's known answers.
-* `error 503 backend_unavailable` and the like: status 408, 500 or 503, with a JSON body.
+* `right`: the text of the quiet pass at the start, with the same prompt, parameters and seed. The quiet pass itself is
+  compared with the example model's known answers.
+* `error 503 backend_unavailable` and the like: an error status with a JSON body. With `--kills`: 408, 500 or 503.
 * `error event …`: the last event of a stream has the error; the text before it is a prefix of the right one.
 * `left`: the client closed the connection in the middle; the text so far is a prefix of the right one.
+* `closed`: the server closed the connection of a client that had not sent its request to the end.
 
 After each kill a request that is sent later must be answered right, within `RECOVERY_S`; the time from the kill to
 that answer is the recovery. At the end the quiet pass is repeated, SIGTERM must end the server with status 0, and
 nothing may be left: compared are descriptors, threads and child processes of the front (idle, before and after the
-kills), then processes, the port, temporary files and shared memory. Memory is printed, not judged.
+kills), then processes, the port, temporary files and shared memory. With `--requests` those of the engine are compared
+too, since the end of a warm-up of 500 requests, and the memory of both, which may grow by 5 %.
 
 One JSON object; exit status 1 if anything was wrong. Linux only.
 """
@@ -28,6 +35,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import queue
 import random
@@ -41,18 +49,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "examples" / "tiny-llama"
+from soak_answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
+from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
+
 DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
 """Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
 RECOVERY_S = 120.0
@@ -65,9 +73,12 @@ PREDICT_TIMEOUT_S = {True: 10, False: 30}
 MARK = "SOAK_RUN"
 """Environment variable that every process of a run inherits."""
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
-FORMS = ("json", "jsonlines", "sse")
-SSE = "text/event-stream"
-CLEAN_STATUSES = (408, 500, 503)
+WARM_UP = 500
+"""Requests before descriptors, threads and memory are compared."""
+MEMORY = 1.05
+MAX_WAITING = 32
+IDLE_S = 2.0
+"""After the warm-up, until requests whose clients left have ended."""
 SHOWN = 20
 
 
@@ -75,37 +86,9 @@ class SoakError(Exception):
     """The service did not start, or did not recover."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt with its parameters."""
-
-    prompt: str
-    parameters: tuple[tuple[str, Any], ...]
-    known: str | None = None
-    """The text, if the example model's folder has it."""
-
-    def body(self, form: str) -> bytes:
-        """The request's body."""
-        fields = {"inputs": self.prompt, "parameters": dict(self.parameters)}
-        return json.dumps({**fields, "stream": form != "json"}).encode()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came back until the end, or until the time was over."""
-
-    status: int
-    data: bytes
-    timed_out: bool = False
-    """The deadline came, or the client left."""
-    broken: str | None = None
-    """How the connection failed."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 @dataclass
-class Front:
-    """What the front process holds."""
+class Holdings:
+    """What a process holds."""
 
     descriptors: int
     threads: int
@@ -113,7 +96,7 @@ class Front:
     rss_mib: float
 
     @classmethod
-    def of(cls, pid: int) -> Front:
+    def of(cls, pid: int) -> Holdings:
         """Read from /proc."""
         resident_pages = int(_read(pid, "statm").split()[1])
         return cls(
@@ -123,10 +106,11 @@ class Front:
             rss_mib=round(resident_pages * resource.getpagesize() / 2**20, 1),
         )
 
-    def grown(self, before: Front) -> list[str]:
-        """What there is more of than before; memory is not judged."""
+    def grown(self, before: Holdings, memory: float = math.inf) -> list[str]:
+        """What there is more of than before. `memory`: factor by which memory may grow."""
         names = ("descriptors", "threads", "children")
-        return [name for name in names if getattr(self, name) > getattr(before, name)]
+        found = [name for name in names if getattr(self, name) > getattr(before, name)]
+        return [*found, *(["memory"] if self.rss_mib > memory * before.rss_mib else [])]
 
 
 @dataclass
@@ -166,89 +150,6 @@ class Tally:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
 
-def questions(count: int, pick: random.Random) -> list[Question]:
-    """Distinct questions: known ones, greedy ones of any length, seeded ones."""
-    lines = (MODEL / "checks.jsonl").read_text(encoding="utf-8").splitlines()
-    checks = pick.sample([json.loads(line) for line in lines], count)
-    found = []
-    for i, check in enumerate(checks):
-        length = ("max_new_tokens", check["max_new_tokens"])
-        if i % 3 == 0:
-            found.append(Question(check["prompt"], (length,), check["completion"]))
-            continue
-        parameters = [("max_new_tokens", pick.randint(1, 150)), ("ignore_eos", True)]
-        if i % 3 == 2:
-            sampling = pick.choice(({"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}))
-            parameters += [
-                ("do_sample", True),
-                ("temperature", 1.5),
-                ("seed", i),
-                *sampling.items(),
-            ]
-        found.append(Question(check["prompt"], tuple(parameters)))
-    return found
-
-
-def judge(reply: Reply, form: str, text: str, *, leaves: bool = False) -> str:
-    """The outcome of a request whose right answer is `text`; "wrong: …" says what is wrong."""
-    if reply.timed_out and not leaves:
-        return f"wrong: no end in time, status {reply.status}, {reply.data[-200:]!r}"
-    if reply.broken:
-        return f"wrong: connection broken ({reply.broken}) after {reply.data[-200:]!r}"
-    if reply.timed_out and reply.status in (0, 200) and (form == "json" or not reply.data):
-        return "left"
-    try:
-        if reply.status != 200:
-            return _refusal(reply)
-        return _whole(reply, text) if form == "json" else _streamed(reply, form, text)
-    except (ValueError, KeyError, TypeError) as error:
-        return f"wrong: not an answer ({type(error).__name__}: {error}): {reply.data[-200:]!r}"
-
-
-def _refusal(reply: Reply) -> str:
-    if reply.timed_out:
-        return "left"
-    found = json.loads(reply.data)
-    if reply.status not in CLEAN_STATUSES or found["code"] != reply.status or not found["error"]:
-        return f"wrong: status {reply.status}: {reply.data[-200:]!r}"
-    return f"error {reply.status} {found.get('type', '')}".rstrip()
-
-
-def _whole(reply: Reply, text: str) -> str:
-    found = json.loads(reply.data)
-    if "code" in found:
-        return f"error in body {found['code']} {found.get('type', '')}".rstrip()
-    if found["generated_text"] != text:
-        return f"wrong: text {found['generated_text']!r}, expected {text!r}"
-    return "right"
-
-
-def _streamed(reply: Reply, form: str, text: str) -> str:
-    # A row of a batch has no status of its own in plain mode: its error is the whole body.
-    if reply.data.startswith(b'{"code"'):
-        return _whole(reply, text)
-    separator, prefix = ("\n\n", "data:") if form == "sse" else ("\n", "")
-    *events, rest = reply.data.decode(errors="replace").split(separator)
-    found = [json.loads(event.removeprefix(prefix)) for event in events]
-    made = "".join(event["token"]["text"] for event in found if "token" in event)
-    if not text.startswith(made):
-        return f"wrong: stream {made!r}, expected {text!r}"
-    if reply.timed_out:
-        return "left"
-    if rest or not found:
-        return f"wrong: the stream ends with {rest!r}"
-    last = found[-1]
-    if "code" in last:
-        return (
-            f"error event {last['code']} {last.get('type', '')}".rstrip()
-            if last["error"]
-            else "wrong: no error"
-        )
-    if last["generated_text"] != text or made != text:
-        return f"wrong: stream {made!r} and text {last['generated_text']!r}, expected {text!r}"
-    return "right"
-
-
 class Embedded:
     """The embedded server, as a process of its own."""
 
@@ -271,6 +172,17 @@ class Embedded:
             self.process = subprocess.Popen(command, env=environ, cwd=ROOT, stderr=log)
         self.front = self.process.pid
 
+    @classmethod
+    def start(cls, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]) -> Embedded:
+        """Start a server, and wait until it answers."""
+        door = cls(options, work, environ)
+        try:
+            door.wait_ready()
+        except BaseException:
+            door.kill()
+            raise
+        return door
+
     def wait_ready(self) -> None:
         """Return when the server answers."""
         deadline_s = time.monotonic() + START_S
@@ -284,8 +196,12 @@ class Embedded:
     def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
         """Send a request and read until its end, or leave after some seconds."""
         headers = {"accept": SSE} if form == "sse" else {}
+        return self.post(question.body(form), headers, leave_s)
+
+    def post(self, body: bytes, headers: Mapping[str, str], leave_s: float | None = None) -> Reply:
+        """The same with any body."""
         deadline_s = time.monotonic() + (DEADLINE_S if leave_s is None else leave_s)
-        return self.send("POST", "/invocations", question.body(form), headers, deadline_s)
+        return self.send("POST", "/invocations", body, headers, deadline_s)
 
     def send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], deadline_s: float
@@ -317,9 +233,14 @@ class Embedded:
         return Reply(status, data, headers=headers_received)
 
     @property
+    def log_text(self) -> str:
+        """All of the log."""
+        return self.log.read_text()
+
+    @property
     def said(self) -> str:
         """The end of the log."""
-        return self.log.read_text()[-3000:]
+        return self.log_text[-3000:]
 
     @property
     def alive(self) -> bool:
@@ -342,34 +263,45 @@ class Djl:
 
     port = None
 
-    def __init__(
-        self, mode: str, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]
-    ) -> None:
-        """Start a JVM and begin to load the model."""
-        sys.path.insert(0, str(ROOT))
-        from tests.djl import java
-
-        classes, self._folder = work / "classes", work / "model"
-        for folder in (classes, self._folder):
-            folder.mkdir()
-        lines = ["engine=Python", "minWorkers=1", "maxWorkers=1"]
-        settings = {
-            "model_id": MODEL, "entryPoint": "djl_python_neuronx.handler", **MODES[mode], **options
-        }  # fmt: skip
-        lines += [f"option.{name}={value}" for name, value in settings.items()]
-        (self._folder / "serving.properties").write_text("\n".join(lines) + "\n")
-        self._java = java.Java(java.compile_driver(classes), work / "cache", environ)
-        self.front = 0
-        self._batches: queue.SimpleQueue[tuple[tuple[str, int], str, Future[Any]]] | None = None
+    def __init__(self, mode: str, java: Any) -> None:  # noqa: ANN401  (of its tests, which have no types)
+        """`java`: a JVM that has loaded the model as "tiny"."""
+        self._java = java
+        (self.front,) = java.workers()
+        self._batches: queue.SimpleQueue[tuple[tuple[Any, ...], bytes, Future[Any]]] | None = None
         if mode == "plain":
             # As DJL Serving does: one call at a time, with what has come meanwhile.
             self._batches = queue.SimpleQueue()
             threading.Thread(target=self._send_batches, daemon=True).start()
 
-    def wait_ready(self) -> None:
-        """Load the model."""
-        self._java.load("tiny", self._folder)
-        (self.front,) = self._java.workers()
+    @classmethod
+    def start(
+        cls, mode: str, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]
+    ) -> Djl:
+        """Start a JVM and load the model."""
+        sys.path.insert(0, str(ROOT))
+        from tests.djl import java
+
+        classes, folder = work / "classes", work / "model"
+        for each in (classes, folder):
+            each.mkdir()
+        lines = ["engine=Python", "minWorkers=1", "maxWorkers=1"]
+        settings = {
+            "model_id": MODEL, "entryPoint": "djl_python_neuronx.handler", **MODES[mode], **options
+        }  # fmt: skip
+        lines += [f"option.{name}={value}" for name, value in settings.items()]
+        (folder / "serving.properties").write_text("\n".join(lines) + "\n")
+        jvm = java.Java(java.compile_driver(classes), work / "cache", environ)
+        try:
+            jvm.load("tiny", folder)
+            return cls(mode, jvm)
+        except BaseException:
+            jvm.close()
+            raise
+
+    @property
+    def log_text(self) -> str:
+        """All of the log."""
+        return "\n".join(self._java.log)
 
     @property
     def said(self) -> str:
@@ -382,34 +314,39 @@ class Djl:
         return self._java.workers() == [self.front]
 
     def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
-        """Send a request and read until its end; a client that leaves a stream does so after some chunks."""
-        accept = SSE if form == "sse" else "application/json"
-        leaves_stream = leave_s is not None and form != "json"
-        num_chunks = 1 + int(10 * leave_s) if leaves_stream else 0
-        answer = self._send((accept, num_chunks), question.body(form).decode())
-        patience_s = DJL_DEADLINE_S if leave_s is None or leaves_stream else leave_s
-        over = not answer.done.wait(patience_s)
+        """Send a request and read until its end, or leave: a stream after some chunks, else without reading."""
+        headers = {"Accept": SSE if form == "sse" else "application/json"}
+        num_chunks = 0 if leave_s is None else -1 if form == "json" else 1 + int(10 * leave_s)
+        return self._post(question.body(form), headers, num_chunks)
+
+    def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """The same with any body."""
+        return self._post(body, headers)
+
+    def _post(self, body: bytes, headers: Mapping[str, str], num_chunks: int = 0) -> Reply:
+        answer = self._send((*sorted(headers.items()), num_chunks), body)
+        over = not answer.done.wait(DJL_DEADLINE_S)
         if any(JAVA_TIMEOUT in message for message in answer.errors) and not answer.chunks:
             return Reply(503, json.dumps({"code": 503, "error": JAVA_TIMEOUT}).encode())
         return Reply(
             answer.status or 0,
             answer.content,
-            timed_out=over or len(answer.chunks) == num_chunks > 0,
+            timed_out=over or num_chunks < 0 or len(answer.chunks) == num_chunks > 0,
             broken=" | ".join(answer.errors) or None,
+            headers=answer.headers,
         )
 
-    def _send(self, how: tuple[str, int], body: str) -> Any:  # noqa: ANN401  (the driver's answer)
+    def _send(self, how: tuple[Any, ...], body: bytes) -> Any:  # noqa: ANN401  (the driver's answer)
         if self._batches is not None:
             self._batches.put((how, body, sent := Future()))
             return sent.result()
         return self._submit(how, body)[0]
 
-    def _submit(self, how: tuple[str, int], *bodies: str) -> list[Any]:
-        accept, num_chunks = how
-        several = len(bodies) > 1
-        headers = {"Accept": accept}
+    def _submit(self, how: tuple[Any, ...], *bodies: bytes) -> list[Any]:
+        """`how`: headers, and the number of chunks after which the client leaves."""
+        *headers, num_chunks = how
         return self._java.submit(
-            "tiny", *bodies, headers=headers, leave_after=num_chunks, together=several
+            "tiny", *bodies, headers=dict(headers), leave_after=num_chunks, together=len(bodies) > 1
         )
 
     def _send_batches(self) -> None:
@@ -420,9 +357,9 @@ class Djl:
                 batch.append(self._batches.get())
             if last is not None:
                 last.started.wait()  # Java's thread is busy until the answers begin
-            for how, alike in itertools.groupby(sorted(batch, key=itemgetter(0)), itemgetter(0)):
-                _, bodies, sent = zip(*alike, strict=True)
-                for future, answer in zip(sent, self._submit(how, *bodies), strict=True):
+            for _, alike in itertools.groupby(sorted(batch, key=_how), _how):
+                how, bodies, sent = zip(*alike, strict=True)
+                for future, answer in zip(sent, self._submit(how[0], *bodies), strict=True):
                     future.set_result(last := answer)
 
     def end(self) -> int:
@@ -434,6 +371,10 @@ class Djl:
         self._java.close()
 
 
+def _how(sent: tuple[tuple[Any, ...], bytes, Future[Any]]) -> str:
+    return repr(sent[0])
+
+
 BATCH_SIZE = 16
 JAVA_TIMEOUT = "Time out in: "
 """Rolling mode: Java gives up a request that has waited for a free row as long as `predict_timeout`."""
@@ -443,7 +384,7 @@ MODES = {
     "plain": {"rolling_batch": "disable", "batch_size": BATCH_SIZE},
 }
 DOORS: dict[str, Callable[..., Any]] = {
-    "embedded": Embedded, **{mode: partial(Djl, mode) for mode in MODES}
+    "embedded": Embedded.start, **{mode: partial(Djl.start, mode) for mode in MODES}
 }  # fmt: skip
 
 
@@ -519,14 +460,12 @@ class Soak:
         self.door = door
         self.pick = pick
         self.num_streams = num_streams
-        self.tally = Tally()
         self.questions = questions(num_questions, pick)
         self.texts: dict[Question, str] = {}
-        self.kills: Counter[str] = Counter()
+        self.tally = Tally()
         self.wrong: list[str] = []
         self.memory: set[str] = set()
         """Files in /dev/shm that processes of this run were seen to map."""
-        self.over = threading.Event()
 
     def learn(self) -> None:
         """Get every text in a quiet pass; the known ones must agree."""
@@ -540,12 +479,32 @@ class Soak:
                 self.wrong.append(f"quiet pass: {text!r}, known is {question.known!r}")
 
     def repeat(self) -> None:
-        """Ask everything again without kills, in every form in turn: all must be right."""
+        """Ask everything again in the end, in every form in turn: all must be right."""
         for question, form in zip(self.questions, itertools.cycle(FORMS), strict=False):
             reply = self.door.ask(question, form)
             outcome = judge(reply, form, self.texts[question])
             if outcome != "right":
-                self.wrong.append(f"after the kills: {form}: {outcome}")
+                self.wrong.append(f"in the end: {form}: {outcome}")
+
+
+class Kills(Soak):
+    """Ordinary clients, while the engine process is killed."""
+
+    def __init__(self, *given: Any) -> None:  # noqa: ANN401
+        super().__init__(*given)
+        self.kills: Counter[str] = Counter()
+        self.over = threading.Event()
+
+    def report(self) -> dict[str, Any]:
+        """What is printed of it."""
+        recoveries = self.tally.recoveries
+        return {
+            "kills": dict(self.kills),
+            "recovery_s": {
+                "median": round(statistics.median(recoveries), 2) if recoveries else None,
+                "max": round(max(recoveries), 2) if recoveries else None,
+            },
+        }
 
     def client(self, seed: int) -> None:
         """Ask until the run is over; one request in eight is left in the middle."""
@@ -608,10 +567,72 @@ class Soak:
         self.wrong += self.tally.wrong
 
 
-def settled(pid: int, before: Front) -> Front:
-    """The front's holdings when they have come down to those before, or at the end of the patience."""
-    wait_until(lambda: not Front.of(pid).grown(before), SETTLE_S)
-    return Front.of(pid)
+class Mix(Soak):
+    """Clients of all kinds, and no kills."""
+
+    def __init__(self, *given: Any) -> None:  # noqa: ANN401
+        super().__init__(*given)
+        self.clients: dict[str, Counter[str]] = defaultdict(Counter)
+        """Outcomes of each kind of client."""
+
+    def report(self) -> dict[str, Any]:
+        """What is printed of it."""
+        return {"clients": {name: dict(found) for name, found in sorted(self.clients.items())}}
+
+    def warm_up(self, num_requests: int) -> None:
+        """So many requests, then as many long bodies at once as start every thread for them."""
+        self.run(num_requests)
+        with ThreadPoolExecutor(FLOOD) as threads:
+            [*threads.map(lambda body: self.door.post(body, {}), [BODIES["many keys"]] * FLOOD)]
+
+    def run(self, num_requests: int) -> None:
+        """At least as many requests, by `num_streams` clients at once; every kind has a turn at the start."""
+        found = {name: one for name, one in CLIENTS.items() if self.door.port or not one.http}
+        end = self.tally.outcomes.total() + num_requests
+
+        def ask(seed: int, names: list[str]) -> None:
+            pick = random.Random(seed)
+            while self.tally.outcomes.total() < end:
+                chosen = pick.choices([*found], [one.share for one in found.values()])
+                self.serve(names.pop() if names else chosen[0], pick)
+
+        threads = [
+            threading.Thread(
+                target=ask, args=(self.pick.randrange(2**32), [*found][i :: self.num_streams])
+            )
+            for i in range(self.num_streams)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.wrong, self.tally.wrong = self.wrong + self.tally.wrong, []
+
+    def serve(self, name: str, pick: random.Random) -> None:
+        """Be a client of a kind, and count its outcomes."""
+        client = CLIENTS[name]
+        question = pick.choice(self.questions)
+        case = Case(self.door, question, pick.choice(FORMS), self.texts[question], pick)
+        sent_s = time.monotonic()
+        try:
+            outcomes = client.run(case)
+        except Exception as error:  # noqa: BLE001  (a client that ends unnoticed would prove nothing)
+            outcomes = [f"wrong: the client failed: {error!r}"]
+        for outcome in outcomes:
+            allowed = client.outcomes
+            if self.door.port is None:  # Java leaves out an error's type
+                outcome, allowed = _untyped(outcome), {*map(_untyped, allowed)}
+            kind, _, detail = outcome.partition(": ")
+            if outcome not in allowed:
+                kind, outcome = "wrong", f"wrong: {name}: {detail or outcome}"
+            self.clients[name][kind] += 1
+            self.tally.count(outcome, sent_s)
+        if any(outcome.startswith("error 503") for outcome in outcomes):
+            time.sleep(pick.uniform(0.05, 0.5))
+
+
+def _untyped(outcome: str) -> str:
+    return " ".join(outcome.split()[:2]) if outcome.startswith("error ") else outcome
 
 
 @contextlib.contextmanager
@@ -625,10 +646,28 @@ def no_core_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CORE, limits)
 
 
+def settled(
+    before: Mapping[int, Holdings], memory: float = math.inf
+) -> tuple[dict[int, Holdings], list[str]]:
+    """Holdings of processes when they have come down to those before, or at the end of the patience; what has grown."""
+
+    def grown() -> list[str]:
+        return [
+            f"{name} of {'the front' if i == 0 else 'the engine'}"
+            for i, (pid, held) in enumerate(before.items())
+            for name in Holdings.of(pid).grown(held, memory)
+        ]
+
+    wait_until(lambda: not grown(), SETTLE_S)
+    return {pid: Holdings.of(pid) for pid in before}, grown()
+
+
 def soak(
     door_name: str,
     *,
-    kills: int,
+    kills: int = 0,
+    requests: int = 0,
+    warm_up: int = WARM_UP,
     streams: int,
     seed: int,
     predict_timeout: int | None = None,
@@ -636,18 +675,20 @@ def soak(
 ) -> dict[str, Any]:
     """Run it. Returns the object that is printed; `wrong` is empty if nothing was.
 
+    Memory is judged after `requests` requests, if at least `WARM_UP` have warmed up the processes.
+
     Raises:
         SoakError: the service did not start or did not recover.
     """
     mark = uuid.uuid4().hex
     options = {
         "model_loader": "cpu",
-        **({} if door_name == "plain" else {"max_rolling_batch_size": 64}),
         "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
-        "engine_restarts": 2 * kills + 10,
+        **({"max_waiting": MAX_WAITING, **LIMITS} if requests else {}),
+        **({"engine_restarts": 2 * kills + 10} if kills else {}),
     }
-    if not kills:
-        del options["engine_restarts"]
+    if door_name != "plain":
+        options["max_rolling_batch_size"] = 16 if requests else 64
     with tempfile.TemporaryDirectory() as work_name, no_core_files():
         work, temporary = Path(work_name), Path(work_name) / "tmp"
         temporary.mkdir()
@@ -656,15 +697,22 @@ def soak(
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "torch")  # made by an import, and kept
         door = DOORS[door_name](options, work, environ)
         try:
-            door.wait_ready()
-            soak = Soak(door, random.Random(seed), streams, num_questions)
+            soak = (Mix if requests else Kills)(door, random.Random(seed), streams, num_questions)
             soak.learn()
-            before = Front.of(door.front)
-            soak.run(kills)
+            if requests:
+                soak.warm_up(warm_up)
+                time.sleep(IDLE_S)
+            pids = [door.front, *(engines(door.front) if requests else [])]
+            before = {pid: Holdings.of(pid) for pid in pids}
+            began_s = time.monotonic()
+            soak.run(requests or kills)
+            run_s = time.monotonic() - began_s
             soak.repeat()
             if not door.alive:
                 soak.wrong.append(f"the front has ended: {door.said}")
-            after = settled(door.front, before)
+            limit = MEMORY if requests and warm_up >= WARM_UP else math.inf
+            after, grown = settled(before, limit)
+            log = door.log_text
             began_s = time.monotonic()
             exit_status = door.end()
             end_s = time.monotonic() - began_s
@@ -673,7 +721,7 @@ def soak(
         finally:
             door.kill()
         leftovers = {
-            "grown": after.grown(before),
+            "grown": grown,
             "processes": processes,
             "port": door.port is not None and port_taken(door.port),
             "files": sorted(str(path) for path in temporary.iterdir()),
@@ -684,19 +732,19 @@ def soak(
             wrong += [name for name in soak.tally.outcomes if name.startswith("error in body")]
         if exit_status != 0:
             wrong.append(f"exit status {exit_status} at the end: {door.said}")
-        recoveries = soak.tally.recoveries
+        _, found, trace = log.partition("Traceback (most")
+        if found and not kills:
+            wrong.append(f"a traceback in the log: {trace[:2000]}")
         return {
             "door": door_name,
             "seed": seed,
             "streams": streams,
-            "kills": dict(soak.kills),
+            "run_s": round(run_s, 1),
+            "requests": soak.tally.outcomes.total(),
+            **soak.report(),
             "outcomes": dict(sorted(soak.tally.outcomes.items())),
-            "recovery_s": {
-                "median": round(statistics.median(recoveries), 2) if recoveries else None,
-                "max": round(max(recoveries), 2) if recoveries else None,
-            },
-            "front_before": vars(before),
-            "front_after": vars(after),
+            "before": [*map(vars, before.values())],
+            "after": [*map(vars, after.values())],
             "exit_status": exit_status,
             "end_s": round(end_s, 2),
             "leftovers": {name: found for name, found in leftovers.items() if found},
@@ -717,8 +765,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--door", choices=list(DOORS), default="embedded")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--streams", type=int, default=200)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--kills", type=int, default=50)
+    what.add_argument("--requests", type=int, default=0, help="with hostile clients, and no kills")
+    parser.add_argument("--streams", type=int, help="clients at a time; default: 200, or 32")
     parser.add_argument(
         "--seed", type=int, help="of questions, signals and delays; default: random"
     )
@@ -731,8 +781,9 @@ def main() -> int:
     print(f"seed {seed}", file=sys.stderr)
     report = soak(
         options.door,
-        kills=options.kills,
-        streams=options.streams,
+        kills=0 if options.requests else options.kills,
+        requests=options.requests,
+        streams=options.streams or (32 if options.requests else 200),
         seed=seed,
         predict_timeout=options.predict_timeout,
     )

@@ -12,9 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
 from tokenizers import Tokenizer
 
-from benchmarks.soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
 from tests.toy_backend import expected
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")

@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from djl_python_neuronx import links
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
 from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
@@ -45,6 +46,8 @@ Hashes: TypeAlias = Literal["all", "without weights", "none"]
 _FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 _BLOCK_BYTES = 2**20
+_MAX_HASHED_BYTES = 32 * 2**30
+"""Of an output, beside its weights: a folder nobody has looked at may have any size on a disk with holes."""
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 64
 _MAX_THREADS = 8
@@ -221,7 +224,7 @@ class Manifest(BaseModel):
             ArtifactError: something in it is neither a file nor a folder, such as a link.
         """
         names = list(_names(folder))
-        hashes = _sha256_of_each(folder / name for name in names)
+        hashes = _sha256_of_each(folder, names)
         return cls(
             layout=layout,
             facts=facts,
@@ -333,7 +336,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
     """
     expected = manifest.files
     with reading(folder):
-        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).exists()}
+        names = set(_names(folder)) if exact else {n for n in expected if (folder / n).is_file()}
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
         hashed = sorted(
@@ -341,7 +344,14 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
             for name in known - changed
             if hashes == "all" or (hashes == "without weights" and not _WEIGHTS.search(name))
         )
-        actual = _sha256_of_each(folder / name for name in hashed)
+        num_bytes = sum(expected[name].bytes for name in hashed)
+        if hashes == "without weights" and num_bytes > _MAX_HASHED_BYTES:
+            msg = (
+                f"{folder / FILE_NAME} lists {num_bytes} bytes beside the weights; expected at most "
+                f"{_MAX_HASHED_BYTES}. Copy the folder again, or compile again."
+            )
+            raise ArtifactError(msg)
+        actual = _sha256_of_each(folder, hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
     missing, extra = expected.keys() - names, names - expected.keys()
@@ -397,24 +407,25 @@ def artifact_digest(folder: Path) -> str:
         weights = next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
     for path in (*small, *weights):
         with reading(path):
-            content = _sha256_of(path) if path in small else _sample(path)
+            # Which links are followed was checked when the model was found.
+            content = _sha256_of(path, Path("/")) if path in small else _sample(path)
         _feed(digest, path.relative_to(folder).as_posix(), content)
     return f"sampled:{digest.hexdigest()}"
 
 
-def _sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content; releases the GIL."""
+def _sha256_of(path: Path, root: Path) -> str:
+    """Hexadecimal SHA-256 of a file of the model in the folder `root`; releases the GIL."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with links.opened(path, root) as file:
         # Not hashlib.file_digest, which Python 3.10 lacks.
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _sha256_of_each(paths: Iterable[Path]) -> list[str]:
+def _sha256_of_each(folder: Path, names: Iterable[str]) -> list[str]:
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_sha256_of, paths))
+        return list(pool.map(lambda name: _sha256_of(folder / name, folder), names))
 
 
 def _feed(digest: hashlib._Hash, *parts: object) -> None:

@@ -262,7 +262,7 @@ class Server(uvicorn.Server):
 
 def create_app(application: Application) -> Starlette:
     """The ASGI app for the application's routes."""
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/ping", application.ping, methods=["GET"]),
             Route("/metrics", application.metrics, methods=["GET"]),
@@ -277,6 +277,9 @@ def create_app(application: Application) -> Starlette:
             Exception: on_bug,
         },
     )
+    # Starlette would send a path with a slash at its end to the host that the client names.
+    app.router.redirect_slashes = False
+    return app
 
 
 def serve(

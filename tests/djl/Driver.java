@@ -42,14 +42,17 @@ public final class Driver {
     record Command(
             String run, String model, String folder, Map<String, String> options, List<Request> requests) {}
 
-    /** {@code body}: null for a call without content; {@code chunks}: the client leaves after so many; 0: it stays. */
+    /**
+     * {@code body}: in Base64; null for a call without content. {@code chunks}: the client leaves after so many; 0: it
+     * stays; -1: it reads nothing.
+     */
     record Request(int id, String body, Map<String, String> headers, int chunks) {
 
         Input input() {
             Input input = new Input();
             headers.forEach(input::addProperty);
             if (body != null) {
-                input.add("data", body.getBytes(StandardCharsets.UTF_8));
+                input.add("data", Base64.getDecoder().decode(body));
             }
             return input;
         }
@@ -143,6 +146,10 @@ public final class Driver {
     /** Tell what an HTTP client would see: status and headers go out with the first chunk, as they are then. */
     private static void read(Request request, Output output) {
         try {
+            if (request.chunks < 0) {
+                say(Map.of("id", request.id, "event", "left"));
+                return;
+            }
             BytesSupplier data = output.getData();
             if (!(data instanceof ChunkedBytesSupplier)) {
                 head(request, output);

@@ -167,8 +167,8 @@ class Java:
     def submit(self, model, *bodies, headers=None, leave_after=0, together=False):
         """Send requests; returns an answer for each. `together`: one call for all, as DJL Serving's batches are.
 
-        The body None is that of an empty form: a call without content.
-        `leave_after`: number of chunks after which the client leaves; 0: it stays.
+        A body may be bytes, text, or an object; None is that of an empty form: a call without content.
+        `leave_after`: number of chunks after which the client leaves; 0: it stays; -1: it leaves without reading.
         """
         requests, answers = [], []
         for body in bodies:
@@ -178,7 +178,7 @@ class Java:
             requests.append(
                 {
                     "id": answer.request_id,
-                    "body": body if isinstance(body, str | None) else json.dumps(body),
+                    "body": _encoded(body),
                     "headers": {"Content-Type": "application/json", **(headers or {})},
                     "chunks": leave_after,
                 }
@@ -243,6 +243,14 @@ class Java:
 
     def _read_log(self):
         self.log.extend(line.rstrip("\n") for line in self._process.stderr)
+
+
+def _encoded(body):
+    if body is None:
+        return None
+    if not isinstance(body, bytes):
+        body = (body if isinstance(body, str) else json.dumps(body)).encode()
+    return base64.b64encode(body).decode()
 
 
 def wait_until(condition, why=lambda: "", patience_s=PATIENCE_S):

@@ -66,6 +66,23 @@ def test_a_pipe_in_place_of_a_file(tmp_path, name):
     assert "is a pipe, a socket or a device" in ran.stdout
 
 
+def test_what_a_manifest_lists(tmp_path):
+    """Its files are read to compare their hashes: a pipe never ends, a hole on the disk has any size."""
+    path = folders.own_output(tmp_path / "output")
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    other = path / "compiled" / "other"
+    empty = {"bytes": 0, "sha256": "0" * 64}
+    folders.edit_json(path / "manifest.json", files={**listed, "compiled/other": empty})
+    os.mkfifo(other)
+    assert "missing compiled/other" in errors(path)
+    other.unlink()
+    other.touch()
+    os.truncate(other, 1 << 40)
+    large = {**empty, "bytes": 1 << 40}
+    folders.edit_json(path / "manifest.json", files={**listed, "compiled/other": large})
+    assert "bytes beside the weights" in errors(path)
+
+
 def test_pipes_elsewhere(tmp_path):
     path = folders.own_output(tmp_path / "output")
     os.mkfifo(path / "compiled" / "other.neff")

@@ -319,6 +319,12 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     assert http.get(server.url + "/nothing").json()["code"] == 404
 
 
+def test_no_redirect_to_a_host_that_the_client_names(server: Running) -> None:
+    found = http.post(server.url + "/invocations/", json=body([5]), headers={"Host": "evil.test"})
+    assert (found.status_code, found.json()["code"]) == (404, 404)
+    assert "location" not in found.headers
+
+
 def test_the_model_can_have_a_name(server: Running) -> None:
     service = server.application.service
     assert service is not None
