@@ -184,6 +184,7 @@ def prepare_or_raise(
         problems,
         inherited=properties is not None,
         trusts_code=settings.options.trust_remote_code,
+        cache_root=fetch.download_root(environ),
     )
     logged = _log_problems(problems)
     preparation = Preparation(

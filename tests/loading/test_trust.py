@@ -114,6 +114,21 @@ def test_a_strangers_server_gets_no_credentials(door, model, tmp_path, servers, 
     assert (set(told), own) == ({""}, [])
 
 
+@pytest.mark.parametrize("door", ["check", "djl"])
+def test_what_a_strangers_server_sends_is_not_taken_for_the_hubs(
+    door, tmp_path, servers, monkeypatch
+):
+    folder, added = stranger(tmp_path, servers, MODELS["hub"])
+    environ = environment(servers, tmp_path)
+    start(door, folder, environ, added, monkeypatch, MODELS["hub"])
+    assert servers.seen()[0]
+    assert not list((tmp_path / "hf").rglob("*owner*"))
+    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    check(str(folder), environ=environ, overrides={"env": "A=1"})  # fills the operator's cache
+    report = check(str(folder), environ=offline, overrides={})
+    assert report.prepared is not None
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("door", ["check", "djl"])
 def test_they_arrive_where_the_operator_allows_it(door, model, tmp_path, servers, monkeypatch):
