@@ -723,8 +723,9 @@ def soak(
             end_s = time.monotonic() - began_s
             wait_until(lambda: not marked(mark), SETTLE_S)
             processes = [_read(pid, "cmdline").decode() for pid in marked(mark)]
-            if door_name == "async":  # Java starts a worker again that it has stopped: docs/djl.md
-                processes = [each for each in processes if "djl_python_engine.py" not in each]
+            # Java starts a worker of asynchronous mode again that it has stopped itself: docs/djl.md.
+            own = "djl_python_engine.py" if door_name == "async" else mark
+            processes = [each for each in processes if own not in each]
         finally:
             door.kill()
         leftovers = {

@@ -36,9 +36,9 @@ from typing import ClassVar
 
 _USERINFO = re.compile(
     # A secret key can hold slashes. No bucket has a colon; an `arn:` has. A path has one of the two slashes left.
-    r"(s3:/{1,2})(?!arn:)[^/\s]*:\S*@"
+    r"(s3:/{1,2})(?!arn:)[^/:\s]*:(?:(?!:/)\S)*@"
     # The slash may be one of the password's, unless what precedes it is a port.
-    r"|(https?:/{1,2}|s3:/|://)(?!arn:)(?:[^/?#\s]*|[^/:\s]*:(?!\d+/)\S*)@",
+    r"|(https?:/{1,2}|s3:/|://)(?!arn:)(?:[^/?#\s]*|[^/:\s]*:(?!\d+/)(?:(?!:/)\S)*)@",
     re.IGNORECASE,
 )
 _QUERY = re.compile(r"([?&][^\s=&?'\"]+=)[^\s&'\"]+")

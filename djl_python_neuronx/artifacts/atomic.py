@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import json
 import logging
 import os
 import shutil
+import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -59,12 +62,55 @@ def flock(path: Path) -> Iterator[None]:
     Raises:
         OSError: another process has one, or `path` cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder `<parent>/<prefix><random>`, removed at the end, for files on their way to `parent`.
+
+    It is locked until then. What a killed process left is not, and is removed first; where a file system has no locks,
+    nothing is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    remove_abandoned(parent, prefix)
+    parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+            try:
+                stack.enter_context(flock(folder))
+            except (BlockingIOError, FileNotFoundError):
+                continue  # removed as abandoned before it was locked
+            except OSError as error:
+                logger.info("temporary_folder_not_locked folder=%s reason=%s", folder, error)
+            if folder.exists():
+                break
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
+def staging(destination: Path) -> tuple[Path, str]:
+    """Parent and prefix of the `temporary_folder` of a new folder `destination`: on the same file system."""
+    parent = destination if destination.is_mount() else destination.parent
+    return parent, f".{destination.name}.output-"
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove this user's temporary folders whose process was killed, as far as possible."""
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            status = left.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                with flock(left):
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def _acquire(lock: FileLock, holder: Path, what: str) -> None:
@@ -160,14 +206,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """Link a file, or copy it where that is not possible. A link as `source` stands for the file it leads to."""
-    try:
-        os.link(Path(source).resolve(), target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
-
-
 def is_writable(folder: Path) -> bool:
     """True if files can be created in a folder, which is created if missing; only trying shows it.
 
@@ -175,9 +213,8 @@ def is_writable(folder: Path) -> bool:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"{_PARTIAL}{uuid.uuid4().hex}"
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         return error.errno in _DISK_FULL
     return True

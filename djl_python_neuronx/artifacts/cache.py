@@ -37,7 +37,6 @@ from djl_python_neuronx.artifacts.atomic import (
     sync,
     sync_tree,
 )
-from djl_python_neuronx.artifacts.folder import some
 from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
 
@@ -61,12 +60,8 @@ _in_use: dict[Path, int] = {}
 _in_use_lock = threading.Lock()
 
 
-class _DamagedError(Exception):
-    """Files arrived with other content than the remote's. Never leaves `fetch`."""
-
-
 class RemoteChangedError(Exception):
-    """A file differs from the listing. Never leaves `fetch`."""
+    """A file differs from what the remote listed. Never leaves `fetch`."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +126,7 @@ def fetch(remote: Remote, root: Path, *, progress: Progress | None = None) -> Pa
     folder, in which unchanged files are links; the old one stays while a process uses it.
 
     Raises:
-        ArtifactError: files differ from the remote's checksums, or safetensors files from their headers.
-        ArtifactAccessError: no room, no access, or the remote keeps changing.
+        ArtifactAccessError: no room, no access, or the remote keeps changing, or delivers damaged files.
         ArtifactNotFoundError: raised by `remote`.
     """
     digest = hashlib.sha256("\n".join(remote.identity).encode()).hexdigest()[:16]
@@ -155,20 +149,8 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
             try:
                 _download(remote, listed, place, progress)
             except RemoteChangedError as error:
-                logger.warning("remote_changed uri=%s file=%s", remote.uri, error)
-                msg = (
-                    f"{remote.uri} changed twice while it was fetched, last {error}; expected a folder that does not "
-                    "change. Wait until its upload has ended, then start again."
-                )
-                failure: ArtifactError = ArtifactAccessError(msg)
-                continue
-            except _DamagedError as error:
-                logger.warning("fetch_damaged uri=%s reason=%s", remote.uri, error)
-                msg = (
-                    f"{remote.uri} arrived damaged twice: {error} Check network, disk and memory, and start again; if "
-                    "that does not help, upload it again."
-                )
-                failure = ArtifactError(msg)
+                logger.warning("remote_differs uri=%s reason=%s", remote.uri, error)
+                reason = error
                 continue
             _publish(listed, place, version)
             if ready := _use(version):
@@ -180,7 +162,11 @@ def _fetch(remote: Remote, place: Path, progress: Progress | None) -> Path:
                 return ready
             msg = f"{version} was removed while it was made. Let nothing clean {place.parent} while models load."
             raise ArtifactAccessError(msg)
-    raise failure
+    msg = (
+        f"{remote.uri} differed twice from what it lists, last: {reason}. Wait until its upload has ended, check "
+        "network, disk and memory, and start again; if that does not help, upload it again."
+    )
+    raise ArtifactAccessError(msg) from reason
 
 
 def _version(files: Sequence[RemoteFile]) -> str:
@@ -214,20 +200,20 @@ def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
     """Compare what was downloaded with the remote's checksums, and safetensors files with their headers.
 
     Raises:
-        _DamagedError: some differ. They are removed, so that they are downloaded again.
+        RemoteChangedError: some differ. They are removed, so that they are downloaded again.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         verdicts = list(pool.map(lambda file: remote.verify(file, folder / file.name), files))
     faults = []
     for file, intact in zip(files, verdicts, strict=True):
         path = folder / file.name
-        differs = f"{path} differs from the checksum of {file.name}."
+        differs = f"{path} differs from its checksum"
         if fault := differs if intact is False else damage(path):
             faults.append(fault)
             if not intact:
                 path.unlink()
     if faults:
-        raise _DamagedError(some(faults, limit=3))
+        raise RemoteChangedError("; ".join(faults[:3]))
     unknown = [file.size for file, intact in zip(files, verdicts, strict=True) if intact is None]
     if unknown:
         logger.info(

@@ -13,7 +13,7 @@ from djl_python_neuronx.artifacts.artifact import (
     read_config,
     require_model_type,
 )
-from djl_python_neuronx.artifacts.folder import AGAIN, Folder, reading, some
+from djl_python_neuronx.artifacts.folder import Folder, reading, some
 from djl_python_neuronx.artifacts.tensor_files import check_archive
 from djl_python_neuronx.artifacts.weights import (
     Weights,
@@ -25,6 +25,7 @@ from djl_python_neuronx.artifacts.weights import (
 )
 from djl_python_neuronx.config.values import long_dtype
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.links import AGAIN
 
 _JUMPSTART_FOLDER = "PRE_COMPILED_NEURON_GRAPH_INFER"
 _CACHE_FOLDER = re.compile(rf"{_JUMPSTART_FOLDER}|neuronxcc-.+")

@@ -8,16 +8,21 @@ import json
 import logging
 import math
 import re
-import shutil
-import uuid
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.atomic import require_space, storing, sync_tree
-from djl_python_neuronx.artifacts.folder import Folder, reading
+from djl_python_neuronx.artifacts.atomic import (
+    remove_abandoned,
+    require_space,
+    staging,
+    storing,
+    sync_tree,
+    temporary_folder,
+)
+from djl_python_neuronx.artifacts.folder import TEMPLATES, Folder, copy_file, copy_tree, reading
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header
 from djl_python_neuronx.artifacts.weights import (
@@ -70,22 +75,21 @@ def convert(
     artifact = detect(source, origin="the argument `source`")
     tensors = TensorFiles(_choose_weights(artifact, to))
     _check_destination(destination, tensors.num_bytes())
-    partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with storing(f"the converted model {destination}", destination.parent):
-            partial.mkdir(parents=True)
-            _copy_beside(artifact, partial)
-            if to == "split":
-                _write_split(tensors, partial)
-            else:
-                _write_safetensors(tensors, partial, max_shard_bytes)
-            _compare(tensors, detect(partial, origin="the conversion's own output").weights[0])
-            sync_tree(partial)
-            # Replaces an empty folder, fails for any other.
-            partial.replace(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with (
+        storing(f"the converted model {destination}", destination.parent),
+        temporary_folder(*staging(destination)) as beside,
+    ):
+        partial = beside / "new"
+        partial.mkdir()
+        _copy_beside(artifact, partial)
+        if to == "split":
+            _write_split(tensors, partial)
+        else:
+            _write_safetensors(tensors, partial, max_shard_bytes)
+        _compare(tensors, detect(partial, origin="the conversion's own output").weights[0])
+        sync_tree(partial)
+        # Replaces an empty folder, fails for any other.
+        partial.replace(destination)
     logger.info("converted source=%s destination=%s to=%s", source, destination, to)
 
 
@@ -108,6 +112,7 @@ def _choose_weights(artifact: Artifact, to: str) -> Weights:
 
 def _check_destination(destination: Path, num_bytes: int) -> None:
     with storing(f"the converted model {destination}", destination.parent):
+        remove_abandoned(*staging(destination))
         if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
             msg = f"{destination} exists and is not an empty folder; name a new one, as nothing is overwritten."
             raise ArtifactAccessError(msg)
@@ -117,10 +122,12 @@ def _check_destination(destination: Path, num_bytes: int) -> None:
 
 def _copy_beside(artifact: Artifact, into: Path) -> None:
     """Copy configuration, tokenizer and other text files; links become files."""
-    for file in sorted(artifact.path.iterdir()):
-        other = file.name in _NOT_COPIED or file.name.endswith(".index.json")
-        if file.suffix in _COPIED and file.is_file() and not other:
-            shutil.copyfile(file, into / file.name)
+    folder = Folder.open(artifact.path)
+    for name in folder.names - folder.folders - _NOT_COPIED:
+        if name.endswith(_COPIED) and not name.endswith(".index.json"):
+            copy_file(folder.path / name, into / name, folder.root)
+    if TEMPLATES in folder.folders:
+        copy_tree(folder.path / TEMPLATES, into / TEMPLATES, folder.root)
     config = {key: value for key, value in artifact.config.items() if key not in _DROPPED_KEYS}
     (into / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -1,33 +1,33 @@
-"""A model folder: its names, safe reads of its files, and the files that serving needs.
-
-Links: a file of a model is in the model's folder, or in the blobs of a Hugging Face cache, where each file of a
-snapshot is a link. A link to any other place is refused: folders come from archives and buckets that others fill, and
-the files read here are copied and uploaded with the model. The folder itself may be a link.
-"""
+"""A model folder: its names, safe reads and copies of its files, and the files that serving needs. See `links`."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from djl_python_neuronx import links
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.links import AGAIN
 
 _LFS_POINTER = b"version https://git-lfs"
+TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates besides the main one, which transformers reads."""
+_COPY_BYTES = 2**20
 MAX_JSON_BYTES = 32 * 2**20
 """Of a JSON file, and of a safetensors header: five times the index of the largest models."""
-_FOR_PEOPLE = (".md", ".rst")
-"""Suffixes of files that neither this package nor the libraries open: in a working copy these often are links."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The names in a folder, with every link in it checked."""
+    """The names in a folder, each checked by `links.check`."""
 
     path: Path
     root: Path
@@ -38,24 +38,23 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, root: Path | None = None) -> Folder:
-        """List a folder.
+        """List a folder, without bad links that nothing would follow (`README.md`, hidden ones).
 
         Raises:
             OSError: it cannot be listed.
-            ArtifactAccessError: a link in it leads out of the model's folder, or something in it is neither file nor
-                folder: opening a pipe would wait for ever.
+            ArtifactAccessError: a link in it leads out of the model's folder, or there is a special file.
             ArtifactNotFoundError: a link in it leads nowhere.
         """
-        root = path.resolve() if root is None else root
-        entries = list(path.iterdir())
-        for entry in entries:
-            if entry.name.endswith(_FOR_PEOPLE):
-                continue
-            if entry.is_symlink():
-                _check_link(entry, root)
-            if not entry.is_file() and not entry.is_dir():
-                msg = f"{entry} is a pipe, a socket or a device; expected a file or a folder. Remove it."
-                raise ArtifactAccessError(msg)
+        root = root or path.resolve()
+        entries = []
+        for entry in path.iterdir():
+            try:
+                links.check(entry, root)
+            except ArtifactError:
+                if _is_foreign(entry.name) or entry.suffix == ".rst":
+                    continue
+                raise
+            entries.append(entry)
         names = frozenset(entry.name for entry in entries)
         return cls(path, root, names, frozenset(one.name for one in entries if one.is_dir()))
 
@@ -75,7 +74,7 @@ class Folder:
 
     def json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file of the folder; {} if there is no such file."""
-        return read_json(self.path / name) if name in self.names else {}
+        return read_json(self.path / name, self.root) if name in self.names else {}
 
     def file(self, name: str) -> Path:
         """The path of a file that must exist and not be empty; reads only its first bytes.
@@ -94,9 +93,6 @@ class Folder:
         return path
 
 
-AGAIN = "Copy or download the model again."
-
-
 def check_start(path: Path, start: bytes) -> None:
     """Refuse a file that is empty, or a Git LFS pointer, by its first bytes.
 
@@ -111,14 +107,14 @@ def check_start(path: Path, start: bytes) -> None:
         raise ArtifactError(msg)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model folder.
+def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
+    """The object in a JSON file of a model in the folder `root`, by default the file's own.
 
     Raises:
-        ArtifactAccessError: it cannot be read.
+        ArtifactAccessError: it cannot be read, or is elsewhere.
         ArtifactError: it is malformed.
     """
-    with reading(path), path.open("rb") as file:
+    with reading(path), links.opened(path, root or path.parent) as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     check_start(path, raw)
     if len(raw) > MAX_JSON_BYTES:
@@ -154,12 +150,59 @@ def is_plain_name(name: object) -> bool:
 
 
 def file_names(folder: Path) -> set[str]:
-    """The paths, with `/`, of all files and links in a folder."""
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir()
-    }
+    """The paths, with `/`, of all files and links in a folder. Links are not followed.
+
+    Raises:
+        OSError: a folder in it cannot be listed.
+    """
+    names, folders = set(), [""]
+    while folders:
+        inner = folders.pop()
+        with os.scandir(folder / inner) as entries:
+            for entry in entries:
+                name = f"{inner}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{name}/")
+                else:
+                    names.add(name)
+    return names
+
+
+def copy_file(source: Path, target: Path, root: Path, *, link: bool = False) -> None:
+    """Copy a file of the model in the folder `root`, or `link` it where that is possible. Links become files.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ArtifactError: see `links.check`.
+    """
+    with links.opened(source, root) as file:
+        if link:
+            with suppress(OSError):  # another file system, or one without links
+                os.link(source.resolve(), target, follow_symlinks=False)
+                if os.path.samestat(target.lstat(), os.fstat(file.fileno())):
+                    return
+                target.unlink()  # of another file, which has taken the name
+        with target.open("wb") as copy:
+            shutil.copyfileobj(file, copy, _COPY_BYTES)
+
+
+def copy_tree(
+    source: Path,
+    target: Path,
+    root: Path | None = None,
+    *,
+    link: bool = False,
+    choose: Callable[[Collection[str]], Collection[str]] = sorted,
+) -> None:
+    """Copy the chosen files below a folder of the model in `root`, by default of that folder alone; see `copy_file`.
+
+    Folders get this user's usual rights, whatever a read-only source has.
+    """
+    target.mkdir(exist_ok=True)
+    for name in choose(file_names(source)):
+        copied = target / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copy_file(source / name, copied, root or source, link=link)
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
@@ -187,25 +230,6 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         msg = f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
         raise ArtifactAccessError(msg) from error
-
-
-def _check_link(link: Path, root: Path) -> None:
-    try:
-        target = link.resolve(strict=True)
-    except FileNotFoundError as error:
-        msg = f"{link} is a link to a file that is gone, {link.readlink()}. {AGAIN}"
-        raise ArtifactNotFoundError(msg) from error
-    except (OSError, RuntimeError) as error:
-        msg = f"{link} is a link that cannot be followed: {error}. {AGAIN}"
-        raise ArtifactAccessError(msg) from error
-    # Source: huggingface_hub, the guide "Understand caching": models--<organisation>--<name>/blobs/<digest>.
-    cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if not cached and not target.is_relative_to(root):
-        msg = (
-            f"{link} is a link out of the model's folder, to {target}; expected a file of the model or of a "
-            "Hugging Face cache. If you trust it, put a copy in its place (cp -L)."
-        )
-        raise ArtifactAccessError(msg)
 
 
 class Selection(NamedTuple):

@@ -26,7 +26,7 @@ from djl_python_neuronx.artifacts.folder import (
 )
 from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
-from djl_python_neuronx.config.trust import NO_HUB_TOKEN
+from djl_python_neuronx.config.trust import HUB_CACHE, NO_HUB_TOKEN
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
@@ -89,12 +89,11 @@ class HubSettings:
         if token is None and values.get(NO_HUB_TOKEN, "").lower() in _ON:
             token = False
         offline = " and ".join(name for name in _OFFLINE if values.get(name, "").lower() in _ON)
-        return cls(
-            endpoint=endpoint,
-            cache_dir=_cache_dir(values, constants.HF_HUB_CACHE),
-            token=token,
-            offline=offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else ""),
-        )
+        offline = offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else "")
+        cache_dir = _cache_dir(values, constants.HF_HUB_CACHE)
+        if HUB_CACHE in values and not offline:  # otherwise nobody sends anything
+            cache_dir = Path(values[HUB_CACHE])
+        return cls(endpoint=endpoint, cache_dir=cache_dir, token=token, offline=offline)
 
     @property
     def site(self) -> str:

@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from djl_python_neuronx import links
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
 from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
@@ -223,7 +224,7 @@ class Manifest(BaseModel):
             ArtifactError: something in it is neither a file nor a folder, such as a link.
         """
         names = list(_names(folder))
-        hashes = _sha256_of_each(folder / name for name in names)
+        hashes = _sha256_of_each(folder, names)
         return cls(
             layout=layout,
             facts=facts,
@@ -350,7 +351,7 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
                 f"{_MAX_HASHED_BYTES}. Copy the folder again, or compile again."
             )
             raise ArtifactError(msg)
-        actual = _sha256_of_each(folder / name for name in hashed)
+        actual = _sha256_of_each(folder, hashed)
         pairs = zip(hashed, actual, strict=True)
         changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
     missing, extra = expected.keys() - names, names - expected.keys()
@@ -406,24 +407,25 @@ def artifact_digest(folder: Path) -> str:
         weights = next((found for kind in _WEIGHT_KINDS if (found := _sorted(folder, kind))), [])
     for path in (*small, *weights):
         with reading(path):
-            content = _sha256_of(path) if path in small else _sample(path)
+            # Which links are followed was checked when the model was found.
+            content = _sha256_of(path, Path("/")) if path in small else _sample(path)
         _feed(digest, path.relative_to(folder).as_posix(), content)
     return f"sampled:{digest.hexdigest()}"
 
 
-def _sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content; releases the GIL."""
+def _sha256_of(path: Path, root: Path) -> str:
+    """Hexadecimal SHA-256 of a file of the model in the folder `root`; releases the GIL."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with links.opened(path, root) as file:
         # Not hashlib.file_digest, which Python 3.10 lacks.
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _sha256_of_each(paths: Iterable[Path]) -> list[str]:
+def _sha256_of_each(folder: Path, names: Iterable[str]) -> list[str]:
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_sha256_of, paths))
+        return list(pool.map(lambda name: _sha256_of(folder / name, folder), names))
 
 
 def _feed(digest: hashlib._Hash, *parts: object) -> None:

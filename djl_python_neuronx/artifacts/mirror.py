@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts import cache, fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.atomic import link_or_copy
-from djl_python_neuronx.artifacts.folder import EVERYTHING
+from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
+from djl_python_neuronx.artifacts.folder import EVERYTHING, copy_tree
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, check_facts
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
@@ -56,7 +54,7 @@ class Mirror:
         fetched = self._s3.fetch(
             self.place(facts), self._cache_root, self._environ, selection=EVERYTHING
         )
-        shutil.copytree(fetched, folder, copy_function=link_or_copy, dirs_exist_ok=True)
+        copy_tree(fetched, folder, link=True)
         try:
             manifests.verify(folder, manifest)
         except ArtifactError:
@@ -96,9 +94,10 @@ class Mirror:
         return f"{self._uri}/latest/{prefix}{facts.artifact_digest.replace(':', '-')}"
 
     def _upload_alone(self, manifest: str, uri: str) -> None:
-        with tempfile.TemporaryDirectory() as alone:
-            Path(alone, manifests.FILE_NAME).write_text(manifest, encoding="utf-8")
-            self._s3.upload(Path(alone), uri, self._environ)
+        root = self._cache_root
+        with storing("a manifest", root), temporary_folder(root, "manifest-") as alone:
+            (alone / manifests.FILE_NAME).write_text(manifest, encoding="utf-8")
+            self._s3.upload(alone, uri, self._environ)
 
     def _read(self, uri: str) -> Manifest | None:
         try:

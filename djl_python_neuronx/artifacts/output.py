@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -16,18 +13,22 @@ import javaproperties
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
-    flock,
-    link_or_copy,
     remove,
+    remove_abandoned,
     replace_folder,
+    staging,
     storing,
+    sync,
     sync_tree,
-    whole_file,
+    temporary_folder,
 )
 from djl_python_neuronx.artifacts.folder import (
     SERVING,
+    TEMPLATES,
     WEIGHT_SUFFIXES,
     Folder,
+    copy_file,
+    copy_tree,
     file_names,
     read_json,
     some,
@@ -36,7 +37,6 @@ from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unf
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
-from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
 COMPILED = "compiled"
@@ -47,7 +47,7 @@ DRAFT = "draft"
 WeightsInOutput = Literal["none", "link", "copy"]
 
 _SPLIT_WEIGHTS = "pytorch_model.bin"
-_ADAPTERS = "adapters"
+_COPIED_FOLDERS = {"adapters", TEMPLATES}
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 _KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -64,60 +64,62 @@ def write_output(
     packages: Mapping[str, str],
     layout: str,
     compiled: Path | None = None,
-    draft: Path | None = None,
+    write_draft: Callable[[Path], object] | None = None,
     weights: WeightsInOutput = "link",
     entry_point: str = "djl_python_neuronx.handler",
+    for_djl: Mapping[str, str] = MappingProxyType({}),
+    own_properties: bool = True,
     overwrite: bool = False,
 ) -> Manifest:
     """Write the model in `source` with its compiled files to `destination`, which appears whole or not at all.
 
     It gets the source's configuration, tokenizer, templates, code and adapters byte for byte, `compiled` as the
-    folder `compiled`, the output of its draft model as `draft`, and a `serving.properties` that pins every one of
-    `options` that is not None, except those that are only valid on this machine (`model_id` ...). `layout` is the name
-    of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system supports it,
-    else a copy): a linked file changes with its source.
+    folder `compiled`, what `write_draft` writes to the folder `draft`, and a `serving.properties`, see
+    `properties_file`. The manifest lists that file unless another program replaces it (`own_properties`). `layout` is
+    the name of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system
+    supports it, else a copy): a linked file changes with its source.
 
     Raises:
-        ConfigError: the source's `serving.properties` cannot be read.
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
             `source` overlap.
         ArtifactNotFoundError: `source` is not a model folder.
         ArtifactAccessError: a file cannot be read or written, or the disk is full.
     """
     model = _open(source)
-    arguments = {one.name: str(one.value) for one in from_file(source) if not one.by_user}
+    remove_abandoned(*staging(destination))
     _check_destination(model.root, destination.resolve(), overwrite=overwrite)
-    with storing(f"the compiled model {destination}", destination.parent):
-        destination.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        storing(f"the compiled model {destination}", destination.parent),
+        temporary_folder(*staging(destination)) as beside,
+    ):
+        new = beside / "new"
+        new.mkdir()
+        _fill(new, model, compiled, weights)
+        if write_draft is not None:
+            write_draft(new / DRAFT)
+        (new / PROPERTIES).write_bytes(properties_file(options, entry_point, for_djl))
+        made = Manifest.of(new, facts, effective_options=options, packages=packages, layout=layout)
+        if not own_properties:
+            del made.files[PROPERTIES]
+        sync_tree(new)
+        manifests.write(new, made)
         # A mounted folder cannot be replaced by a rename: the files go in one by one, the manifest last.
-        mounted = destination.is_mount()
-        with _staging(destination if mounted else destination.parent, destination.name) as staging:
-            new = staging / "new"
-            new.mkdir()
-            _fill(new, model, compiled, weights)
-            if draft is not None:
-                _copy_tree(draft, new / DRAFT, link_or_copy)
-            (new / PROPERTIES).write_bytes(properties_file(options, entry_point, arguments))
-            made = Manifest.of(
-                new, facts, effective_options=options, packages=packages, layout=layout
-            )
-            sync_tree(new)
-            manifests.write(new, made)
-            if mounted:
-                _move_into(new, destination, besides=staging)
-            else:
-                replace_folder(new, destination, staging / "old")
+        if destination.is_mount():
+            _move_into(new, destination, besides=beside)
+        else:
+            replace_folder(new, destination, beside / "old")
     return made
 
 
 def properties_file(
     options: Mapping[str, object],
     entry_point: str,
-    arguments: Mapping[str, str] = MappingProxyType({}),
+    for_djl: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
 
-    `arguments` are keys without `option.`, which DJL Serving reads itself. They override the advised ones.
+    Options that are None or only valid on this machine (`model_id` ...) are left out. `for_djl` are the keys that DJL
+    Serving reads itself. They override the advised ones.
     """
     pinned = {
         f"option.{name}": _text(value)
@@ -126,7 +128,7 @@ def properties_file(
     }
     lines = {
         **ARGUMENTS,
-        **arguments,
+        **for_djl,
         "engine": "Python",
         "option.entryPoint": entry_point,
         **pinned,
@@ -184,30 +186,15 @@ def _is_interrupted(destination: Path) -> bool:
     marker = read_json(manifest) if manifest.is_file() else {}
     if not is_unfinished(marker):
         return False
-    staged = f".{destination.name}.output-"
+    staged = staging(destination)[1]
     known = {manifests.FILE_NAME, *marker.get("files", ())}
     return all(name in known or name.startswith(staged) for name in file_names(destination))
 
 
-@contextmanager
-def _staging(parent: Path, name: str) -> Iterator[Path]:
-    """A temporary folder; removes those that killed processes left for `name`."""
-    for left in parent.glob(f".{name}.output-*"):
-        with suppress(OSError), flock(left):
-            shutil.rmtree(left, ignore_errors=True)
-    staging = parent / f".{name}.output-{uuid.uuid4().hex[:12]}"
-    staging.mkdir()
-    try:
-        with flock(staging):
-            yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
 def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsInOutput) -> None:
-    place: Callable[[str, str], object] = shutil.copyfile if weights == "copy" else link_or_copy
+    choose, link = SERVING.choose, weights == "link"
     # The files that a server fetches from S3: a manifest that lists more would be refused there as incomplete.
-    files = set(SERVING.choose(model.names - model.folders))
+    files = set(choose(model.names - model.folders))
     cut = {name for name in files if name.endswith(WEIGHT_SUFFIXES)}
     small = {
         name
@@ -215,26 +202,17 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
         if name.endswith(_KEPT_SUFFIXES) or name.startswith(_KEPT_STEMS)
     }
     for name in small:
-        shutil.copyfile(model.path / name, target / name)
+        copy_file(model.path / name, target / name, model.root)
+    folders = _COPIED_FOLDERS & model.folders
     if weights != "none":
+        folders |= {_SPLIT_WEIGHTS} & model.folders
         for name in cut:
-            place(str(model.path / name), str(target / name))
-        if _SPLIT_WEIGHTS in model.folders:
-            _copy_tree(model.sub(_SPLIT_WEIGHTS).path, target / _SPLIT_WEIGHTS, place)
-    if _ADAPTERS in model.folders:
-        _copy_tree(model.sub(_ADAPTERS).path, target / _ADAPTERS, shutil.copyfile)
+            copy_file(model.path / name, target / name, model.root, link=link)
+    for name in folders:
+        inner, linked = model.path / name, link and name == _SPLIT_WEIGHTS
+        copy_tree(inner, target / name, model.root, link=linked, choose=choose)
     if compiled is not None:
-        _copy_tree(compiled, target / COMPILED, link_or_copy)
-
-
-def _copy_tree(source: Path, target: Path, place: Callable[[str, str], object]) -> None:
-    # Folders get this user's usual rights, whatever a read-only source has.
-    target.mkdir()
-    names = {name for name in file_names(source) if (source / name).is_file()}
-    for name in sorted(SERVING.choose(names)):
-        copied = target / name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        place(str(source / name), str(copied))
+        copy_tree(compiled, target / COMPILED, link=True, choose=choose)
 
 
 def _move_into(new: Path, destination: Path, *, besides: Path) -> None:
@@ -242,8 +220,11 @@ def _move_into(new: Path, destination: Path, *, besides: Path) -> None:
     manifest = destination / manifests.FILE_NAME
     staged = f"{besides.name}/"
     there = {name for name in file_names(destination) if not name.startswith(staged)}
-    with whole_file(manifest) as temporary:
-        temporary.write_text(json.dumps(unfinished(there | file_names(new))), encoding="utf-8")
+    marker = besides / "unfinished"
+    marker.write_text(json.dumps(unfinished(there | file_names(new))), encoding="utf-8")
+    sync(marker)
+    marker.replace(manifest)
+    sync(destination)
     for path in destination.iterdir():
         if path not in {besides, manifest}:
             remove(path)

@@ -30,13 +30,13 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
     hold_lock,
     is_writable,
-    link_or_copy,
     remove_partial_files,
     replace_folder,
     storing,
     sync_tree,
+    temporary_folder,
 )
-from djl_python_neuronx.artifacts.folder import file_names
+from djl_python_neuronx.artifacts.folder import copy_tree, file_names
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
     Manifest,
@@ -59,7 +59,7 @@ OnMismatch = Literal["error", "recompile"]
 
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 _FLAGS_VARIABLE = "NEURON_CC_FLAGS"
-_CACHE_DIR_FLAG = re.compile(r"--cache_dir[= ](\S+)")
+CACHE_DIR_FLAG = re.compile(r"--cache_dir[= ](\S+)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 
 _STALE_S = 7 * 24 * 3600.0
@@ -96,7 +96,7 @@ def locate(
         IncompatibleOptionsError: two of them name different places: half of the graphs would be compiled twice.
         InvalidOptionError: it is neither an absolute folder nor `s3://`.
     """
-    flag = _CACHE_DIR_FLAG.search(environ.get(_FLAGS_VARIABLE, ""))
+    flag = CACHE_DIR_FLAG.search(environ.get(_FLAGS_VARIABLE, ""))
     named = [
         (source, _parse_place(value.strip(), source))
         for source, value in (
@@ -297,7 +297,7 @@ class CompileStore:
                 continue
             with storing(f"the compile {facts.key}", root):
                 folder = empty_folder(root / ".work", f"{facts.key}-pull")
-                shutil.copytree(found, folder, copy_function=link_or_copy, dirs_exist_ok=True)
+                copy_tree(found, folder, link=True)
                 manifest = manifests.read(folder).model_copy(update={"facts": facts})
                 _finish(folder, manifest, root)
             return root / facts.key
@@ -449,7 +449,8 @@ def copy_once(source: Path, root: Path) -> Path:
     its files. It appears whole; later writes into it stay.
 
     Raises:
-        ArtifactAccessError: the source cannot be read, there is no room, or `root` cannot be written.
+        ArtifactAccessError: the source cannot be read or has a link out of it, there is no room, or `root` cannot be
+            written.
     """
     with storing(f"a writable copy of {source}", root):
         place = root / f"{source.name}-{_digest_listing(source)}"
@@ -458,15 +459,10 @@ def copy_once(source: Path, root: Path) -> Path:
         with hold_lock(root / ".locks" / place.name, what=f"copy of {source}"):
             if place.is_dir():
                 return place
-            partial = root / ".partial" / place.name
-            shutil.rmtree(partial, ignore_errors=True)  # of a killed process, as the lock is ours
-            partial.parent.mkdir(exist_ok=True)
-            # Content only: the modes of a read-only source must not come along.
-            shutil.copytree(source, partial, copy_function=shutil.copyfile)
-            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-                folder.chmod(0o755)
-            sync_tree(partial)
-            replace_folder(partial, place, root / ".trash" / uuid.uuid4().hex)
+            with temporary_folder(root / ".partial", "") as partial:
+                copy_tree(source, partial / "new")
+                sync_tree(partial / "new")
+                replace_folder(partial / "new", place, partial / "old")
     logger.info("copied_for_writing source=%s into=%s", source, place)
     return place
 

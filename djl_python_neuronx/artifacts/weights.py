@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from djl_python_neuronx.artifacts.folder import AGAIN, Folder, is_plain_name, some
+from djl_python_neuronx.artifacts.folder import Folder, is_plain_name, some
 from djl_python_neuronx.artifacts.tensor_files import (
     TensorEntry,
     check_pickle,
@@ -18,6 +18,7 @@ from djl_python_neuronx.artifacts.tensor_files import (
 )
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.links import AGAIN
 
 WeightsKind = Literal["safetensors", "pickle", "split", "presharded", "ranks"]
 """Layout of weights.

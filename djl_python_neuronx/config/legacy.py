@@ -39,6 +39,9 @@ class Translation:
     """Value in lower case to the option's value; None: no effect."""
 
 
+DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")
+"""Options that DJL Serving alone reads, and that hold wherever a model is served."""
+
 _DJL = "read by DJL Serving"
 _GPU = "GPU only"
 _IMAGES = "for images; only text is generated"
@@ -46,7 +49,7 @@ _NEVER = "not used by the old engine either"
 
 IGNORED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
-    **dict.fromkeys(("parallel_loading", "enable_venv", "modelName"), _DJL),
+    **dict.fromkeys(DJL_OPTIONS, _DJL),
     "mpi_mode": "one process drives all NeuronCores of a model",
     "enable_streaming": 'set per request: "stream": true',
     "max_rolling_batch_prefill_tokens": "the prompt buckets limit a prefill",

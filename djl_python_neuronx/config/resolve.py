@@ -63,6 +63,8 @@ class Resolved:
     """Option at its default to the value that was written and is not allowed."""
     worker_variables: Mapping[str, Setting] = field(default_factory=dict, repr=False)
     """Variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets."""
+    for_djl: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `serving.properties`, as written there, that DJL Serving alone reads, but `option.env`."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -132,7 +134,8 @@ def read_settings(
     if any("entryPoint" in finding.names for finding in about_djl):
         warned.add("entryPoint")
     ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
-    resolved = Resolved(options, origins, ignored, reader.refused, workers)
+    for_djl = sources.for_djl(written)
+    resolved = Resolved(options, origins, ignored, reader.refused, workers, for_djl)
     unused = [
         Finding((name,), option(name).unused, "note")
         for name in sorted(_UNUSED)
@@ -186,10 +189,15 @@ class _Reader:
         """The options; one that is not valid becomes an error and stays at its default. Files are in `folder`."""
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
-        for name, (_, value) in self.chosen.items():
+        for name, (setting, value) in self.chosen.items():
+            by_operator = setting.origin.startswith(("environment ", sources.COMMAND_LINE))
             try:
-                values[name] = sources.content(value, folder) if option(name).file else value
-            except ConfigError as error:  # noqa: PERF203  (eight options at most)
+                values[name] = (
+                    sources.content(value, folder, by_operator=by_operator)
+                    if option(name).file
+                    else value
+                )
+            except ConfigError as error:
                 wrong[name] = f"; {error}"
         try:
             options = ServingOptions.model_validate(values)

@@ -17,10 +17,12 @@ from typing import Final, TypeAlias
 
 import javaproperties
 
+from djl_python_neuronx import links
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.legacy import DJL_OPTIONS
 from djl_python_neuronx.config.options import INVALID, NAMES, ServingOptions, option, parse_value
 from djl_python_neuronx.config.values import shortened
-from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.errors import ArtifactError, ConfigError
 
 FILE_NAME = "serving.properties"
 MODEL_DIR = Path("/opt/ml/model")
@@ -292,16 +294,27 @@ def written_by_djl(inputs: Inputs) -> bool:
     )
 
 
+def for_djl(written: Sequence[Setting]) -> dict[str, str]:
+    """The keys of `serving.properties`, as written there, for DJL Serving itself. Not `option.env`."""
+    found: dict[str, str] = {}
+    for setting in written:
+        if not setting.by_user or setting.name in DJL_OPTIONS:
+            key = f"{_FILE_PREFIX if setting.by_user else ''}{setting.name}"
+            found.setdefault(key, str(setting.value))
+    return found
+
+
 def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
     """The variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets.
 
     Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign; java.lang.ProcessBuilder
-    drops what follows a NUL.
+    drops what follows a NUL, and writes a question mark for half a character.
     """
     setting = next((entry for entry in written if entry.name == "env" and entry.by_user), None)
     if setting is None:
         return {}
-    parts = (part.partition("\0")[0] for part in str(setting.value).split(","))
+    text = str(setting.value).encode(errors="replace").decode()
+    parts = (part.partition("\0")[0] for part in text.split(","))
     pairs = (part.partition("=") for part in parts)
     return {
         name: replace(setting, name=name, value=value.strip(_JAVA_BLANKS))
@@ -391,14 +404,16 @@ def from_file(model_dir: Path) -> list[Setting]:
     """Read the `serving.properties` of a folder with `from_properties`. Returns no settings if there is no file.
 
     Raises:
-        ConfigError: the file cannot be read or holds a broken escape.
+        ConfigError: the file cannot be read, is a link out of the folder (see `links`) or holds a broken escape.
     """
     path = model_dir / FILE_NAME
-    return from_properties(path) if try_path(path.exists, failed=True) else []
+    return from_properties(path, model_dir) if try_path(path.exists, failed=True) else []
 
 
-def from_properties(path: Path) -> list[Setting]:
+def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
     """Read a properties file as Java's `Properties.load` does. Settings with the `option.` prefix come first.
+
+    It must be a file of the model folder `model_dir`, if that is given.
 
     The encoding is ISO-8859-1 with escapes; the last of equal keys counts. Keys without the prefix are arguments of DJL
     Serving, which passes them to the handler too (`batch_size`, `engine`, `minWorkers` …). The byte order mark of
@@ -407,7 +422,7 @@ def from_properties(path: Path) -> list[Setting]:
     Raises:
         ConfigError: the file cannot be read, is larger than 1 MiB or holds a broken escape.
     """
-    content = _read_file(path)
+    content = _read_file(path, model_dir)
     try:
         entries = list(javaproperties.parse(io.BytesIO(content.removeprefix(codecs.BOM_UTF8))))
     except ValueError as error:
@@ -435,14 +450,16 @@ def from_properties(path: Path) -> list[Setting]:
     return sorted(found.values(), key=lambda setting: not setting.by_user)
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, model_dir: Path | None) -> bytes:
     named = repr(str(path))
     if try_path(lambda: path.exists() and not path.is_file() and not path.is_dir(), failed=False):
         message = f"{named} is a pipe, a socket or a device; expected a file"
         raise ConfigError(message)
     try:
-        with path.open("rb") as stream:
+        with path.open("rb") if model_dir is None else links.opened(path, model_dir) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
+    except ArtifactError as error:
+        raise ConfigError(str(error)) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{named} cannot be read: {reason}. Make it a readable file, or remove it"
@@ -453,13 +470,14 @@ def _read_file(path: Path) -> bytes:
     return content
 
 
-def content(value: object, folder: Path) -> object:
+def content(value: object, folder: Path, *, by_operator: bool = True) -> object:
     """Read the JSON file that `value` names, absolute or relative to `folder`. Returns `value` itself if it is no path.
 
-    Any text is a path, except words for yes, no or none, and text that begins like an object or a list.
+    Any text is a path, except words for yes, no or none, and text that begins like an object or a list. Only the
+    operator may name a file outside the model folder: its content becomes an option, is logged and goes into outputs.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 1 MiB or is not JSON.
+        ConfigError: the file cannot be read, is elsewhere, is larger than 1 MiB or is not JSON.
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS or value[:1] in {"{", "[", "("}:
         return value
@@ -470,7 +488,7 @@ def content(value: object, folder: Path) -> object:
     if not try_path(path.is_file, failed=True):
         message = f"there is no file {str(path)!r}"
         raise ConfigError(message)
-    text = _read_file(path)
+    text = _read_file(path, None if by_operator else folder)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

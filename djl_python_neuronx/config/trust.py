@@ -8,9 +8,11 @@ line, `OPTION_ENV`) is not limited.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from djl_python_neuronx.config.findings import Problems
@@ -33,6 +35,8 @@ NO_AWS_CREDENTIALS: Final[Mapping[str, str]] = {
 """Variables with which AWS's libraries find no credentials but those in other variables."""
 NO_HUB_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN"  # noqa: S105  (a name)
 """Variable with which the Hub's library sends no token of a login."""
+HUB_CACHE = "DJL_NEURONX_HUB_CACHE"
+"""Variable with the cache for what a stranger's server may have sent, which nobody may take for the Hub's later."""
 
 _HARMLESS = re.compile(
     r"(?!.*(ENDPOINT|LIBRAR|MODULE|PLUGIN|PRELOAD|PROXY|_PATH$))("
@@ -60,14 +64,18 @@ def serving_environ(
     *,
     inherited: bool,
     trusts_code: bool,
+    cache_root: Path,
 ) -> dict[str, str]:
     """The variables of the process that serves, with those of `option.env`; warns of what is withheld.
+
+    If the file names a server, a proxy or certificates for the Hub, downloads get a cache of their own (`HUB_CACHE`).
 
     Args:
         environ: the environment's variables.
         variables: those of `option.env`.
         problems: the collection for the warning.
         inherited: `environ` has `variables` already, because DJL Serving has set them.
+        cache_root: the folder for such a cache.
         trusts_code: code in the model folder is trusted, and with it variables that may load code.
     """
     own = {name for name, setting in variables.items() if setting.source == FILE_NAME}
@@ -84,6 +92,9 @@ def serving_environ(
     for name in doubtful:
         if not _DESTINATION.fullmatch(name):
             result.pop(name, None)
+    if servers := [name for name in doubtful if name in result and not _is_aws(name)]:
+        named = repr([(name, result[name]) for name in servers]).encode()
+        result[HUB_CACHE] = str(cache_root / f"hub-{hashlib.sha256(named).hexdigest()[:16]}")
     # Java may read the file otherwise: a credential that stays has the file's own value.
     withheld = _withhold(result, doubtful, {n for n in own if result.get(n) == variables[n].value})
     names = shortened(",".join(doubtful))

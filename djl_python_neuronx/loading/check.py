@@ -87,6 +87,7 @@ def check(
         problems,
         inherited=False,
         trusts_code=settings.options.trust_remote_code,
+        cache_root=fetch.download_root(environ),
     )
     here = machines.detect(environ=process) if machine is None else machine
     preparation = Preparation(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pydantic import TypeAdapter
 
@@ -64,8 +66,6 @@ class _Job:
     backend: str
     plan: LoadPlan
     target: Path
-    outcome: Path
-    """File for the error of a failed compile."""
     log_level: str
 
 
@@ -89,22 +89,22 @@ def compile_guarded(
         ArtifactError: the model's files cannot be used.
         BackendError: the backend cannot compile this model like this, or its compiler failed.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        outcome = Path(temporary, "outcome.json")
-        level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
-        job = _Job(backend, plan, target, outcome, level)
-        status = _run(job, environ, _Watch(target, neff_cache, forecast))
+    level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
+    job = _JOB.dump_json(_Job(backend, plan, target, level))
+    # A file without a name: nothing of it is left, however this process ends.
+    with tempfile.TemporaryFile() as file:
+        file.write(job)
+        file.seek(0)
+        status = _run(file, environ, _Watch(target, neff_cache, forecast))
+        file.seek(len(job))
         if status != 0:
-            raise _failure(backend, outcome, status)
+            raise _failure(backend, file.read(), status)
 
 
-def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
+def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
     """Run the job in a process of its own, and report its progress. Returns the process's status."""
     command = guarded(backends.python_command(__name__))
-    with tempfile.TemporaryFile() as content:
-        content.write(_JOB.dump_json(job))
-        content.seek(0)
-        process = subprocess.Popen(command, stdin=content, env=dict(environ))  # noqa: S603
+    process = subprocess.Popen(command, stdin=file, env=dict(environ))  # noqa: S603
     try:
         while process.poll() is None:
             watch.report()
@@ -118,9 +118,9 @@ def _run(job: _Job, environ: Mapping[str, str], watch: _Watch) -> int:
     return process.returncode
 
 
-def _failure(backend: str, outcome: Path, status: int) -> ServingError:
-    if outcome.exists():
-        found = json.loads(outcome.read_bytes())
+def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
+    if outcome:
+        found = json.loads(outcome)
         return revive(found["code"], found["message"])
     ended = f"ended with status {status}"
     if status > 128:
@@ -132,7 +132,7 @@ def _failure(backend: str, outcome: Path, status: int) -> ServingError:
 
 
 def main() -> None:
-    """Run the job on standard input, see `compile_guarded`. Its error goes to the file `outcome`."""
+    """Run the job in the file on standard input, see `compile_guarded`. Its error is appended there."""
     job = _JOB.validate_json(sys.stdin.buffer.read())
     setup_logging(job.log_level)
     try:
@@ -144,7 +144,7 @@ def main() -> None:
         if not isinstance(error, ServingError):
             logger.exception("compile_failed")
         found = {"code": code, "message": str(error) or type(error).__name__}
-        job.outcome.write_text(json.dumps(found), encoding="utf-8")
+        os.write(sys.stdin.fileno(), json.dumps(found).encode())
         sys.exit(1)
 
 

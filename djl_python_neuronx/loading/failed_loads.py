@@ -10,11 +10,15 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+_STALE_S = 7 * 24 * 3600.0
+"""A count that was not written for so long is removed: its Java process has ended, or has other troubles."""
 
 
 class FailedLoads:
@@ -43,6 +47,7 @@ class FailedLoads:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             with self._opened() as folder:
+                _remove_stale(folder)
                 file = os.open(self._name, flags, 0o600, dir_fd=folder)
                 try:
                     os.write(file, b".")
@@ -81,3 +86,11 @@ class FailedLoads:
             yield folder
         finally:
             os.close(folder)
+
+
+def _remove_stale(folder: int) -> None:
+    oldest_s = time.time() - _STALE_S
+    for name in os.listdir(folder):
+        with suppress(OSError):
+            if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < oldest_s:
+                os.unlink(name, dir_fd=folder)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
+import re
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +17,17 @@ from typing import Any
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.atomic import storing
+from djl_python_neuronx.artifacts.atomic import (
+    remove_abandoned,
+    staging,
+    storing,
+    temporary_folder,
+)
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
-from djl_python_neuronx.config.options import names_where
-from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
+from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
+from djl_python_neuronx.config.options import names_where, option
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -37,6 +44,11 @@ logger = logging.getLogger(__name__)
 _DRAFT_OPTION = "speculative_draft_model"
 _HANDOVER = names_where(lambda marker: marker.djl.overrules)
 """How DJL Serving hands over requests: it may overrule these options."""
+_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
+_PLACE = re.compile(r"[/~]|\w+://")
+_OF_MACHINE = {"NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"}.union(
+    *(option(name).env for name in names_where(lambda marker: marker.output == "local"))
+)
 
 
 def compile_model(
@@ -111,11 +123,22 @@ class _Writer:
         """Compile a model and write it to a folder or to S3."""
         started_s = time.monotonic()
         to_s3 = self._check_s3(prepared, output)
-        compiled = obtain(prepared, lambda: self.tokenizer, required=True)
-        if to_s3:
-            made = self._upload(prepared, compiled, output)
-        else:
-            made = self._write_folder(prepared, compiled, Path(output).expanduser().absolute())
+        with ExitStack() as stack:
+            if to_s3:
+                # Beside the downloads, so that weights are links and take no room.
+                root = fetch.download_root(prepared.environ)
+                with storing("the compiled model", root):
+                    beside = stack.enter_context(temporary_folder(root, "output-"))
+                folder = beside / "output"
+            else:
+                folder = Path(output).expanduser().absolute()
+                remove_abandoned(*staging(folder))  # they may take the room that is needed
+            compiled = obtain(prepared, lambda: self.tokenizer, required=True)
+            made = self._write_folder(prepared, compiled, folder)
+            if to_s3:
+                fetch.s3_module(output).upload(
+                    folder, output, prepared.environ, progress=prepared.progress.transfer
+                )
         num_bytes = sum(entry.bytes for entry in made.files.values())
         logger.info(
             "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
@@ -139,47 +162,29 @@ class _Writer:
             s3.check_free(output, prepared.environ)
         return True
 
-    def _upload(self, prepared: Prepared, compiled: Compiled, output: str) -> Manifest:
-        environ, s3 = prepared.environ, fetch.s3_module(output)
-        root = fetch.download_root(environ)
-        with storing("the compiled model", root):
-            root.mkdir(parents=True, exist_ok=True)
-        # Beside the downloads, so that weights are links and take no room.
-        with tempfile.TemporaryDirectory(dir=root, prefix="output-") as temporary:
-            folder = Path(temporary, "output")
-            made = self._write_folder(prepared, compiled, folder)
-            s3.upload(folder, output, environ, progress=prepared.progress.transfer)
-        return made
-
     def _write_folder(self, prepared: Prepared, compiled: Compiled, destination: Path) -> Manifest:
-        with tempfile.TemporaryDirectory(prefix="djl-neuronx-draft-") as beside:
-            draft, options = self._write_draft(prepared, Path(beside, DRAFT)), pinned(prepared)
-            made = write_output(
-                _source(prepared),
-                destination,
-                facts=compiled.facts,
-                options=options if draft is None else {**options, _DRAFT_OPTION: DRAFT},
-                packages=compiled.packages,
-                layout=_layout(prepared.artifact),
-                compiled=compiled.folder,
-                draft=draft,
-                weights=self.weights,
-                overwrite=self.overwrite,
+        options, write_draft = pinned(prepared), None
+        # An output without weights has none of a draft model either.
+        if (draft := prepared.draft) is not None and self.weights != "none":
+            compiled_draft = obtain(draft, lambda: self.tokenizer, required=True)
+            write_draft = partial(
+                replace(self, own_properties=True)._write_folder, draft, compiled_draft
             )
-        if not self.own_properties:
-            files = {name: entry for name, entry in made.files.items() if name != PROPERTIES}
-            made = made.model_copy(update={"files": files})
-            manifests.write(destination, made)
-        return made
-
-    def _write_draft(self, prepared: Prepared, folder: Path) -> Path | None:
-        """Write the draft model's output. Returns None without one, or if the output has no weights of either."""
-        draft = prepared.draft
-        if draft is None or self.weights == "none":
-            return None
-        compiled = obtain(draft, lambda: self.tokenizer, required=True)
-        replace(self, own_properties=True)._write_folder(draft, compiled, folder)
-        return folder
+            options[_DRAFT_OPTION] = DRAFT
+        return write_output(
+            _source(prepared),
+            destination,
+            facts=compiled.facts,
+            options=options,
+            packages=compiled.packages,
+            layout=_layout(prepared.artifact),
+            compiled=compiled.folder,
+            write_draft=write_draft,
+            weights=self.weights,
+            for_djl=_for_djl(prepared),
+            own_properties=self.own_properties,
+            overwrite=self.overwrite,
+        )
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:
@@ -197,10 +202,31 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     return found
 
 
+def _for_djl(prepared: Prepared) -> dict[str, str]:
+    """The keys that only DJL Serving reads, without variables that are secrets, withheld or of this machine alone."""
+    found, left_out, variables = dict(prepared.resolved.for_djl), [], []
+    for name, setting in prepared.resolved.worker_variables.items():
+        value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
+        is_local = name in _OF_MACHINE or _PLACE.match(value)
+        if is_local or _SECRET.search(name) or name not in prepared.environ:
+            left_out.append(name)
+        else:
+            variables.append(f"{name}={value}")
+    if left_out:
+        logger.warning(
+            "option_env_left_out names=%s reason='an output gets no secrets, nothing that only this machine has, and "
+            "nothing that a model folder may not set; set them where it is served'",
+            ",".join(left_out),
+        )
+    return {**found, "option.env": ",".join(variables)} if variables else found
+
+
 def _text(value: object) -> object:
-    """Write nested lists as JSON: a properties file has commas for the outer lists only."""
-    nested = isinstance(value, list) and any(isinstance(entry, (list, dict)) for entry in value)
-    return json.dumps(value) if nested else value
+    """Write some lists as JSON: commas can neither nest nor tell a list of one number from the number."""
+    is_json = isinstance(value, list) and (
+        len(value) == 1 or any(isinstance(entry, (list, dict)) for entry in value)
+    )
+    return json.dumps(value) if is_json else value
 
 
 def _layout(artifact: Artifact) -> str:

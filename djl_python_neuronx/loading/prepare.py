@@ -178,14 +178,14 @@ def prepare_or_raise(
     problems = Problems()
     settings = examine(properties, model_dir, environ, problems, overrides)
     _log_settings(settings)
-    if properties is not None:
-        environ = trust.serving_environ(
-            environ,
-            settings.worker_variables,
-            problems,
-            inherited=True,
-            trusts_code=settings.options.trust_remote_code,
-        )
+    environ = trust.serving_environ(
+        environ,
+        settings.worker_variables,
+        problems,
+        inherited=properties is not None,
+        trusts_code=settings.options.trust_remote_code,
+        cache_root=fetch.download_root(environ),
+    )
     logged = _log_problems(problems)
     preparation = Preparation(
         machine or machines.detect(environ=environ),

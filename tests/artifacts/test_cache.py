@@ -181,7 +181,7 @@ def test_a_change_while_loading_is_followed_once(shelf, tmp_path, small_pieces):
     shelf.before = always
     shelf.files["weights"] += b"y"
     with pytest.raises(
-        ArtifactAccessError, match="changed twice while it was fetched, last weights"
+        ArtifactAccessError, match="differed twice from what it lists, last: weights"
     ):
         fetch(shelf, tmp_path)
 

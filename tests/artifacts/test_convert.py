@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx.artifacts import convert as module  # noqa: E402
+from djl_python_neuronx.artifacts.atomic import flock  # noqa: E402
 from djl_python_neuronx.artifacts.convert import convert  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
@@ -297,8 +298,13 @@ def test_a_killed_conversion_leaves_nothing_with_the_name(tmp_path, whole):
     )
     assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "made").exists()
-    convert(whole, tmp_path / "made", "split")
+    assert list(tmp_path.glob(".made.output-*"))
+    other = tmp_path / ".made.output-of-another"
+    other.mkdir()
+    with flock(other):
+        convert(whole, tmp_path / "made", "split")
     assert detect(tmp_path / "made").kind == "split"
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "made", other.name}
 
 
 def test_a_source_that_does_not_exist_is_named_with_its_argument(tmp_path):

@@ -1,9 +1,7 @@
 """What a compilation ahead of time leaves is served as it is, and nothing of the user's is lost for it."""
 
 import errno
-import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import flock
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import is_unfinished
@@ -39,9 +38,7 @@ def contents(folder):
 def model(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl", "train.py", "tasks.py"))
-    (folder / "serving.properties").write_text(
-        "engine=MPI\nminWorkers=1\noption.tgi_compat=false\n"
-    )
+    (folder / "serving.properties").write_text("engine=MPI\noption.tgi_compat=false\n")
     (folder / "LICENSE").write_text("mine")
     (folder / "pytorch_model.h5").write_bytes(b"another library's")
     (folder / ".git").mkdir()
@@ -148,17 +145,17 @@ def test_the_entry_point_and_djl_s_own_keys_are_there(model, tmp_path):
     found = {one.name: one.value for one in from_file(tmp_path / "out")}
     assert found["entryPoint"] == "djl_python_neuronx.handler"
     assert found["engine"] == "Python"
-    assert found["minWorkers"] == "1"
     assert "tgi_compat" not in found
 
 
 def test_djl_s_own_keys_are_the_user_s_or_the_advised_ones(model, tmp_path):
-    source = model / "serving.properties"
-    source.write_text(source.read_text() + "retry_threshold=7\n")
-    write(model, tmp_path / "out")
-    found = {one.name: one.value for one in from_file(tmp_path / "out") if not one.by_user}
+    keys = {"retry_threshold": "7", "engine": "MPI", "option.env": "A=1,B=x y", "option.tgi": "no"}
+    write(model, tmp_path / "out", for_djl=keys)
+    found = {one.name: one.value for one in from_file(tmp_path / "out")}
     assert found["retry_threshold"] == "7"
     assert found["maxWorkers"] == "1"
+    assert found["engine"] == "Python"
+    assert found["env"] == "A=1,B=x y"
 
 
 # DJL Serving's keys and ours have no control characters; values may have any text.
@@ -206,7 +203,8 @@ def test_a_hugging_face_cache_s_links_become_files(model, tmp_path):
 
 
 def test_split_weights_adapters_and_code_come_too(model, tmp_path):
-    for name in ("pytorch_model.bin/p0.wte", "adapters/one/adapter_config.json", "modeling_x.py"):
+    names = ("pytorch_model.bin/p0.wte", "adapters/one/adapter_config.json", "modeling_x.py")
+    for name in (*names, "additional_chat_templates/rag.jinja"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_bytes(name.encode())
     write(model, tmp_path / "out")
@@ -214,6 +212,7 @@ def test_split_weights_adapters_and_code_come_too(model, tmp_path):
     assert found["pytorch_model.bin/p0.wte"] == b"pytorch_model.bin/p0.wte"
     assert found["adapters/one/adapter_config.json"] == b"adapters/one/adapter_config.json"
     assert found["modeling_x.py"] == b"modeling_x.py"
+    assert "additional_chat_templates/rag.jinja" in found
 
 
 def test_an_unchanged_output_is_replaced(model, tmp_path):
@@ -405,14 +404,27 @@ def test_all_of_an_output_is_fetched_from_a_remote(model, compiled, tmp_path):
     assert {"model.safetensors", "adapters/a/adapter_model.safetensors", "README.txt"} <= set(files)
 
 
-def test_an_output_that_is_being_written_is_left_alone(model, tmp_path):
-    """Another process' staging folder is locked; one of a dead process is not, and goes."""
-    alive, dead = tmp_path / ".out.output-alive", tmp_path / ".out.output-dead"
-    alive.mkdir()
-    dead.mkdir()
-    descriptor = os.open(alive, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    write(model, tmp_path / "out")
-    os.close(descriptor)
-    assert alive.exists()
+def test_a_file_that_another_program_replaces_is_not_listed(model, tmp_path):
+    made = write(model, tmp_path / "out", own_properties=False)
+    assert (tmp_path / "out" / "serving.properties").exists()
+    assert "serving.properties" not in made.files
+    assert manifests.read(tmp_path / "out") == made
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_what_a_killed_process_left_goes_and_what_is_in_use_stays(
+    model, tmp_path, monkeypatch, mounted
+):
+    destination = tmp_path / "a[b]"
+    write(model, destination)
+    parent = destination if mounted else tmp_path
+    monkeypatch.setattr(Path, "is_mount", lambda path: mounted and path == destination)
+    dead = parent / ".a[b].output-dead"
+    (dead / "new").mkdir(parents=True)
+    write(model, destination)
     assert not dead.exists()
+    alive = tmp_path / ".a[b].output-alive"
+    alive.mkdir()
+    with flock(alive):
+        write(model, destination)
+        assert alive.exists()

@@ -81,7 +81,7 @@ class TestPropertiesFile:
         with pytest.raises(ConfigError, match=r"mine\.properties' cannot be read"):
             sources.from_properties(tmp_path / "mine.properties")
         (tmp_path / "serving.properties").mkdir()
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match="is a folder; expected a file"):
             sources.from_file(tmp_path)
 
     def test_a_file_has_at_most_a_mebibyte(self, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from djl_python_neuronx.config import sources, trust
@@ -21,6 +23,7 @@ OPERATOR = {
     "AWS_REGION": "eu-west-1",
     "PATH": "/usr/bin",
 }
+CACHES = Path("/caches")
 HUB = ("HF_ENDPOINT", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "HUGGINGFACE_CO_STAGING")
 AWS = (
     "AWS_ENDPOINT_URL",
@@ -65,7 +68,7 @@ def serving(text, environ=OPERATOR, *, source=sources.FILE_NAME, inherited=True,
         environ = sources.with_worker_variables(environ, variables)
     problems = Problems()
     found = trust.serving_environ(
-        environ, variables, problems, inherited=inherited, trusts_code=code
+        environ, variables, problems, inherited=inherited, trusts_code=code, cache_root=CACHES
     )
     return found, problems.messages("warning")
 
@@ -156,15 +159,38 @@ def test_a_name_that_java_reads_otherwise_keeps_no_credential():
     )
     java = {**OPERATOR, "HF_ENDPOINT": "http://evil"}
     variables = sources.worker_variables([setting])
-    environ = trust.serving_environ(java, variables, Problems(), inherited=True, trusts_code=False)
+    environ = trust.serving_environ(
+        java, variables, Problems(), inherited=True, trusts_code=False, cache_root=CACHES
+    )
     assert "hf_operator" not in environ.values()
 
 
 def test_names_are_those_that_java_sets():
-    text = "\x01HF_ENDPOINT\t=\x0bhttp://evil\0junk,HF_TOKEN\0=x,HF_TOKEN\xa0=y"
+    text = "\x01HF_ENDPOINT\t=\x0bhttp://evil\0junk,HF_TOKEN\0=x,HF_TOKEN\xa0=y,NEURON_A=\ud800"
     setting = Setting("env", text, "o", sources.FILE_NAME, by_user=True)
     values = {name: entry.value for name, entry in sources.worker_variables([setting]).items()}
-    assert values == {"HF_ENDPOINT": "http://evil", "HF_TOKEN\xa0": "y"}
+    assert values == {"HF_ENDPOINT": "http://evil", "HF_TOKEN\xa0": "y", "NEURON_A": "?"}
     environ, (warning,) = serving(",".join(f"EVIL_{i}=x" for i in range(9999)))
     assert not has_hub(environ)
     assert len(warning) < 1500
+
+
+def test_each_server_has_a_cache_of_its_own():
+    places = [
+        serving(f"{name}={value}")[0].get(trust.HUB_CACHE)
+        for name, value in (
+            *(
+                ("HF_ENDPOINT", "http://a"),
+                ("HF_ENDPOINT", "http://b"),
+                ("https_proxy", "http://a"),
+            ),
+            *(("SSL_CERT_FILE", "/a"), ("HF_HOME", "/a"), ("AWS_ENDPOINT_URL", "http://a")),
+            *(("LD_PRELOAD", "/a"), (trust.HUB_CACHE, "/a")),
+        )
+    ]
+    own, others = places[:4], places[4:]
+    assert len(set(own)) == 4
+    assert all(Path(place).parent == CACHES for place in own)
+    assert set(others) == {None}
+    allowed = {**OPERATOR, trust.TRUST: "HF_ENDPOINT"}
+    assert trust.HUB_CACHE not in serving("HF_ENDPOINT=http://a", allowed)[0]

@@ -207,13 +207,16 @@ def test_a_killed_compile_ends_whole_and_resumes(machine, options):
     machine.set(TOYC_STOP_AT=GRAPHS[1])
     pairs = [f"{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-c", KILLED, str(TINY), *pairs]
-    process = subprocess.Popen(command, cwd=ROOT, env=machine.environ)
+    temporary = machine.folder / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(command, cwd=ROOT, env={**machine.environ, "TMPDIR": str(temporary)})
     wait_until(lambda: process.poll() is not None or machine.compiled() == GRAPHS[:2], "two graphs")
     assert process.poll() is None
     pid = machine.compiler_pid()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not alive(pid), "the compiler's end with its starter")
+    assert not list(temporary.iterdir())
     machine.set(TOYC_STOP_AT="")
     compiled(machine, options)
     assert machine.compiled() == [*GRAPHS[:2], *GRAPHS[1:]]

@@ -102,8 +102,6 @@ def start(door, folder, environ, added, monkeypatch, model):
 
 
 DOORS = ("check", "serve", "compile", "djl", "partition")
-IGNORING = {"serve", "compile"}
-"""Doors that take no variables from `option.env` at all."""
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -113,10 +111,22 @@ def test_a_strangers_server_gets_no_credentials(door, model, tmp_path, servers, 
     environ = environment(servers, tmp_path)
     start(door, folder, environ, added, monkeypatch, model)
     told, own = servers.seen()
-    assert bool(told) is (door not in IGNORING)
-    assert set(told) <= {""}
-    assert all(own)
-    assert bool(own) is (door in IGNORING)
+    assert (set(told), own) == ({""}, [])
+
+
+@pytest.mark.parametrize("door", ["check", "djl"])
+def test_what_a_strangers_server_sends_is_not_taken_for_the_hubs(
+    door, tmp_path, servers, monkeypatch
+):
+    folder, added = stranger(tmp_path, servers, MODELS["hub"])
+    environ = environment(servers, tmp_path)
+    start(door, folder, environ, added, monkeypatch, MODELS["hub"])
+    assert servers.seen()[0]
+    assert not list((tmp_path / "hf").rglob("*owner*"))
+    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    check(str(folder), environ=environ, overrides={"env": "A=1"})  # fills the operator's cache
+    report = check(str(folder), environ=offline, overrides={})
+    assert report.prepared is not None
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
