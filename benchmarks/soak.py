@@ -584,10 +584,13 @@ class Mix(Soak):
         return {"clients": {name: dict(found) for name, found in sorted(self.clients.items())}}
 
     def warm_up(self, num_requests: int) -> None:
-        """So many requests, then as many long bodies at once as start every thread for them."""
-        self.run(num_requests)
+        """As many long bodies at once as start every thread for them, then so many requests.
+
+        The other way round the memory of the burst would hide what is compared with it.
+        """
         with ThreadPoolExecutor(FLOOD) as threads:
             [*threads.map(lambda body: self.door.post(body, {}), [BODIES["many keys"]] * FLOOD)]
+        self.run(num_requests)
 
     def run(self, num_requests: int) -> None:
         """At least as many requests, by `num_streams` clients at once; every kind has a turn at the start."""
