@@ -30,7 +30,7 @@ def check(path: Path, root: Path, *, is_file: bool = False) -> None:
         target = path.resolve(strict=True)
         mode = target.stat().st_mode
     except FileNotFoundError as error:
-        msg = f"{path} is a link to a file that is gone, {error.filename}. {AGAIN}"
+        msg = f"{path} is a link to a file that is gone, {path.resolve()}. {AGAIN}"
         raise ArtifactNotFoundError(msg) from error
     except (OSError, RuntimeError) as error:
         msg = f"{path} is a link that cannot be followed: {error}. {AGAIN}"
@@ -51,7 +51,10 @@ def opened(path: Path, root: Path) -> Iterator[BinaryIO]:
     check(path, root, is_file=True)
     # A pipe would block without the flag.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
-        target = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))  # noqa: PTH115
+        try:
+            target = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))  # noqa: PTH115
+        except FileNotFoundError:
+            target = path.resolve()  # no /proc, outside Linux
         _judge(path, target, os.fstat(file.fileno()).st_mode, root, is_file=True)
         yield file
 

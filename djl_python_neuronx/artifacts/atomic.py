@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _PARTIAL = ".partial-"
+_RANDOM = "[a-z0-9_]" * 8
+"""Pattern of the end of a name by `tempfile.mkdtemp`: people name folders otherwise (`.out.output-backup`)."""
 _LOG_WAIT_S = 10.0
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -105,7 +107,7 @@ def staging(destination: Path) -> tuple[Path, str]:
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's temporary folders whose process was killed, as far as possible."""
-    for left in parent.glob(f"{glob.escape(prefix)}*"):
+    for left in parent.glob(glob.escape(prefix) + _RANDOM):
         with suppress(OSError):
             status = left.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
@@ -254,6 +256,8 @@ def storing(what: str, place: Path, *, only_full: bool = False) -> Iterator[None
                 f"{what} could not be stored: {place} is full ({error.strerror}). Make room there, or name a folder "
                 "on a larger disk, and start again; what was finished is kept."
             )
+        elif error.errno == errno.ENAMETOOLONG:
+            msg = f"{what} could not be stored in {place}: {error.strerror}. Shorten names in it."
         else:
             msg = f"{what} could not be stored in {place}: {error}. Give this user a folder that it can write."
         raise ArtifactAccessError(msg) from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ from djl_python_neuronx.artifacts.atomic import (
     sync_tree,
 )
 from djl_python_neuronx.artifacts.tensor_files import damage
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
+from djl_python_neuronx.errors import ArtifactAccessError
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +176,6 @@ def _version(files: Sequence[RemoteFile]) -> str:
 def _download(
     remote: Remote, listed: Sequence[RemoteFile], place: Path, progress: Progress | None
 ) -> None:
-    _check_case(remote, listed, place)
     partial = PartialFolder(place / "partial")
     present = _present(place)
     needed, total = partial.missing_bytes(listed, present), sum(file.size for file in listed)
@@ -197,7 +195,7 @@ def _download(
 
 
 def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
-    """Compare what was downloaded with the remote's checksums, and safetensors files with their headers.
+    """Compare what was downloaded with the remote's checksums, safetensors files without one with their headers.
 
     Raises:
         RemoteChangedError: some differ. They are removed, so that they are downloaded again.
@@ -206,12 +204,12 @@ def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
         verdicts = list(pool.map(lambda file: remote.verify(file, folder / file.name), files))
     faults = []
     for file, intact in zip(files, verdicts, strict=True):
+        if intact:
+            continue  # it is as it was uploaded; whether it can be served is for `detect`
         path = folder / file.name
-        differs = f"{path} differs from its checksum"
-        if fault := differs if intact is False else damage(path):
+        if fault := damage(path) if intact is None else f"{path} differs from its checksum":
             faults.append(fault)
-            if not intact:
-                path.unlink()
+            path.unlink()
     if faults:
         raise RemoteChangedError("; ".join(faults[:3]))
     unknown = [file.size for file, intact in zip(files, verdicts, strict=True) if intact is None]
@@ -220,24 +218,6 @@ def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
             "fetch_unverified uri=%s files=%d of=%d bytes=%d reason='no checksum that can be computed'",
             remote.uri, len(unknown), len(files), sum(unknown),
         )  # fmt: skip
-
-
-def _check_case(remote: Remote, listed: Sequence[RemoteFile], place: Path) -> None:
-    """Refuse names that differ in case only, where they are one file: on most disks they are two.
-
-    Raises:
-        ArtifactError: there are such names.
-    """
-    if not (place / "LOCK").exists():  # the file `lock`, found by another name
-        return
-    names = sorted((file.name for file in listed), key=str.casefold)
-    for one, other in itertools.pairwise(names):
-        if one.casefold() == other.casefold():
-            msg = (
-                f"{remote.uri}: {one!r} and {other!r} differ in case only, which {place} does not keep apart. "
-                "Name a cache folder on a disk that does, or remove one of them there."
-            )
-            raise ArtifactError(msg)
 
 
 def _present(place: Path) -> dict[RemoteFile, Path]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import (
-    remove_abandoned,
     require_space,
     staging,
     storing,
@@ -74,11 +73,11 @@ def convert(
         )
     artifact = detect(source, origin="the argument `source`")
     tensors = TensorFiles(_choose_weights(artifact, to))
-    _check_destination(destination, tensors.num_bytes())
     with (
         storing(f"the converted model {destination}", destination.parent),
         temporary_folder(*staging(destination)) as beside,
     ):
+        _check_destination(destination, tensors.num_bytes())
         partial = beside / "new"
         partial.mkdir()
         _copy_beside(artifact, partial)
@@ -111,13 +110,10 @@ def _choose_weights(artifact: Artifact, to: str) -> Weights:
 
 
 def _check_destination(destination: Path, num_bytes: int) -> None:
-    with storing(f"the converted model {destination}", destination.parent):
-        remove_abandoned(*staging(destination))
-        if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-            msg = f"{destination} exists and is not an empty folder; name a new one, as nothing is overwritten."
-            raise ArtifactAccessError(msg)
-        existing = next(parent for parent in destination.absolute().parents if parent.is_dir())
-        require_space(str(destination), existing, num_bytes, "name another disk")
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        msg = f"{destination} exists and is not an empty folder; name a new one, as nothing is overwritten."
+        raise ArtifactAccessError(msg)
+    require_space(str(destination), destination.parent, num_bytes, "name another disk")
 
 
 def _copy_beside(artifact: Artifact, into: Path) -> None:

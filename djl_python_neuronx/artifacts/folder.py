@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from djl_python_neuronx.links import AGAIN
 _LFS_POINTER = b"version https://git-lfs"
 TEMPLATES = "additional_chat_templates"
 """The folder of chat templates besides the main one, which transformers reads."""
+LEGAL_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
+"""Beginnings of the names of files that are copied and never read."""
 _COPY_BYTES = 2**20
 MAX_JSON_BYTES = 32 * 2**20
 """Of a JSON file, and of a safetensors header: five times the index of the largest models."""
@@ -38,7 +41,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, root: Path | None = None) -> Folder:
-        """List a folder, without bad links that nothing would follow (`README.md`, hidden ones).
+        """List a folder, without bad links that nothing would follow (`README.md`, `runs`, hidden ones).
 
         Raises:
             OSError: it cannot be listed.
@@ -51,7 +54,8 @@ class Folder:
             try:
                 links.check(entry, root)
             except ArtifactError:
-                if _is_foreign(entry.name) or entry.suffix == ".rst":
+                name = entry.name
+                if _is_foreign(name) or _is_foreign(f"{name}/") or _NEVER_READ.fullmatch(name):
                     continue
                 raise
             entries.append(entry)
@@ -71,6 +75,18 @@ class Folder:
             raise ArtifactNotFoundError(msg)
         with reading(path):
             return Folder.open(path, self.root)
+
+    def check_tree(self, name: str) -> None:
+        """Check all files below a sub-folder as `copy_tree` does, which may come hours later.
+
+        Raises:
+            ArtifactAccessError: one cannot be read, is a link to a folder or out of the model, or is no file.
+            ArtifactNotFoundError: a link leads nowhere.
+        """
+        path = self.path / name
+        with reading(path):
+            for file in SERVING.choose(file_names(path)):
+                links.check(path / file, self.root, is_file=True)
 
     def json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file of the folder; {} if there is no such file."""
@@ -228,7 +244,9 @@ def reading(path: Path) -> Iterator[None]:
         msg = f"{path} disappeared while it was read. {AGAIN}"
         raise ArtifactNotFoundError(msg) from error
     except OSError as error:
-        msg = f"{path} cannot be read: {error.strerror}. Give this user access, or copy it again."
+        is_too_long = error.errno == errno.ENAMETOOLONG
+        remedy = "Shorten names in it" if is_too_long else "Give this user access"
+        msg = f"{path} cannot be read: {error.strerror}. {remedy}, or copy it again."
         raise ArtifactAccessError(msg) from error
 
 
@@ -244,10 +262,12 @@ class Selection(NamedTuple):
 # name their files as they like (`p0.transformer.wte`, `<hash>.neff`, `VERSION`).
 _FOREIGN_FOLDERS = frozenset({"onnx", "openvino", "coreml", "original", "metal", "runs"})
 _FOREIGN_FILES = re.compile(
-    r".*\.(h5|msgpack|onnx|onnx_data|ot|tflite|gguf|ggml|mlmodel|pth|nemo|md|png|jpe?g|gif|svg|webp|mp4|pdf|ipynb)"
+    r".*\.(h5|msgpack|onnx|onnx_data|ot|tflite|gguf|ggml|mlmodel|pth|nemo|md|rst|png|jpe?g|gif|svg|webp|mp4|pdf|ipynb)"
     r"|consolidated.*|training_args\.bin|(optimizer|scheduler)\.(pt|bin)",
     re.IGNORECASE,
 )
+_NEVER_READ = re.compile(rf"({'|'.join(LEGAL_STEMS)}|events\.out\.tfevents).*|logs|checkpoint-\d+")
+"""Names of what is selected, and left out where it is a bad link."""
 _SAFETENSORS = re.compile(
     r"((?:.*/)?(?:adapter_)?model)(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?"
 )

@@ -22,13 +22,16 @@ from djl_python_neuronx.artifacts.compiled_formats import (
     Presharded,
 )
 from djl_python_neuronx.artifacts.folder import SERVING, TEMPLATES, WEIGHT_SUFFIXES, Folder, some
-from djl_python_neuronx.artifacts.weights import is_split, read_whole
+from djl_python_neuronx.artifacts.weights import SPLIT_FOLDER, is_split, read_whole
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
     UnknownFormatError,
 )
+
+COPIED_FOLDERS = frozenset({"adapters", TEMPLATES, SPLIT_FOLDER})
+"""Folders of a model that an output gets as a whole."""
 
 
 class HuggingFace(Format):
@@ -189,8 +192,8 @@ def _open(path: Path, origin: str) -> Folder:
     try:
         if path.is_dir():
             folder = Folder.open(path)
-            if TEMPLATES in folder.folders:
-                folder.sub(TEMPLATES)  # for its links
+            for name in sorted(COPIED_FOLDERS & folder.folders):
+                folder.check_tree(name)
             return folder
         what = "is a file" if path.exists() else "does not exist"
         msg = f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, or mount it."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -17,13 +16,16 @@ from urllib.parse import urlsplit
 
 from djl_python_neuronx.artifacts.atomic import require_space
 from djl_python_neuronx.artifacts.folder import (
+    LEGAL_STEMS,
     MAX_JSON_BYTES,
     SERVING,
     WEIGHT_SUFFIXES,
     Selection,
     file_names,
+    read_json,
     some,
 )
+from djl_python_neuronx.artifacts.manifest import sha256_of
 from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config.trust import HUB_CACHE, NO_HUB_TOKEN
@@ -45,8 +47,6 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _CACHES = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"))
 """Variables that name the cache, with the sub-folder it has there; the first one set counts."""
 
-_NEVER_READ = ("LICENSE", "NOTICE", "USE_POLICY")
-"""Prefixes of file names that neither this package nor the libraries open."""
 _INDEX = ".index.json"
 _SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
 _UNFINISHED = ".incomplete"
@@ -145,8 +145,9 @@ def fetch(
         logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
         folder = Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
         for name, size in sizes.items():
+            path = folder / name
             # The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
-            if (size and (folder / name).stat().st_size != size) or damage(folder / name):
+            if (size and path.stat().st_size != size) or (damage(path) and not _is_original(path)):
                 logger.warning("hub_file_damaged model=%s file=%s", model_id, name)
                 hf_hub_download(model_id, name, force_download=True, **request.arguments)
         return folder
@@ -175,6 +176,11 @@ def fetch_config(
     with request.translated(what, failure):
         local = bool(settings.offline or failure)
         return Path(hf_hub_download(model_id, CONFIG, local_files_only=local, **request.arguments))
+
+
+def _is_original(path: Path) -> bool:
+    """True if the Hub has the same content, however damaged: the blob of a large file is named by its SHA-256."""
+    return sha256_of(path, Path("/")) == path.resolve().name
 
 
 def check_whole(folder: Path, selection: Selection) -> None:
@@ -237,6 +243,8 @@ class _Request:
             messages = self._messages(what, failure, _reason(error))
             kind, msg = next(item for item in messages.items() if isinstance(error, item[0]))
             is_missing = kind.__name__ in _MISSING
+            if self.settings.token is False:
+                msg += f" No token was sent: see the warning about option.env, or {NO_HUB_TOKEN}."
             raise (ArtifactNotFoundError if is_missing else ArtifactAccessError)(msg) from None
 
     def _messages(self, what: str, failure: str, reason: str) -> dict[type[Exception], str]:
@@ -401,15 +409,12 @@ def _unfinished_files(folder: Path, chosen: Collection[str]) -> list[str]:
 
 
 def _is_read(name: str) -> bool:
-    return not PurePosixPath(name).name.startswith(_NEVER_READ)
+    return not PurePosixPath(name).name.startswith(LEGAL_STEMS)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} if there is none: the reader of its content reports what is wrong with it."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return {}
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json(path, Path("/"))
+    except ArtifactError:
         return {}
-    return content if isinstance(content, dict) else {}

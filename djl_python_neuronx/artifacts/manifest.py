@@ -193,14 +193,6 @@ class Manifest(BaseModel):
     package_version: str = ""
     """Version of this package that wrote it."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _move_role(cls, value: Any) -> Any:  # noqa: ANN401
-        # Until 0.1.0 the role stood beside the facts.
-        if isinstance(value, dict) and isinstance(value.get("facts"), dict) and "role" in value:
-            return {**value, "facts": {"role": value["role"], **value["facts"]}}
-        return value
-
     @computed_field  # type: ignore[prop-decorator]  # pydantic's way
     @property
     def compiled_for(self) -> dict[str, Any]:
@@ -408,12 +400,12 @@ def artifact_digest(folder: Path) -> str:
     for path in (*small, *weights):
         with reading(path):
             # Which links are followed was checked when the model was found.
-            content = _sha256_of(path, Path("/")) if path in small else _sample(path)
+            content = sha256_of(path, Path("/")) if path in small else _sample(path)
         _feed(digest, path.relative_to(folder).as_posix(), content)
     return f"sampled:{digest.hexdigest()}"
 
 
-def _sha256_of(path: Path, root: Path) -> str:
+def sha256_of(path: Path, root: Path) -> str:
     """Hexadecimal SHA-256 of a file of the model in the folder `root`; releases the GIL."""
     digest = hashlib.sha256()
     with links.opened(path, root) as file:
@@ -425,7 +417,7 @@ def _sha256_of(path: Path, root: Path) -> str:
 
 def _sha256_of_each(folder: Path, names: Iterable[str]) -> list[str]:
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda name: _sha256_of(folder / name, folder), names))
+        return list(pool.map(lambda name: sha256_of(folder / name, folder), names))
 
 
 def _feed(digest: hashlib._Hash, *parts: object) -> None:

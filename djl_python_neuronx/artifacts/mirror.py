@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from djl_python_neuronx.artifacts import cache, fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
-from djl_python_neuronx.artifacts.folder import EVERYTHING, copy_tree
+from djl_python_neuronx.artifacts.folder import EVERYTHING, copy_tree, parse_object
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, check_facts
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 
@@ -107,9 +105,5 @@ class Mirror:
         except ArtifactNotFoundError:
             return None
         where = f"{uri}/{manifests.FILE_NAME}"
-        try:
-            value: Any = json.loads(content)
-        except ValueError as error:
-            msg = f"{where} is not valid JSON: {error}. Remove the folder there, or compile again."
-            raise ArtifactError(msg) from error
+        value = parse_object(content, where)
         return None if manifests.is_unfinished(value) else manifests.parse(value, where)

@@ -23,21 +23,24 @@ from djl_python_neuronx.artifacts.atomic import (
     temporary_folder,
 )
 from djl_python_neuronx.artifacts.folder import (
+    LEGAL_STEMS,
     SERVING,
-    TEMPLATES,
     WEIGHT_SUFFIXES,
     Folder,
     copy_file,
     copy_tree,
     file_names,
     read_json,
+    reading,
     some,
 )
+from djl_python_neuronx.artifacts.formats import COPIED_FOLDERS
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, is_unfinished, unfinished
+from djl_python_neuronx.artifacts.weights import SPLIT_FOLDER
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.sources import FILE_NAME as PROPERTIES
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactError
 
 COMPILED = "compiled"
 """The folder of compiled files in an output. Source: the last LMI Neuron container's partition wrote it so."""
@@ -46,11 +49,8 @@ DRAFT = "draft"
 
 WeightsInOutput = Literal["none", "link", "copy"]
 
-_SPLIT_WEIGHTS = "pytorch_model.bin"
-_COPIED_FOLDERS = {"adapters", TEMPLATES}
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
-_KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
 # Paths that are valid on the machine that compiled, not on those that serve.
 _LOCAL_OPTIONS = names_where(lambda marker: marker.output == "local")
 
@@ -66,7 +66,6 @@ def write_output(
     compiled: Path | None = None,
     write_draft: Callable[[Path], object] | None = None,
     weights: WeightsInOutput = "link",
-    entry_point: str = "djl_python_neuronx.handler",
     for_djl: Mapping[str, str] = MappingProxyType({}),
     own_properties: bool = True,
     overwrite: bool = False,
@@ -82,12 +81,11 @@ def write_output(
     Raises:
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
             `source` overlap.
-        ArtifactNotFoundError: `source` is not a model folder.
         ArtifactAccessError: a file cannot be read or written, or the disk is full.
     """
-    model = _open(source)
-    remove_abandoned(*staging(destination))
-    _check_destination(model.root, destination.resolve(), overwrite=overwrite)
+    with reading(source):
+        model = Folder.open(source)
+    check_free(source, destination, overwrite=overwrite)
     with (
         storing(f"the compiled model {destination}", destination.parent),
         temporary_folder(*staging(destination)) as beside,
@@ -97,7 +95,7 @@ def write_output(
         _fill(new, model, compiled, weights)
         if write_draft is not None:
             write_draft(new / DRAFT)
-        (new / PROPERTIES).write_bytes(properties_file(options, entry_point, for_djl))
+        (new / PROPERTIES).write_bytes(properties_file(options, for_djl))
         made = Manifest.of(new, facts, effective_options=options, packages=packages, layout=layout)
         if not own_properties:
             del made.files[PROPERTIES]
@@ -112,9 +110,7 @@ def write_output(
 
 
 def properties_file(
-    options: Mapping[str, object],
-    entry_point: str,
-    for_djl: Mapping[str, str] = MappingProxyType({}),
+    options: Mapping[str, object], for_djl: Mapping[str, str] = MappingProxyType({})
 ) -> bytes:
     """A `serving.properties` with these options, as `config.sources.from_file` and Java read it.
 
@@ -130,7 +126,7 @@ def properties_file(
         **ARGUMENTS,
         **for_djl,
         "engine": "Python",
-        "option.entryPoint": entry_point,
+        "option.entryPoint": "djl_python_neuronx.handler",
         **pinned,
     }
     buffer = io.StringIO()
@@ -148,15 +144,14 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _open(source: Path) -> Folder:
-    with storing("the model folder's listing", source):
-        if not (source / "config.json").is_file():
-            msg = f"{source} has no config.json; expected a model folder. Point to the one that holds the model itself."
-            raise ArtifactNotFoundError(msg)
-        return Folder.open(source)
+def check_free(source: Path, destination: Path, *, overwrite: bool) -> None:
+    """Refuse to write the output of the model in `source` to `destination`; removes what killed writers left there.
 
-
-def _check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
+    Raises:
+        ArtifactError: see `write_output`.
+    """
+    remove_abandoned(*staging(destination))
+    source, destination = source.resolve(), destination.resolve()
     if source.is_relative_to(destination) or destination.is_relative_to(source):
         msg = (
             f"the output {destination} and the model {source} overlap; expected separate folders. "
@@ -199,17 +194,18 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     small = {
         name
         for name in files - cut - {PROPERTIES, manifests.FILE_NAME}
-        if name.endswith(_KEPT_SUFFIXES) or name.startswith(_KEPT_STEMS)
+        if name.endswith(_KEPT_SUFFIXES) or name.startswith(LEGAL_STEMS)
     }
     for name in small:
         copy_file(model.path / name, target / name, model.root)
-    folders = _COPIED_FOLDERS & model.folders
-    if weights != "none":
-        folders |= {_SPLIT_WEIGHTS} & model.folders
+    folders = COPIED_FOLDERS & model.folders
+    if weights == "none":
+        folders -= {SPLIT_FOLDER}
+    else:
         for name in cut:
             copy_file(model.path / name, target / name, model.root, link=link)
     for name in folders:
-        inner, linked = model.path / name, link and name == _SPLIT_WEIGHTS
+        inner, linked = model.path / name, link and name == SPLIT_FOLDER
         copy_tree(inner, target / name, model.root, link=linked, choose=choose)
     if compiled is not None:
         copy_tree(compiled, target / COMPILED, link=True, choose=choose)

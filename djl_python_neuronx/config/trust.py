@@ -39,8 +39,8 @@ HUB_CACHE = "DJL_NEURONX_HUB_CACHE"
 """Variable with the cache for what a stranger's server may have sent, which nobody may take for the Hub's later."""
 
 _HARMLESS = re.compile(
-    r"(?!.*(ENDPOINT|LIBRAR|MODULE|PLUGIN|PRELOAD|PROXY|_PATH$))("
-    r"(NEURON|XLA|FI|NCCL|OMP|KMP|MKL|OPENBLAS|MALLOC|TOKENIZERS|TRANSFORMERS|HF_HUB|HF_XET|OPTION|LC)_\w+"
+    r"(?!.*(ENDPOINT|MODULE|PLUGIN|PRELOAD|PROXY|WRAPPER|LIB(RAR|S|_|$)|PATHS?$|_FILES?$|_D?SO$))("
+    r"(NEURON|XLA|FI|OMP|KMP|MKL|OPENBLAS|MALLOC|TOKENIZERS|TRANSFORMERS|HF_HUB|HF_XET|OPTION|LC)_\w+"
     r"|HF_HOME|HUGGINGFACE_HUB_CACHE|XDG_CACHE_HOME|SERVING_DOWNLOAD_DIR|DJL_CACHE_DIR"
     r"|PJRT_DEVICE|LANG|TZ|LOG_LEVEL|RUST_LOG|PYTHON(UNBUFFERED|HASHSEED|IOENCODING|DONTWRITEBYTECODE)"
     r"|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|AWS_ACCESS_KEY_ID|AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN"
@@ -80,11 +80,11 @@ def serving_environ(
     """
     own = {name for name, setting in variables.items() if setting.source == FILE_NAME}
     said = "" if inherited and TRUST in own else environ.get(TRUST, "")
-    trusted = {name.strip() for name in said.split(",")} | OPTION_VARIABLES
+    trusted = {name.strip() for name in said.split(",")}
     doubtful = [
         name
         for name in sorted(own - trusted)
-        if not _HARMLESS.fullmatch(name) and (not trusts_code or _is_remote(name))
+        if not is_harmless(name) and (not trusts_code or _is_remote(name))
     ]
     result = dict(environ) if inherited else with_worker_variables(environ, variables)
     if not doubtful:
@@ -106,6 +106,11 @@ def serving_environ(
         "environment; otherwise remove it from option.env",
     )
     return result
+
+
+def is_harmless(name: str) -> bool:
+    """True if a folder's own file may set the variable, whoever wrote it."""
+    return name in OPTION_VARIABLES or _HARMLESS.fullmatch(name) is not None
 
 
 def _withhold(environ: dict[str, str], doubtful: Sequence[str], own: Collection[str]) -> list[str]:

@@ -17,17 +17,13 @@ from typing import Any
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.atomic import (
-    remove_abandoned,
-    staging,
-    storing,
-    temporary_folder,
-)
+from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
-from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
+from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
 from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
 from djl_python_neuronx.config.options import names_where, option
+from djl_python_neuronx.config.trust import is_harmless
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -45,7 +41,7 @@ _DRAFT_OPTION = "speculative_draft_model"
 _HANDOVER = names_where(lambda marker: marker.djl.overrules)
 """How DJL Serving hands over requests: it may overrule these options."""
 _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
-_PLACE = re.compile(r"[/~]|\w+://")
+_PLACE = re.compile(r"(^|[=:\s])[/~]|\w+://")
 _OF_MACHINE = {"NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"}.union(
     *(option(name).env for name in names_where(lambda marker: marker.output == "local"))
 )
@@ -121,7 +117,7 @@ class _Writer:
 
     def write(self, prepared: Prepared, output: str) -> Manifest:
         """Compile a model and write it to a folder or to S3."""
-        started_s = time.monotonic()
+        started_s, source = time.monotonic(), _source(prepared)
         to_s3 = self._check_s3(prepared, output)
         with ExitStack() as stack:
             if to_s3:
@@ -132,7 +128,7 @@ class _Writer:
                 folder = beside / "output"
             else:
                 folder = Path(output).expanduser().absolute()
-                remove_abandoned(*staging(folder))  # they may take the room that is needed
+                check_free(source, folder, overwrite=self.overwrite)
             compiled = obtain(prepared, lambda: self.tokenizer, required=True)
             made = self._write_folder(prepared, compiled, folder)
             if to_s3:
@@ -147,7 +143,7 @@ class _Writer:
         return made
 
     def _check_s3(self, prepared: Prepared, output: str) -> bool:
-        """Check that an output in S3 may be written. Returns False for a folder, which `write_output` checks."""
+        """Check that an output in S3 may be written. Returns False for a folder."""
         scheme = fetch.uri_scheme(output)
         if scheme is None:
             return False
@@ -203,12 +199,12 @@ def pinned(prepared: Prepared) -> dict[str, object]:
 
 
 def _for_djl(prepared: Prepared) -> dict[str, str]:
-    """The keys that only DJL Serving reads, without variables that are secrets, withheld or of this machine alone."""
+    """The keys that only DJL Serving reads; of `option.env` what is harmless, not secret and no place."""
     found, left_out, variables = dict(prepared.resolved.for_djl), [], []
     for name, setting in prepared.resolved.worker_variables.items():
         value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
-        is_local = name in _OF_MACHINE or _PLACE.match(value)
-        if is_local or _SECRET.search(name) or name not in prepared.environ:
+        is_local = name in _OF_MACHINE or _PLACE.search(value)
+        if is_local or _SECRET.search(name) or not is_harmless(name):
             left_out.append(name)
         else:
             variables.append(f"{name}={value}")

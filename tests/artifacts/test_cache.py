@@ -25,7 +25,7 @@ from djl_python_neuronx.artifacts.cache import (
     boot_id,
     fetch,
 )
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -251,18 +251,17 @@ def test_a_disk_that_takes_a_part_of_a_write(shelf, tmp_path, small_pieces, monk
         assert len(shelf.loaded) == 5
 
 
-def test_names_that_the_disk_does_not_keep_apart(tmp_path):
-    two = Shelf(**{"config.json": b"1", "Config.json": b"2"})
-    assert contents(fetch(two, tmp_path / "linux")) == two.files
-    [place] = (tmp_path / "linux").iterdir()
-    ignoring = tmp_path / "ignoring case" / place.name
-    ignoring.mkdir(parents=True)
-    (ignoring / "LOCK").touch()  # there `lock` has this name too
-    with pytest.raises(ArtifactError, match="differ in case only"):
-        fetch(two, tmp_path / "ignoring case")
-    assert versions(tmp_path / "ignoring case") == []
-    other = Shelf(**{"config.json": b"1", "A/x": b"2", "a/y": b"3"})
-    fetch(other, tmp_path / "ignoring case")
+@pytest.mark.parametrize("checksum", [True, False])
+def test_only_what_has_no_checksum_is_judged_by_its_content(tmp_path, monkeypatch, checksum):
+    """What was uploaded like that may be a file that nobody reads; what is served is judged by `detect`."""
+    shelf = Shelf(**{"config.json": b"{}", "lfs.safetensors": b"version https://git-lfs"})
+    if not checksum:
+        monkeypatch.setattr(shelf, "verify", lambda file, path: None)
+        with pytest.raises(ArtifactAccessError, match=r"differed twice .*lfs\.safetensors"):
+            fetch(shelf, tmp_path)
+    else:
+        assert contents(fetch(shelf, tmp_path)) == shelf.files
+    assert len(shelf.loaded) == (2 if checksum else 3)
 
 
 def test_a_root_that_is_a_file(shelf, tmp_path):

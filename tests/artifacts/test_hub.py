@@ -21,6 +21,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
+from djl_python_neuronx.config.trust import NO_HUB_TOKEN
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 from tests.artifacts.folders import tensors
 
@@ -148,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(content):
-    return hashlib.sha1(content).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 @pytest.fixture
@@ -191,6 +192,30 @@ def test_a_damaged_file_in_the_cache_is_fetched_again_alone(server, environ, dam
     server.loaded.clear()
     assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
     assert server.loaded == [(name, 0)]
+
+
+def test_what_is_damaged_on_the_hub_is_fetched_once(server, environ, caplog):
+    """As a file that nobody reads: `detect` judges what is served."""
+    pointer = {"lfs.safetensors": b"version https://git-lfs"}
+    server.models["ours/pointer"] = {**FILES, **pointer}
+    for _ in range(2):
+        folder = hub.fetch("ours/pointer", environ=environ)
+        assert contents(folder).items() >= pointer.items()
+    assert [name for name, _ in server.loaded].count("lfs.safetensors") == 1
+    assert "hub_file_damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("withheld", [True, False])
+def test_an_error_says_that_the_token_was_withheld(server, environ, withheld):
+    variables = {NO_HUB_TOKEN: "1"} if withheld else {"HF_TOKEN": "hf_mine"}
+    server.models["ours/gated"] = FILES
+    server.gated = {"ours/gated"}
+    for model in ("ours/gated", "ours/none"):
+        with pytest.raises((ArtifactAccessError, ArtifactNotFoundError)) as caught:
+            hub.fetch(model, environ={**environ, **variables})
+        assert (
+            "No token was sent: see the warning about option.env" in str(caught.value)
+        ) is withheld
 
 
 def test_a_revision_and_a_token(server, environ):

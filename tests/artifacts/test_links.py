@@ -11,6 +11,7 @@ import pytest
 from djl_python_neuronx import links
 from djl_python_neuronx.artifacts import folder as folders
 from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.atomic import storing
 from djl_python_neuronx.artifacts.folder import copy_file, copy_tree, file_names, read_json
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.store import copy_once
@@ -75,6 +76,7 @@ def endless(path, _secret):
     path.symlink_to("/dev/zero")
 
 
+NEVER_READ = ("runs", "original", "logs", "checkpoint-100", "LICENSE", "events.out.tfevents.1.x")
 BAD = (out, out_by_dots, out_through_a_folder, gone, loop, pipe, listening, endless)
 PLACES = (
     "chat_template.jinja",
@@ -113,6 +115,42 @@ def test_no_template_of_another_place_is_served(model, secret, make):
         detect(model)
 
 
+@pytest.mark.parametrize("name", PLACES[3:])
+def test_what_an_output_gets_is_judged_before_the_compile(model, secret, name):
+    for make in BAD:
+        place(model, name, make, secret)
+        with pytest.raises(ArtifactError, match=Path(name).name):
+            detect(model)
+
+
+def test_a_link_to_a_folder_is_too(model):
+    (model / "adapters").mkdir()
+    (model / "adapters" / "a").symlink_to("..")
+    with pytest.raises(ArtifactError, match="adapters/a is a folder"):
+        detect(model)
+
+
+def test_a_tree_too_deep_for_the_system_is_a_short_error(model, monkeypatch):
+    (model / "adapters").mkdir()
+    monkeypatch.chdir(model / "adapters")
+    for _ in range(25):
+        Path("a" * 200).mkdir()
+        os.chdir("a" * 200)
+    with pytest.raises(ArtifactAccessError, match=r"File name too long\. Shorten names") as caught:
+        detect(model)
+    assert len(str(caught.value)) < 1000
+    message = r"File name too long\. Shorten names"
+    with pytest.raises(ArtifactAccessError, match=message) as caught, storing("it", model):
+        file_names(model)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_adapters_read_me_is_left_out_as_in_the_output(model, secret, tmp_path):
+    place(model, "adapters/a/README.md", out, secret)
+    detect(model)
+    write(model, tmp_path / "out")
+
+
 @pytest.mark.parametrize("make", BAD)
 def test_graphs_of_a_stranger_are_judged_too(model, secret, tmp_path, make):
     (tmp_path / "compiled").mkdir()
@@ -123,7 +161,7 @@ def test_graphs_of_a_stranger_are_judged_too(model, secret, tmp_path, make):
 
 
 @pytest.mark.parametrize("make", BAD)
-@pytest.mark.parametrize("name", ["README.md", "notes.rst", ".cache", "logo.png"])
+@pytest.mark.parametrize("name", ["README.md", "notes.rst", ".cache", "logo.png", *NEVER_READ])
 def test_what_nothing_reads_is_left_out(model, secret, tmp_path, name, make):
     make(model / name, secret)
     assert name not in folders.Folder.open(model).names
@@ -146,6 +184,33 @@ def test_convert_copies_no_read_me_from_elsewhere(model, secret, tmp_path, make)
     assert found["additional_chat_templates/rag.jinja"] == b"rag"
     assert "README.md" not in found
     assert not (tmp_path / "made" / "README.md").is_symlink()
+
+
+def test_a_message_names_what_the_link_leads_to(model):
+    (model / "eval.json").symlink_to("/mnt/gone/runs/eval.json")
+    with pytest.raises(ArtifactError, match=r"that is gone, /mnt/gone/runs/eval\.json\. "):
+        detect(model)
+
+
+@pytest.mark.parametrize("make", [None, out, out_by_dots, pipe])
+def test_without_proc_the_path_decides(model, secret, monkeypatch, make):
+    """As on macOS."""
+    file, real = model / "tokenizer.json", os.readlink
+
+    def readlink(path, **more):
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return real(path, **more)
+
+    if make:
+        place(model, file.name, make, secret)
+    monkeypatch.setattr(os, "readlink", readlink)
+    if make is None:
+        assert read_json(file)["version"]
+    else:
+        monkeypatch.setattr(links, "check", lambda *_, **__: None)  # exchanged after it
+        with pytest.raises(ArtifactAccessError, match=r"tokenizer\.json is a"):
+            read_json(file)
 
 
 def test_links_inside_the_model_become_files(model, tmp_path):

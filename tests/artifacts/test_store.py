@@ -192,18 +192,6 @@ def test_a_manifest_of_before_roles_is_a_model_s(place):
     assert CompileStore(root).nearest(make_facts("draft", n_positions=256)) is None
 
 
-def test_a_manifest_with_the_role_beside_the_facts_is_of_that_role(place):
-    """As it was written before a role was a fact: under the key without one."""
-    root, journal = place
-    path = build(root, journal) / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["facts"]["role"]
-    path.write_text(json.dumps({**content, "role": "draft"}))
-    assert CompileStore(root).nearest(make_facts(n_positions=256)) is None
-    assert files_of(find_or_fail(CompileStore(root), make_facts("draft"))) == expected_files()
-    assert find_or_fail(CompileStore(root), make_facts()) == path.parent
-
-
 def test_recompile_makes_the_other_one_beside_it(place, caplog):
     root, journal = place
     caplog.set_level(logging.INFO)

@@ -52,23 +52,28 @@ def test_it_goes_after_an_error_too(tmp_path):
 def test_what_is_in_use_or_not_of_this_kind_stays(tmp_path, monkeypatch):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
-    (tmp_path / f"{PREFIX}link").symlink_to("precious")
-    (tmp_path / f"{PREFIX}file").touch()
-    os.mkfifo(tmp_path / f"{PREFIX}pipe")
-    (tmp_path / ".axb.output-other").mkdir()
+    (tmp_path / f"{PREFIX}a_link_0").symlink_to("precious")
+    (tmp_path / f"{PREFIX}a_file_0").touch()
+    os.mkfifo(tmp_path / f"{PREFIX}a_pipe_0")
+    (tmp_path / f"{PREFIX}backup").mkdir()
+    (tmp_path / f"{PREFIX}2026-11-22").mkdir()
+    (tmp_path / ".axb.output-other12").mkdir()
     with temporary_folder(tmp_path, PREFIX) as alive, temporary_folder(tmp_path, PREFIX):
         assert alive.exists()
     assert names(tmp_path) == sorted(
-        ["precious", ".axb.output-other", *(f"{PREFIX}{kind}" for kind in ("link", "file", "pipe"))]
+        [
+            *("precious", ".axb.output-other12", f"{PREFIX}backup", f"{PREFIX}2026-11-22"),
+            *(f"{PREFIX}a_{kind}_0" for kind in ("link", "file", "pipe")),
+        ]
     )
     assert names(tmp_path / "precious") == ["thesis"]
     # Of another user.
-    (tmp_path / f"{PREFIX}theirs").mkdir()
+    (tmp_path / f"{PREFIX}theirs_0").mkdir()
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with temporary_folder(tmp_path, PREFIX):
         pass
-    assert f"{PREFIX}theirs" in names(tmp_path)
+    assert f"{PREFIX}theirs_0" in names(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])

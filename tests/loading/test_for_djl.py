@@ -31,13 +31,10 @@ def read(folder, environ=(), **overrides):
 
 def served_elsewhere(settings, folder):
     """The settings of an output with these settings, on a machine without any of their own."""
-    variables = dict.fromkeys(settings.worker_variables, "")
-    prepared = SimpleNamespace(
-        resolved=settings, options=settings.options, backend="tnx", environ=variables
-    )
+    prepared = SimpleNamespace(resolved=settings, options=settings.options, backend="tnx")
     options = {**pinned(prepared), "model_loader": settings.options.model_loader}
     folder.mkdir()
-    written = properties_file(options, "a.b", partition._for_djl(prepared))
+    written = properties_file(options, partition._for_djl(prepared))
     (folder / "serving.properties").write_bytes(written)
     return read(folder)
 
@@ -48,7 +45,7 @@ def test_every_option_reads_back_with_its_value(tmp_path, name):
     for i, text in enumerate(texts):
         source = tmp_path / f"source-{i}"
         source.mkdir()
-        (source / "serving.properties").write_bytes(properties_file({name: text}, "a.b"))
+        (source / "serving.properties").write_bytes(properties_file({name: text}))
         settings = read(source)
         found = served_elsewhere(settings, tmp_path / f"out-{i}")
         expected = settings.options.model_dump(exclude={"model_dir"})
@@ -65,7 +62,7 @@ def test_an_option_of_option_env_reads_back_too(tmp_path, name):
     assert getattr(found.options, name) == getattr(settings.options, name)
 
 
-KEPT = "NEURON_CC_FLAGS=-O1 --lnc=1,NEURON_RT_NUM_CORES=2,TOKENIZERS_PARALLELISM=true,EMPTY="
+KEPT = "NEURON_CC_FLAGS=-O1 --lnc=1,NEURON_RT_NUM_CORES=2,TOKENIZERS_PARALLELISM=true,OMP_EMPTY="
 LEFT_OUT = (
     *("HF_TOKEN=a", "AWS_SECRET_ACCESS_KEY=b", "AWS_ACCESS_KEY_ID=c", "AWS_SESSION_TOKEN=d"),
     *("MY_PASSWORD=e", "my_secret_name=f", "PROXY_AUTH=g", "GOOGLE_CREDENTIALS=h"),
@@ -75,7 +72,9 @@ LEFT_OUT = (
         "NEURON_RT_VISIBLE_CORES=0-3",
         "HF_MODEL_ID=a/b",
     ),
-    "NEURON_RT_ROOT_COMM_ID=10.0.0.1:63423",
+    *("NEURON_RT_ROOT_COMM_ID=10.0.0.1:63423", "https_proxy=user:secret@proxy:3128"),
+    *("DB_PASS=hunter2", "LD_PRELOAD=mine.so", "NEURON_RT_LIBS=lib:/usr/x", "MINE=1"),
+    *("XLA_FLAGS=--a=1 --workdir=/home/me", "NEURON_A=-f ~/x", "OMP_B=x:/usr", "HF_HUB_C=a s3://b"),
 )
 
 
@@ -83,7 +82,7 @@ LEFT_OUT = (
 def test_variables_are_kept_but_secrets_and_places(tmp_path, caplog, where):
     line = f" {KEPT},{','.join(LEFT_OUT)}".replace("-O1", "-O1 --cache_dir=/a")
     if where == "option.env":
-        (tmp_path / "serving.properties").write_bytes(properties_file({"env": line}, "a.b"))
+        (tmp_path / "serving.properties").write_bytes(properties_file({"env": line}))
     settings = read(
         tmp_path,
         {"OPTION_ENV": line} if where == "OPTION_ENV" else {},
@@ -98,6 +97,8 @@ def test_variables_are_kept_but_secrets_and_places(tmp_path, caplog, where):
         f"option_env_left_out names={','.join(pair.partition('=')[0] for pair in LEFT_OUT)} reason"
     )
     assert "me:pw" not in warning
+    written = (tmp_path / "out" / "serving.properties").read_text()
+    assert not [secret for secret in ("secret", "hunter2", "/home/me") if secret in written]
 
 
 def test_nothing_of_nothing(tmp_path, caplog):
@@ -123,7 +124,7 @@ def test_djls_own_keys_are_kept_but_those_of_this_machine(tmp_path):
         ("batch_size", "4", False),
         ("enable_venv", "true", True),
         ("parallel_loading", "true", True),
-        ("entryPoint", "a.b", True),
+        ("entryPoint", "djl_python_neuronx.handler", True),
     }
     assert not {"pythonExecutable", "mpi_mode"} & {name for name, _, _ in lines}
     assert found.for_djl["job_queue_size"] == "7"

@@ -73,7 +73,7 @@ def test_what_it_leaves_goes_with_the_next_one(tmp_path, to, moment):
     left = [path for path in place.iterdir() if path.name.startswith(prefix)]
     assert len(left) == 1
     assert not list((tmp_path / "tmp").iterdir())
-    alive = place / f"{prefix}of-another"
+    alive = place / f"{prefix}another0"
     alive.mkdir()
     with flock(alive):
         assert compile_in_a_process(tmp_path, output, "none") == 0

@@ -19,6 +19,7 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     InvalidOptionError,
 )
+from djl_python_neuronx.loading import partition
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -228,3 +229,10 @@ def test_an_output_that_holds_something_else_is_left_alone(tmp_path, capsys):
     assert status == 1
     assert "mine.txt" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_destination_is_judged_before_the_compile(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(partition, "obtain", pytest.fail)
+    with pytest.raises(ArtifactError, match=r"mine\.txt"):
+        compile_model(str(TINY), str(tmp_path), environ={}, overrides=SMALL)
