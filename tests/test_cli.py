@@ -158,3 +158,11 @@ def test_the_version_is_told(capsys):
         cli.main(["--version"])
     assert left.value.code == 0
     assert "djl-neuronx" in capsys.readouterr().out
+
+
+def test_an_interrupt_is_a_status_without_a_traceback(monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_check", interrupt)
+    assert cli.main(["check", TINY]) == 130

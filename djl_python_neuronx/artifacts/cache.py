@@ -37,7 +37,6 @@ from djl_python_neuronx.artifacts.atomic import (
     sync,
     sync_tree,
 )
-from djl_python_neuronx.artifacts.folder import some
 from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
 
@@ -214,7 +213,7 @@ def _verify(remote: Remote, files: Sequence[RemoteFile], folder: Path) -> None:
             if not intact:
                 path.unlink()
     if faults:
-        raise RemoteChangedError(some(faults, limit=3))
+        raise RemoteChangedError("; ".join(faults[:3]))
     unknown = [file.size for file, intact in zip(files, verdicts, strict=True) if intact is None]
     if unknown:
         logger.info(

@@ -22,7 +22,7 @@ from djl_python_neuronx.artifacts.atomic import (
     sync_tree,
     temporary_folder,
 )
-from djl_python_neuronx.artifacts.folder import Folder, copy_file, reading
+from djl_python_neuronx.artifacts.folder import TEMPLATES, Folder, copy_file, copy_tree, reading
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header
 from djl_python_neuronx.artifacts.weights import (
@@ -72,7 +72,6 @@ def convert(
         raise InvalidOptionError(
             name="to", value=to, origin="the command line", allowed=" or ".join(TARGETS)
         )
-    remove_abandoned(*staging(destination))
     artifact = detect(source, origin="the argument `source`")
     tensors = TensorFiles(_choose_weights(artifact, to))
     _check_destination(destination, tensors.num_bytes())
@@ -113,6 +112,7 @@ def _choose_weights(artifact: Artifact, to: str) -> Weights:
 
 def _check_destination(destination: Path, num_bytes: int) -> None:
     with storing(f"the converted model {destination}", destination.parent):
+        remove_abandoned(*staging(destination))
         if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
             msg = f"{destination} exists and is not an empty folder; name a new one, as nothing is overwritten."
             raise ArtifactAccessError(msg)
@@ -126,6 +126,8 @@ def _copy_beside(artifact: Artifact, into: Path) -> None:
     for name in folder.names - folder.folders - _NOT_COPIED:
         if name.endswith(_COPIED) and not name.endswith(".index.json"):
             copy_file(folder.path / name, into / name, folder.root)
+    if TEMPLATES in folder.folders:
+        copy_tree(folder.path / TEMPLATES, into / TEMPLATES, folder.root)
     config = {key: value for key, value in artifact.config.items() if key not in _DROPPED_KEYS}
     (into / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

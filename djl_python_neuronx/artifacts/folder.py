@@ -18,6 +18,8 @@ from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, Artifa
 from djl_python_neuronx.links import AGAIN
 
 _LFS_POINTER = b"version https://git-lfs"
+TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates besides the main one, which transformers reads."""
 _COPY_BYTES = 2**20
 MAX_JSON_BYTES = 32 * 2**20
 """Of a JSON file, and of a safetensors header: five times the index of the largest models."""

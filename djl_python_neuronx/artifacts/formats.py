@@ -21,7 +21,7 @@ from djl_python_neuronx.artifacts.compiled_formats import (
     OptimumTnx,
     Presharded,
 )
-from djl_python_neuronx.artifacts.folder import SERVING, WEIGHT_SUFFIXES, Folder, some
+from djl_python_neuronx.artifacts.folder import SERVING, TEMPLATES, WEIGHT_SUFFIXES, Folder, some
 from djl_python_neuronx.artifacts.weights import is_split, read_whole
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -188,7 +188,10 @@ def is_configuration(path: Path) -> bool:
 def _open(path: Path, origin: str) -> Folder:
     try:
         if path.is_dir():
-            return Folder.open(path)
+            folder = Folder.open(path)
+            if TEMPLATES in folder.folders:
+                folder.sub(TEMPLATES)  # for its links
+            return folder
         what = "is a file" if path.exists() else "does not exist"
         msg = f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, or mount it."
         raise ArtifactNotFoundError(msg)

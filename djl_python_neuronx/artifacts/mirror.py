@@ -9,7 +9,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import cache, fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.atomic import temporary_folder
+from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
 from djl_python_neuronx.artifacts.folder import EVERYTHING, copy_tree
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest, check_facts
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
@@ -94,7 +94,8 @@ class Mirror:
         return f"{self._uri}/latest/{prefix}{facts.artifact_digest.replace(':', '-')}"
 
     def _upload_alone(self, manifest: str, uri: str) -> None:
-        with temporary_folder(self._cache_root, "manifest-") as alone:
+        root = self._cache_root
+        with storing("a manifest", root), temporary_folder(root, "manifest-") as alone:
             (alone / manifests.FILE_NAME).write_text(manifest, encoding="utf-8")
             self._s3.upload(alone, uri, self._environ)
 

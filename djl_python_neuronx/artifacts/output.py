@@ -24,6 +24,7 @@ from djl_python_neuronx.artifacts.atomic import (
 )
 from djl_python_neuronx.artifacts.folder import (
     SERVING,
+    TEMPLATES,
     WEIGHT_SUFFIXES,
     Folder,
     copy_file,
@@ -46,7 +47,7 @@ DRAFT = "draft"
 WeightsInOutput = Literal["none", "link", "copy"]
 
 _SPLIT_WEIGHTS = "pytorch_model.bin"
-_ADAPTERS = "adapters"
+_COPIED_FOLDERS = {"adapters", TEMPLATES}
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 _KEPT_STEMS = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -202,7 +203,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     }
     for name in small:
         copy_file(model.path / name, target / name, model.root)
-    folders = {_ADAPTERS} & model.folders
+    folders = _COPIED_FOLDERS & model.folders
     if weights != "none":
         folders |= {_SPLIT_WEIGHTS} & model.folders
         for name in cut:

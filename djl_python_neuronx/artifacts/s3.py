@@ -100,6 +100,12 @@ class S3Folder:
             ArtifactAccessError: S3 cannot be reached or refuses.
             ArtifactError: a selected key cannot be a file below one folder.
         """
+        files = self.list_unchecked()
+        check_names([file.name for file in files], self.uri)
+        return files
+
+    def list_unchecked(self) -> Sequence[RemoteFile]:
+        """As `list`, whatever the names."""
         with translated(self.uri):
             pages = self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.prefix
@@ -116,7 +122,6 @@ class S3Folder:
             what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
             msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
             raise ArtifactNotFoundError(msg)
-        check_names(chosen, self.uri)
         return [files[name] for name in chosen]
 
     def download(
@@ -175,7 +180,7 @@ def list_names(uri: str, environ: Mapping[str, str]) -> Sequence[str]:
         ArtifactError: it cannot be listed.
     """
     try:
-        return [file.name for file in S3Folder(uri, environ, EVERYTHING).list()]
+        return [file.name for file in S3Folder(uri, environ, EVERYTHING).list_unchecked()]
     except ArtifactNotFoundError:
         return []
 

@@ -158,7 +158,7 @@ def damage(path: Path) -> str:
 def _parse_entry(entry: Any) -> TensorEntry:  # noqa: ANN401
     begin, end = map(operator.index, entry["data_offsets"])
     shape = tuple(map(operator.index, entry["shape"]))
-    if len(shape) > _MAX_DIMENSIONS or max(end, *shape) >= _MAX_SIZE:
+    if len(shape) > _MAX_DIMENSIONS or max((end, *shape)) >= _MAX_SIZE:
         raise ValueError
     return TensorEntry(entry["dtype"].upper(), shape, begin, end)
 

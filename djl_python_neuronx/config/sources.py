@@ -308,12 +308,13 @@ def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
     """The variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets.
 
     Source: djl-serving d21927c, PyModel.java: split at commas, then at the first equals sign; java.lang.ProcessBuilder
-    drops what follows a NUL.
+    drops what follows a NUL, and writes a question mark for half a character.
     """
     setting = next((entry for entry in written if entry.name == "env" and entry.by_user), None)
     if setting is None:
         return {}
-    parts = (part.partition("\0")[0] for part in str(setting.value).split(","))
+    text = str(setting.value).encode(errors="replace").decode()
+    parts = (part.partition("\0")[0] for part in text.split(","))
     pairs = (part.partition("=") for part in parts)
     return {
         name: replace(setting, name=name, value=value.strip(_JAVA_BLANKS))

@@ -28,7 +28,6 @@ from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, write_output
 from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
 from djl_python_neuronx.config.options import names_where, option
-from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -182,7 +181,7 @@ class _Writer:
             compiled=compiled.folder,
             write_draft=write_draft,
             weights=self.weights,
-            for_djl=_for_djl(prepared.resolved),
+            for_djl=_for_djl(prepared),
             own_properties=self.own_properties,
             overwrite=self.overwrite,
         )
@@ -203,19 +202,20 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     return found
 
 
-def _for_djl(settings: Resolved) -> dict[str, str]:
-    """The keys that only DJL Serving reads, without variables that are secrets or of this machine alone."""
-    found, left_out, variables = dict(settings.for_djl), [], []
-    for name, setting in settings.worker_variables.items():
+def _for_djl(prepared: Prepared) -> dict[str, str]:
+    """The keys that only DJL Serving reads, without variables that are secrets, withheld or of this machine alone."""
+    found, left_out, variables = dict(prepared.resolved.for_djl), [], []
+    for name, setting in prepared.resolved.worker_variables.items():
         value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
-        if _SECRET.search(name) or name in _OF_MACHINE or _PLACE.match(value):
+        is_local = name in _OF_MACHINE or _PLACE.match(value)
+        if is_local or _SECRET.search(name) or name not in prepared.environ:
             left_out.append(name)
         else:
             variables.append(f"{name}={value}")
     if left_out:
         logger.warning(
-            "option_env_left_out names=%s reason='secrets, and what only this machine has, do not go into an output; "
-            "set them where it is served'",
+            "option_env_left_out names=%s reason='an output gets no secrets, nothing that only this machine has, and "
+            "nothing that a model folder may not set; set them where it is served'",
             ",".join(left_out),
         )
     return {**found, "option.env": ",".join(variables)} if variables else found

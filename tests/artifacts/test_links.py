@@ -83,6 +83,7 @@ PLACES = (
     "adapters/a/adapter_config.json",
     "adapters/a/deep/er/x.bin",
     "pytorch_model.bin/p0.wte",
+    "additional_chat_templates/tools.jinja",
 )
 
 
@@ -103,6 +104,13 @@ def test_compile_writes_nothing_with_it(model, secret, tmp_path, name, make):
     assert SECRET not in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_no_template_of_another_place_is_served(model, secret, make):
+    place(model, "additional_chat_templates/tools.jinja", make, secret)
+    with pytest.raises(ArtifactError, match=r"tools\.jinja"):
+        detect(model)
 
 
 @pytest.mark.parametrize("make", BAD)
@@ -130,9 +138,12 @@ def test_convert_copies_no_read_me_from_elsewhere(model, secret, tmp_path, make)
 
     make(model / "README.md", secret)
     (model / "LICENSE.md").write_text("mine")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("rag")
     convert(model, tmp_path / "made", "split")
     found = contents(tmp_path / "made")
     assert found["LICENSE.md"] == b"mine"
+    assert found["additional_chat_templates/rag.jinja"] == b"rag"
     assert "README.md" not in found
     assert not (tmp_path / "made" / "README.md").is_symlink()
 

@@ -203,7 +203,8 @@ def test_a_hugging_face_cache_s_links_become_files(model, tmp_path):
 
 
 def test_split_weights_adapters_and_code_come_too(model, tmp_path):
-    for name in ("pytorch_model.bin/p0.wte", "adapters/one/adapter_config.json", "modeling_x.py"):
+    names = ("pytorch_model.bin/p0.wte", "adapters/one/adapter_config.json", "modeling_x.py")
+    for name in (*names, "additional_chat_templates/rag.jinja"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_bytes(name.encode())
     write(model, tmp_path / "out")
@@ -211,6 +212,7 @@ def test_split_weights_adapters_and_code_come_too(model, tmp_path):
     assert found["pytorch_model.bin/p0.wte"] == b"pytorch_model.bin/p0.wte"
     assert found["adapters/one/adapter_config.json"] == b"adapters/one/adapter_config.json"
     assert found["modeling_x.py"] == b"modeling_x.py"
+    assert "additional_chat_templates/rag.jinja" in found
 
 
 def test_an_unchanged_output_is_replaced(model, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,14 @@ def test_what_is_not_wanted_refuses_no_model(proxy, bucket, tmp_path):
     put(bucket, {**wanted, **dict.fromkeys(unwanted, b"x")})
     assert contents(s3.fetch(URI, tmp_path / "cache", settings(proxy))) == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_names_alone_are_listed_whatever_they_are(proxy, bucket):
+    """A compile store is such a folder, with whatever others have put below it."""
+    put(bucket, {"a.neff": b"x", "sub//x": b"x", "../y": b"x"})
+    assert s3.list_names(URI, settings(proxy)) == ["../y", "a.neff", "sub//x"]
+    with pytest.raises(ArtifactError, match="cannot be files of one folder"):
+        s3.fetch(URI, Path("unused"), settings(proxy), selection=EVERYTHING)
 
 
 def test_a_missing_bucket_prefix_or_object(proxy, bucket, tmp_path):

@@ -166,10 +166,10 @@ def test_a_name_that_java_reads_otherwise_keeps_no_credential():
 
 
 def test_names_are_those_that_java_sets():
-    text = "\x01HF_ENDPOINT\t=\x0bhttp://evil\0junk,HF_TOKEN\0=x,HF_TOKEN\xa0=y"
+    text = "\x01HF_ENDPOINT\t=\x0bhttp://evil\0junk,HF_TOKEN\0=x,HF_TOKEN\xa0=y,NEURON_A=\ud800"
     setting = Setting("env", text, "o", sources.FILE_NAME, by_user=True)
     values = {name: entry.value for name, entry in sources.worker_variables([setting]).items()}
-    assert values == {"HF_ENDPOINT": "http://evil", "HF_TOKEN\xa0": "y"}
+    assert values == {"HF_ENDPOINT": "http://evil", "HF_TOKEN\xa0": "y", "NEURON_A": "?"}
     environ, (warning,) = serving(",".join(f"EVIL_{i}=x" for i in range(9999)))
     assert not has_hub(environ)
     assert len(warning) < 1500

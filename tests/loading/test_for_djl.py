@@ -31,10 +31,13 @@ def read(folder, environ=(), **overrides):
 
 def served_elsewhere(settings, folder):
     """The settings of an output with these settings, on a machine without any of their own."""
-    prepared = SimpleNamespace(resolved=settings, options=settings.options, backend="tnx")
+    variables = dict.fromkeys(settings.worker_variables, "")
+    prepared = SimpleNamespace(
+        resolved=settings, options=settings.options, backend="tnx", environ=variables
+    )
     options = {**pinned(prepared), "model_loader": settings.options.model_loader}
     folder.mkdir()
-    written = properties_file(options, "a.b", partition._for_djl(settings))
+    written = properties_file(options, "a.b", partition._for_djl(prepared))
     (folder / "serving.properties").write_bytes(written)
     return read(folder)
 
@@ -126,14 +129,14 @@ def test_djls_own_keys_are_kept_but_those_of_this_machine(tmp_path):
     assert found.for_djl["job_queue_size"] == "7"
 
 
-def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options, tmp_path):
+def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options, tmp_path, caplog):
     """And the file that counts is the one of the folder that was named, not of the model that it names."""
     model, named = tmp_path / "model", tmp_path / "named"
     shutil.copytree(TINY, model)
     (model / "serving.properties").write_text("job_queue_size=1\noption.env=NEURON_CC_FLAGS=-O3\n")
     named.mkdir()
     (named / "serving.properties").write_text(
-        f"job_queue_size=7\noption.env=NEURON_CC_FLAGS=-O1,HF_TOKEN=hf_mine\noption.model_id={model}\n"
+        f"job_queue_size=7\noption.env=NEURON_CC_FLAGS=-O1,HF_TOKEN=hf_mine,PYTHONSTARTUP=x\noption.model_id={model}\n"
     )
     out = tmp_path / "out"
     made = compile_model(str(named), str(out), environ=machine.environ, overrides=options)
@@ -141,6 +144,7 @@ def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options,
     found = {one.name: one.value for one in from_file(out)}
     assert (found["env"], found["job_queue_size"]) == ("NEURON_CC_FLAGS=-O1", "7")
     assert "hf_mine" not in (out / "serving.properties").read_text()
+    assert "HF_TOKEN,PYTHONSTARTUP" in caplog.text
     # Served as it is, it finds its graphs: the same flags count.
     assert prepare_or_raise(None, out, environ=machine.environ).fits
     machine.set(NEURON_CC_FLAGS="-O2")

@@ -372,12 +372,16 @@ def test_who_sends_too_much_still_reads_the_answer(server: Running, chunked: boo
     assert_serves(server)
 
 
-def test_the_rest_of_a_body_after_its_answer_is_bounded(server: Running) -> None:
-    client = connect(server)
-    client.sendall(post(b" ", "Content-Length: 150000", path="/nothing", length=False))
-    assert status(client.recv(65536)) == 404
-    client.sendall(b" " * 149_000)
-    read_all(client)  # the server has closed
+def test_the_rest_of_a_body_after_its_answer_is_bounded() -> None:
+    with serving(request_body_timeout=10 * PATIENCE_S) as server:
+        client = connect(server)
+        client.sendall(post(b" ", "Content-Length: 150000", path="/nothing", length=False))
+        assert status(client.recv(65536)) == 404
+        client.sendall(b" " * 149_000)
+        read_all(client)  # the server has closed
+
+
+def test_a_short_rest_of_a_body_keeps_the_connection(server: Running) -> None:
     kept = talk(server, post(b" " * 20_000, path="/nothing") + post(REQUEST, CLOSE))
     assert answer([5, 6]).encode() in kept
 
@@ -398,6 +402,9 @@ def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert content(reply)["type"] == "queue_full"
             assert b"retry-after: 1" in reply
         assert application.body_bytes == 1 + 2 * 189_000
+        held.append(connect(server))
+        held[-1].sendall(sent[: len(sent) - 159_000])
+        wait_until(lambda: application.body_bytes > 400_000)
         assert_serves(server)  # a short body is read in any case
         for client in [declaring, *held]:
             client.close()
@@ -520,7 +527,14 @@ STATES = ["load", "body", "unread", "prefill", "device"]
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_stop_ends_within_the_drain_and_two_seconds(state: str) -> None:
-    code, log, seconds = Program(state, 0.5).end(signal.SIGTERM)
+    program = Program(state, 0.5)
+    client = program.client.dup()
+    client.settimeout(PATIENCE_S)
+    code, log, seconds = program.end(signal.SIGTERM)
+    if state in {"body", "device"}:
+        reply = read_all(client)
+        assert b'"backend_unavailable"' in reply or b'"request_aborted"' in reply
+    client.close()
     assert (code, "Traceback" in log) == (0, False), log
     assert seconds < 0.5 + 2 + 1  # the last second is for a busy machine
 
