@@ -70,7 +70,7 @@ class Reply:
     blank, which JSON allows before a value. Status 200 and the headers leave with the first one.
 
     The last record of several has no data. Source: djl api 0.34.0 and 0.36.0, ChunkedBytesSupplier.java: Java notes the
-    end before it stores the data that comes with it, and a reader in between loses them (1 of 15,000 streams, 2026-11-22).
+    end before it stores the data that comes with it, and a reader in between loses it (1 stream of 15,000, 2026-11).
     """
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
