@@ -262,21 +262,23 @@ class LimitOptions(OptionGroup):
 
     max_body_bytes: Annotated[Count, Option()] = 6_291_456
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
-    Serving also has a limit of its own (64 MiB). In the embedded server all bodies that are being read or
-    parsed take at most eight times as much; above that, bodies of more than 64 KiB get 503."""
+    Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
+    read or parsed take at most eight times as much; above that, they get 503."""
     request_head_timeout: Annotated[Seconds, Option()] = 10.0
     """Longest time from a new connection, or from the first byte of a further request, to the end of the headers; then
-    408. Embedded server only: under DJL Serving clients talk to Java."""
+    408. A new connection without a byte is closed without an answer. Embedded server only: under DJL Serving clients
+    talk to Java."""
     request_body_timeout: Annotated[Seconds, Option()] = 30.0
     """Longest time from the headers to the end of the body; then 408. Embedded server only."""
     write_timeout: Annotated[Seconds, Option()] = 30.0
-    """Longest time that a client may read nothing of an answer that waits for it; then its connection is closed and its
-    slot is free. Embedded server only."""
+    """Longest time that a client may read nothing of an answer that waits for it; then its connection is closed. One
+    that reads little by little keeps its connection, but not its slot: its request ends when 8192 parts of its answer
+    are unread. Embedded server only."""
     keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
     """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
     max_connections: Annotated[Count, Option()] = 4096
-    """Connections at once; any further one gets 503. It is lower if the hard limit of open files (`ulimit -Hn`) does
-    not allow as many. Embedded server only."""
+    """Connections at once; the next 64 get 503, and any more are closed without an answer. It is lower if the hard
+    limit of open files (`ulimit -Hn`) does not allow as many. Embedded server only."""
 
 
 class GraphOptions(OptionGroup):

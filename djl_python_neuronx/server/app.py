@@ -31,13 +31,11 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     BodyTooLargeError,
     QueueFullError,
-    RequestError,
     ServingError,
 )
 from djl_python_neuronx.protocol.base import generate, over_limit
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
-    error_response,
     generation_response,
     on_bug,
     on_client_disconnect,
@@ -60,7 +58,7 @@ bodies of 5 MB takes the event loop, at 12 ms of CPU time each, from the tokens 
 BODIES = 8
 """Bodies of the largest size that may be read and parsed at once."""
 SHORT_BODY_BYTES = 64 * 1024
-"""Bodies up to this size are read in any case: large ones cannot keep them out."""
+"""Bodies up to this size are read in any case and not counted: neither can keep the other out."""
 
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
@@ -82,7 +80,7 @@ class Application:
         self._folder_name = folder_name
         self._options = options or ServingOptions()
         self.body_bytes = 0
-        """Bytes of bodies that are being read or parsed."""
+        """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
@@ -103,14 +101,14 @@ class Application:
         return configured or self._folder_name
 
     def load(self, load: Load) -> None:
-        """Load the service; a failure is logged and kept for the responses."""
+        """Load the service; a failure is logged and stops the server."""
         try:
             self.service = load(partial(setattr, self, "stage"), self.on_death)
         except BaseException as error:  # noqa: BLE001  (a border: every failure is an answer, also `SystemExit`)
-            self.failure = log_load_failure(error)
+            self.on_death(log_load_failure(error))
 
     def on_death(self, error: ServingError) -> None:
-        """Stop the server: no engine is left, and none is started again."""
+        """Stop the server: there is no engine, and none is started again."""
         self.failure = error
         self.stop()
 
@@ -173,10 +171,7 @@ class Application:
         headers = dict(request.headers)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
-            try:
-                body = await _read(request, self.options.max_body_bytes, count)
-            except RequestError as error:  # the rest of the body is not read
-                return error_response(error, close=True)
+            body = await _read(request, self.options.max_body_bytes, count)
             parsed, generation = await generate(
                 service, body, request_id=request_id, headers=headers
             )
@@ -185,20 +180,21 @@ class Application:
 
     @contextmanager
     def _counting(self) -> Iterator[Callable[[int], None]]:
-        """Count one body in `body_bytes`, with the function that it gives, until it is parsed.
+        """Count one body in `body_bytes` until it is parsed, with the function that it gives; it takes the size so far.
 
         What has arrived is counted, not what a client declares: one that declares much and sends slowly keeps nobody
         out. The function raises `QueueFullError`.
         """
-        size, most = 0, BODIES * self.options.max_body_bytes
+        counted, most = 0, BODIES * self.options.max_body_bytes
 
-        def count(more: int) -> None:
-            nonlocal size
-            size += more
-            self.body_bytes += more
-            if size > SHORT_BODY_BYTES and self.body_bytes > most:
+        def count(size: int) -> None:
+            nonlocal counted
+            if size > SHORT_BODY_BYTES:
+                self.body_bytes += size - counted
+                counted = size
+            if counted and self.body_bytes > most:
                 msg = (
-                    f"the bodies of all requests that are being read have more than {most} bytes, the limit "
+                    f"the long bodies that are being read have more than {most} bytes together, the limit "
                     f"({BODIES} x option.max_body_bytes); retry later"
                 )
                 raise QueueFullError(msg)
@@ -206,7 +202,7 @@ class Application:
         try:
             yield count
         finally:
-            self.body_bytes -= size
+            self.body_bytes -= counted
 
 
 class Server(uvicorn.Server):
@@ -235,10 +231,16 @@ class Server(uvicorn.Server):
         if self._signalled:
             os.write(2, b"djl-neuronx: ended by a second signal; running requests are lost\n")
             os._exit(128 + sig)
-        self._signalled = self.should_exit = True
-        last = threading.Timer(self._drain_s + END_S, self._end_late)
-        last.daemon = True
-        last.start()
+        self._signalled = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Begin the end: drain, and end the process after that whatever still runs. Any thread; idempotent."""
+        if not self.should_exit:
+            self.should_exit = True
+            last = threading.Timer(self._drain_s + END_S, self._end_late)
+            last.daemon = True
+            last.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
@@ -254,9 +256,7 @@ class Server(uvicorn.Server):
 
     def _end_late(self) -> None:
         """End the process because something is stuck: a device call, a text that is being tokenised, a load."""
-        os.write(
-            2, b"djl-neuronx: ended although a thread still runs; the requests were answered\n"
-        )
+        os.write(2, b"djl-neuronx: ended after the drain although a thread still runs\n")
         os._exit(1 if self._application.failure is not None else 0)
 
 
@@ -291,13 +291,11 @@ def serve(
     """
     application = Application(folder_name, options)
     server = Server(application, host, port, drain_s)
-    application.stop = partial(setattr, server, "should_exit", True)
+    application.stop = server.stop
 
     def load_model() -> None:
         application.load(load)
-        if application.failure is not None:
-            application.stop()
-        else:
+        if application.failure is None:
             name = application.model_name
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
 
@@ -320,7 +318,7 @@ def serve(
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
-    """The body, rejected as soon as it is over the limit. `count` is called with the size of each part."""
+    """The body, rejected as soon as it is over the limit. `count` is called with the size so far."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLargeError(over_limit(limit))
@@ -328,7 +326,7 @@ async def _read(request: Request, limit: int, count: Callable[[int], None]) -> b
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        count(len(chunk))
+        count(size)
         if size > limit:
             raise BodyTooLargeError(over_limit(limit))
         chunks.append(chunk)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import sys
 from collections.abc import Callable
+from fcntl import ioctl
 from functools import lru_cache
 from http import HTTPStatus
+from termios import TIOCOUTQ
 from typing import Any
 
 import h11
@@ -19,7 +22,6 @@ import orjson
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
@@ -35,15 +37,19 @@ MAX_HEAD_BYTES = 32 * 1024
 FREE_PARTS, PART_BYTES = 4096, 64
 """A body may come in so many parts of any size; all further ones must have so many bytes on average. A part takes h11
 6 µs, so without a limit 256 KiB of parts of one byte hold the event loop for 0.3 s (2 vCPU, 2026-11)."""
-MAX_DROPPED_BYTES = 64 * 1024
-"""Bytes of a body that are read and dropped after its answer, to keep the connection."""
 LINGER_S = 2.0
-"""Time that a client has to read the last answer of a connection. To close with unread data makes the kernel reset the
-connection, and the client may lose the answer."""
+"""Time that a client has to read the end of a connection's last answer. To close with unread data makes the kernel
+reset the connection, and the client may lose the answer."""
 SPARE_CONNECTIONS = 64
 """Connections above the limit that are answered with 503; any more are closed without an answer."""
 OTHER_DESCRIPTORS = 256
 """Descriptors that the process has besides connections: files, the engine, listening sockets."""
+
+_STOPPED = BackendUnavailableError("the server has stopped; send the request elsewhere")
+_ANSWER = (
+    "HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n"
+    "connection: close\r\n{more}\r\n"
+)
 
 
 @lru_cache(maxsize=4)
@@ -69,16 +75,21 @@ def allowed_connections(wanted: int) -> int:
 
 
 class _Connection(h11.Connection):
-    """h11's parser. It also refuses what a proxy in front may read in another way, and what takes too long to parse."""
+    """h11's parser. It also refuses what a proxy in front may read in another way, and what takes too long to parse.
 
-    def __init__(self) -> None:
+    `on_invalid` is called with the error of a request that is refused.
+    """
+
+    def __init__(self, on_invalid: Callable[[h11.RemoteProtocolError], None]) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self.error = h11.RemoteProtocolError("invalid")
-        """The last one raised; uvicorn does not pass it on."""
-        self._num_parts = self._num_bytes = self._num_dropped = 0
+        self._on_invalid = on_invalid
+        self._num_parts = self._num_bytes = 0
 
     def next_event(self) -> Any:  # noqa: ANN401
-        """See `h11.Connection`."""
+        """See `h11.Connection`. After invalid HTTP there are no events; uvicorn would log a warning for each error."""
+        # RFC 9112, 2.2: an empty line in front of a request is ignored; old clients send one after a body.
+        if self.their_state is h11.IDLE and self.trailing_data[0].startswith(b"\r\n"):
+            self._receive_buffer.maybe_extract_at_most(2)
         try:
             event = super().next_event()
             if type(event) is h11.Request:
@@ -86,12 +97,19 @@ class _Connection(h11.Connection):
             elif type(event) is h11.Data:
                 self._check_part(len(event.data))
         except h11.RemoteProtocolError as error:
-            self.error = error
-            raise
+            self._on_invalid(error)
+            return h11.NEED_DATA
         return event
 
+    def send(self, event: h11.Event) -> Any:  # noqa: ANN401
+        """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
+        if type(event) is h11.Response and self.their_state is h11.SEND_BODY:
+            headers, status = [*event.headers, (b"connection", b"close")], event.status_code
+            event = h11.Response(status_code=status, headers=headers, reason=event.reason)
+        return super().send(event)
+
     def _check_head(self, request: h11.Request) -> None:
-        self._num_parts = self._num_bytes = self._num_dropped = 0
+        self._num_parts = self._num_bytes = 0
         if request.http_version not in {b"1.0", b"1.1"}:
             msg = "this server speaks HTTP/1.1"
             raise h11.RemoteProtocolError(msg, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
@@ -113,11 +131,6 @@ class _Connection(h11.Connection):
         if self._num_parts > FREE_PARTS + self._num_bytes / PART_BYTES:
             msg = f"a body in more than {FREE_PARTS} parts of less than {PART_BYTES} bytes; send larger chunks"
             raise h11.RemoteProtocolError(msg)
-        if self.our_state is h11.DONE:
-            self._num_dropped += size
-            if self._num_dropped > MAX_DROPPED_BYTES:
-                msg = "the rest of the body is not read"
-                raise h11.RemoteProtocolError(msg)
 
 
 class _Transport:
@@ -145,7 +158,7 @@ class LimitedProtocol(H11Protocol):
         """`arguments`: uvicorn's."""
         super().__init__(**arguments)
         self._options = options
-        self._parser = self.conn = _Connection()
+        self.conn = _Connection(self._refuse_invalid)
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
         self.ending = False
@@ -154,6 +167,7 @@ class LimitedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         """Ends the wait for that part."""
         self._write_timer: asyncio.TimerHandle | None = None
+        """Ends the wait for a client that does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse a connection above the limit, else wait for a request."""
@@ -164,9 +178,9 @@ class LimitedProtocol(H11Protocol):
             transport.abort()
         elif len(self.connections) > limit:
             msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
-            self.refuse(QueueFullError(msg))
+            self._answer(QueueFullError(msg))
         else:
-            self._wait_for("head", self._options().request_head_timeout)
+            self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -175,91 +189,88 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request; what comes after the last answer is dropped."""
-        if not self.ending:
+        """Take bytes of requests; what comes after the last request or the last answer is dropped."""
+        if not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
             super().data_received(data)
             self._watch()
 
     def on_response_complete(self) -> None:
         """Go on with the next request, of which a part may be here already."""
         super().on_response_complete()
-        if not self.ending:
-            self._watch()
+        self._watch()
 
     def pause_writing(self) -> None:
-        """Drop a client that does not read: the write buffer is full."""
+        """Wait until the client reads: the write buffer is full."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(
-            self._options().write_timeout, self._drop, "reads nothing"
-        )
+        self._expect_reading()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Go on writing: the client has read."""
         super().resume_writing()
-        if self._write_timer is not None:
+        if self._write_timer is not None and not self.ending:
             self._write_timer.cancel()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Answer invalid HTTP, in JSON."""
-        status = self._parser.error.error_status_hint
-        text = f"this is not valid HTTP: {shortened(str(self._parser.error))}"
-        if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            text = f"the request line and headers have more than {MAX_HEAD_BYTES} bytes, the limit"
-        self._answer(status, {"code": status, "error": text, "type": "http_error"})
-
     def refuse(self, error: ServingError) -> None:
-        """Answer with an error, if no answer has begun, and close."""
-        self._answer(error.status, error_fields(error), retry=isinstance(error, QueueFullError))
+        """Answer a request with an error, if it has begun and its answer has not, and close."""
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self.end()
+        self._answer(error)
 
     def stop(self) -> None:
         """End the connection because the server ends."""
-        self.refuse(BackendUnavailableError("the server has stopped; send the request elsewhere"))
+        self.refuse(_STOPPED)
         self._raw.abort() if self._raw.get_write_buffer_size() else self._raw.close()
 
     def shutdown(self) -> None:
         """See `H11Protocol`."""
-        if not self.ending:
+        if self.conn.their_state is h11.IDLE:
+            self.refuse(_STOPPED)
+        elif not self.ending:
             super().shutdown()
 
     def _get_upgrade(self) -> None:
         """No other protocol is served: such a request is answered as if it had not offered one."""
 
-    def _answer(self, status: int, fields: dict[str, Any], *, retry: bool = False) -> None:
+    def _refuse_invalid(self, error: h11.RemoteProtocolError) -> None:
+        status = error.error_status_hint
+        # h11 appends the bytes in Python's notation.
+        text = f"this is not valid HTTP: {str(error).partition(': b')[0]}"
+        if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            text = f"the request line and headers have more than {MAX_HEAD_BYTES} bytes, the limit"
+        self._send(status, {"code": status, "error": text, "type": "http_error"})
+
+    def _answer(self, error: ServingError) -> None:
+        more = "retry-after: 1\r\n" if isinstance(error, QueueFullError) else ""
+        self._send(error.status, error_fields(error), more)
+
+    def _send(self, status: int, fields: dict[str, Any], more: str = "") -> None:
         if not self.ending and self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            body = orjson.dumps(fields)
-            lines = [
-                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-                "content-type: application/json",
-                f"content-length: {len(body)}",
-                "connection: close",
-                *(["retry-after: 1"] if retry else []),
-            ]
-            self._raw.write("\r\n".join([*lines, "", ""]).encode() + body)
+            logger.info("connection_refused status=%d reason=%r", status, fields["error"])
+            body, phrase = orjson.dumps(fields), HTTPStatus(status).phrase
+            head = _ANSWER.format(status=status, phrase=phrase, length=len(body), more=more)
+            self._raw.write(head.encode() + body)
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.end()
 
     def _watch(self) -> None:
-        """Limit the time for what the client has begun to send."""
-        state = self.conn.their_state
+        """Limit the time for the part of a request that the client is sending."""
+        state, part = self.conn.their_state, ""
+        kept = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
         if state is h11.SEND_BODY:
-            self._wait_for("body", self._options().request_body_timeout)
-        elif state is h11.IDLE and self.conn.trailing_data[0]:
-            self._wait_for("head", self._options().request_head_timeout)
-        else:
-            self._wait_for("", 0)
-
-    def _wait_for(self, part: str, limit_s: float) -> None:
+            part = "body"
+        elif state is h11.IDLE and not kept:
+            part = "head"
         if part == self._awaited or self.ending:
             return
         self._awaited = part
         if self._timer is not None:
             self._timer.cancel()
-        msg = f"the request's {part} has not arrived within {limit_s:g} s (option.request_{part}_timeout)"
-        self._timer = (
-            self.loop.call_later(limit_s, self.refuse, RequestTimeoutError(msg)) if part else None
-        )
+        if part:
+            limit_s = getattr(self._options(), f"request_{part}_timeout")
+            msg = f"the request's {part} has not arrived within {limit_s:g} s (option.request_{part}_timeout)"
+            self._timer = self.loop.call_later(limit_s, self.refuse, RequestTimeoutError(msg))
 
     def _stop_timers(self) -> None:
         self._unset_keepalive_if_required()
@@ -272,21 +283,26 @@ class LimitedProtocol(H11Protocol):
         if self.ending:
             return
         self.ending = True
-        state, fresh = self.conn.their_state, self.cycle is None
-        sending = state in {h11.SEND_BODY, h11.ERROR} or (
-            state is h11.IDLE and (fresh or self._awaited != "")
-        )
         self._stop_timers()
-        limit_s = LINGER_S
-        if self._raw.get_write_buffer_size():
-            limit_s = self._options().write_timeout
-        self._timer = self.loop.call_later(limit_s, self._raw.abort)
+        self._expect_reading()
+        sending = self.conn.their_state in {h11.IDLE, h11.SEND_BODY, h11.ERROR}
         if sending and not self._raw.is_closing():
             self._raw.write_eof()
             self._raw.resume_reading()
         else:
             self._raw.close()
 
-    def _drop(self, reason: str) -> None:
-        logger.info("client_dropped reason=%r", reason)
-        self._raw.abort()
+    def _expect_reading(self, num_before: int = sys.maxsize) -> None:
+        """Close if the client has read nothing since `num_before` bytes waited for it, else wait once more."""
+        num_unread = self._num_unread_bytes()
+        if num_unread >= num_before:
+            logger.info("client_dropped unread_bytes=%d", num_unread)
+            self._raw.abort()
+            return
+        limit_s = self._options().write_timeout if self._raw.get_write_buffer_size() else LINGER_S
+        self._write_timer = self.loop.call_later(limit_s, self._expect_reading, num_unread)
+
+    def _num_unread_bytes(self) -> int:
+        """Bytes that the client's machine has not acknowledged: also those in the kernel, up to megabytes (tcp(7))."""
+        queued = ioctl(self._raw.get_extra_info("socket"), TIOCOUTQ, bytes(4))
+        return self._raw.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)

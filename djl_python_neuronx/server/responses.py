@@ -75,13 +75,9 @@ async def _stream(first: bytes, chunks: _Chunks) -> AsyncGenerator[bytes, None]:
             yield chunk
 
 
-def error_response(
-    error: ServingError, request_id: str | None = None, *, close: bool = False
-) -> Response:
-    """The response to a request that failed. `close`: the connection ends with it."""
+def error_response(error: ServingError, request_id: str | None = None) -> Response:
+    """The response to a request that failed."""
     headers = {} if request_id is None else {"x-request-id": request_id}
-    if close:
-        headers["connection"] = "close"
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after_s)
     return JSONResponse(error_fields(error), status_code=error.status, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -14,7 +15,9 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fcntl import ioctl
 from pathlib import Path
+from termios import FIONREAD, TIOCOUTQ
 from typing import Any
 
 import pytest
@@ -133,16 +136,27 @@ CHUNKED = "Transfer-Encoding: chunked"
         (b"GET /" + b"p" * 33_000 + b" HTTP/1.1\r\nHost: toy\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nA: " + b"x" * 100_000, 431),
         (post(b"1\r\n \r\n" * 6000 + b"0\r\n\r\n", CHUNKED, length=False), 400),
+        (post(b"2\r\n{}XX0\r\n\r\n", CHUNKED, length=False), 400),
+        (post(b"", "Content-Length: " + "9" * 5000, length=False), 400),
+        (b"\r\n\r\nGET /ping HTTP/1.1\r\nHost: toy\r\n\r\n", 400),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_invalid_http_is_answered_in_json_and_closes(
-    server: Running, sent: bytes, code: int
+    server: Running, sent: bytes, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     reply = talk(server, sent)
-    assert content(reply)["type"] == "http_error"
+    fields = content(reply)
+    assert fields["type"] == "http_error"
     assert status(reply) == code
     assert b"connection: close" in reply
+    assert not any(python in fields["error"] for python in ("bytearray", "b'", "\\"))
+    lines = [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert [line.levelno for line in lines if line.name.startswith("uvicorn.")] == []
+    (line,) = [line for line in lines if "connection_refused" in line.msg]
+    assert line.levelno == logging.INFO
+    assert fields["error"] in line.getMessage()
     assert_serves(server)
 
 
@@ -178,7 +192,69 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     assert reply.index(b" 200 ") < reply.index(b" 400 ") < reply.rindex(b" 200 ")
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /invoc", b"POST / HTTP/1.1\r\nHost: a\r\nX: "])
+EMPTY_LINE = b"\r\n"
+
+
+def test_an_empty_line_before_a_request_is_ignored(server: Running) -> None:
+    """Old clients send one after a body."""
+    reply = talk(server, EMPTY_LINE + post(REQUEST) + EMPTY_LINE + post(REQUEST, CLOSE))
+    assert reply.count(answer([5, 6]).encode()) == 2
+    client = connect(server)
+    for _ in range(2):
+        client.sendall(post(REQUEST))
+        reply = b""
+        while not reply.endswith(b"}"):
+            reply += client.recv(65536)
+        assert status(reply) == 200
+        client.sendall(EMPTY_LINE)
+    client.sendall(post(b"", CLOSE, path="/nothing"))
+    assert b" 404 " in read_all(client)
+
+
+def test_bytes_after_the_last_request_are_dropped() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
+    backend.hang_at = {2}
+    with serving(backend) as server:
+        client = connect(server)
+        client.sendall(post(REQUEST, CLOSE))
+        assert backend.hanging.wait(PATIENCE_S)
+        client.sendall(EMPTY_LINE)
+        wait_until(lambda: not unread_by_server(server, client))
+        backend.resume.set()
+        reply = read_all(client)
+        assert status(reply) == 200
+        assert answer([5, 6]).encode() in reply
+
+
+def unread_by_server(server: Running, client: socket.socket) -> int:
+    """Bytes that the client has sent and the server has not read."""
+    connections: set[Any] = server._server.server_state.connections  # type: ignore[assignment]
+    raws = [each._raw for each in connections if each.client == client.getsockname()]
+    if not raws:
+        return 1  # not accepted yet
+    received = ioctl(raws[0].get_extra_info("socket"), FIONREAD, bytes(4))
+    return sum(received + ioctl(client, TIOCOUTQ, bytes(4)))
+
+
+def test_a_silent_connection_is_closed_without_an_answer() -> None:
+    """An answer would be that of a request which the client sends at the same moment."""
+    with serving(request_head_timeout=SHORT_S) as server:
+        for sent in (b"", EMPTY_LINE):
+            client = connect(server)
+            client.sendall(sent)
+            assert read_all(client) == b""
+        assert_serves(server)
+
+
+def test_an_answer_before_the_whole_body_ends_the_connection() -> None:
+    """Else the rest of the body would take from the time of the next request."""
+    with serving(request_body_timeout=10 * PATIENCE_S) as server:
+        reply = talk(server, post(b" ", "Content-Length: 150000", path="/nothing", length=False))
+        assert (status(reply), b"connection: close" in reply) == (404, True)
+        assert_serves(server)
+
+
+@pytest.mark.parametrize("sent", [b"P", b"POST /invoc", b"POST / HTTP/1.1\r\nHost: a\r\nX: "])
 def test_a_slow_head_ends(sent: bytes) -> None:
     with serving(request_head_timeout=SHORT_S) as server:
         client = connect(server)
@@ -258,6 +334,35 @@ def wait_for_connections(server: Running, number: int) -> list[Any]:
     connections = server._server.server_state.connections
     wait_until(lambda: len(connections) == number)
     return list(connections)
+
+
+def test_a_client_that_reads_steadily_keeps_its_answer() -> None:
+    """As a stream, and as a whole with the end of the connection; slower than the buffer empties within the limit."""
+    spec = replace(TOY_SPEC, num_slots=2, max_model_len=2048, token_buckets=(2048,))
+    with serving(ToyBackend(spec), write_timeout=1.0) as server:
+        replies: dict[socket.socket, bytes] = {}
+        for more in ({"stream": True}, {"parameters": {"details": True}}):
+            client = connect(server, SO_RCVBUF=4096)
+            for connection in wait_for_connections(server, len(replies) + 1):
+                raw = connection._raw.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            client.sendall(post(json.dumps(body([5, 6], 1200, **more)).encode(), CLOSE))
+            replies[client] = b""
+        reading = set(replies)
+        while reading:
+            time.sleep(0.1)
+            for client in list(reading):
+                part = client.recv(4096)
+                replies[client] += part
+                if not part:
+                    reading.remove(client)
+                    client.close()
+        stream, whole = replies.values()
+        assert stream.endswith(b"0\r\n\r\n")
+        assert stream.count(b'"token"') == 1200
+        head, _, rest = whole.partition(b"\r\n\r\n")
+        assert f"content-length: {len(rest)}".encode() in head
+        assert min(len(stream), len(rest)) > 65_536
 
 
 def test_an_answer_that_nobody_fetches_does_not_keep_its_connection() -> None:
@@ -372,16 +477,7 @@ def test_who_sends_too_much_still_reads_the_answer(server: Running, chunked: boo
     assert_serves(server)
 
 
-def test_the_rest_of_a_body_after_its_answer_is_bounded() -> None:
-    with serving(request_body_timeout=10 * PATIENCE_S) as server:
-        client = connect(server)
-        client.sendall(post(b" ", "Content-Length: 150000", path="/nothing", length=False))
-        assert status(client.recv(65536)) == 404
-        client.sendall(b" " * 149_000)
-        read_all(client)  # the server has closed
-
-
-def test_a_short_rest_of_a_body_keeps_the_connection(server: Running) -> None:
+def test_a_body_that_nobody_reads_keeps_the_connection(server: Running) -> None:
     kept = talk(server, post(b" " * 20_000, path="/nothing") + post(REQUEST, CLOSE))
     assert answer([5, 6]).encode() in kept
 
@@ -396,19 +492,21 @@ def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         held = [connect(server) for _ in range(2)]
         for client in held:
             client.sendall(sent)
-        wait_until(lambda: application.body_bytes == 1 + 2 * 189_000)
+        wait_until(lambda: application.body_bytes == 2 * 189_000)
         for _ in range(4):
             reply = talk(server, sent)
             assert content(reply)["type"] == "queue_full"
             assert b"retry-after: 1" in reply
-        assert application.body_bytes == 1 + 2 * 189_000
-        held.append(connect(server))
-        held[-1].sendall(sent[: len(sent) - 159_000])
-        wait_until(lambda: application.body_bytes > 400_000)
+        assert application.body_bytes == 2 * 189_000
         assert_serves(server)  # a short body is read in any case
         for client in [declaring, *held]:
             client.close()
         wait_until(lambda: application.body_bytes == 0)
+        # Nor do short ones keep out long ones.
+        short = [connect(server) for _ in range(8)]
+        for client in short:
+            client.sendall(post(b"", "Content-Length: 65536", length=False) + b" " * 65_000)
+            wait_until(lambda client=client: not unread_by_server(server, client))
         assert status(talk(server, post(REQUEST.ljust(190_000), CLOSE))) == 200
         assert application.body_bytes == 0
 
@@ -450,25 +548,53 @@ def test_a_load_that_ends_the_interpreter_is_a_failed_load() -> None:
 
 
 PROGRAM = """
-import sys, threading, time
+import os, socket, sys, time
 from dataclasses import replace
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.server.app import serve
+from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.telemetry import setup_logging
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
+from tests.toy_tokenizer import ToyTokenizer
 port, drain, state = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 setup_logging()
-backend = ToyBackend(TOY_SPEC, step_s=0.05)
+spec, step_s = TOY_SPEC, 0.05
+if state == "unread":
+    spec, step_s = replace(TOY_SPEC, max_model_len=4096, token_buckets=(4096,)), 0.0
+    made, pause = LimitedProtocol.connection_made, LimitedProtocol.pause_writing
+
+    def connection_made(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    def pause_writing(self):
+        os.write(2, b"paused\\n")
+        pause(self)
+
+    LimitedProtocol.connection_made, LimitedProtocol.pause_writing = connection_made, pause_writing
+
+class LastTokenizer(ToyTokenizer):
+    def encode(self, text):
+        on_death(BackendError("the engine is gone"))
+        time.sleep(60)
+
+backend = ToyBackend(spec, step_s=step_s)
 if state == "prefill":
     backend.hang_at = {0}
 if state == "device":
     backend.hang_at = {2}
 
-def load(stage, on_death):
+def load(stage, died):
+    global on_death
+    on_death = died
     while state == "load":
         time.sleep(0.1)
-    return toy_service(backend, on_death=on_death)
+    service = toy_service(backend, on_death=on_death)
+    if state == "death":
+        service.tokenizer = LastTokenizer()
+    return service
 
 sys.exit(serve(load, folder_name="toy", options=ServingOptions(), host="127.0.0.1", port=port, drain_s=drain))
 """
@@ -489,6 +615,7 @@ class Program:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         self.client = socket.socket()
+        self.client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wait_until(self._connects)
         if state != "load":
             wait_until(lambda: b" 200 " in self._get_ping())
@@ -496,11 +623,14 @@ class Program:
         sent = {
             "load": b"GET /pi",
             "body": post(stream)[:-5],
-            "unread": post(stream),
+            "unread": post(json.dumps(body([5, 6], 4000, stream=True)).encode()),
             "prefill": post(stream),
             "device": post(stream),
+            "death": post(json.dumps(body([5] * 1000)).encode()),  # tokenised on a thread
         }
         self.client.sendall(sent[state])
+        if state == "unread":
+            assert any(line == "paused\n" for line in self.process.stderr or ())
         time.sleep(0.2)
 
     def _connects(self) -> bool:
@@ -512,7 +642,8 @@ class Program:
             return client.recv(65536)
 
     def end(self, *signals: int) -> tuple[int, str, float]:
-        """Send signals; returns status, log and the seconds from the last of them to the end."""
+        """Send signals; returns status, log and the seconds from the last of them, or the call, to the end."""
+        sent_s = time.monotonic()
         for number in signals:
             sent_s = time.monotonic()
             self.process.send_signal(number)
@@ -531,12 +662,19 @@ def test_a_stop_ends_within_the_drain_and_two_seconds(state: str) -> None:
     client = program.client.dup()
     client.settimeout(PATIENCE_S)
     code, log, seconds = program.end(signal.SIGTERM)
-    if state in {"body", "device"}:
+    if state in {"load", "body", "device"}:
         reply = read_all(client)
         assert b'"backend_unavailable"' in reply or b'"request_aborted"' in reply
     client.close()
     assert (code, "Traceback" in log) == (0, False), log
     assert seconds < 0.5 + 2 + 1  # the last second is for a busy machine
+
+
+def test_a_lost_engine_ends_the_process_as_a_signal_does() -> None:
+    """A text is being tokenised, for a minute."""
+    code, log, seconds = Program("death", 0.5).end()
+    assert (code, "Traceback" in log) == (1, False), log
+    assert seconds < 0.5 + 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -562,6 +700,6 @@ def test_the_limits_hold_before_the_model_is_loaded() -> None:
     application = Application("toy", ServingOptions(request_head_timeout=SHORT_S))
     running = Running(application)
     try:
-        assert content(read_all(connect(running)))["type"] == "request_timeout"
+        assert content(talk(running, b"G"))["type"] == "request_timeout"
     finally:
         running.close()
