@@ -102,7 +102,9 @@ def check(
     if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
-        problems.add("warning", f"the model_type {kind} is not known here: {doubt}")
+        problems.add(
+            "warning", f"the size of this model, of model_type {kind}, is not known here: {doubt}"
+        )
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))

@@ -68,12 +68,18 @@ class Reply:
 
     Java drops an answer whose next bytes take too long. After each `silence_s` without any, an answer in JSON gets a
     blank, which JSON allows before a value. Status 200 and the headers leave with the first one.
+
+    The last record of several has no data. Source: djl api 0.34.0 and 0.36.0, ChunkedBytesSupplier.java: Java notes the
+    end before it stores the data that comes with it, and a reader in between loses it (1 stream of 15,000, 2026-11).
     """
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
         self.request_id = parsed.request.request_id
         self.stream = parsed.stream
         self.finished = False
+        """Whether the answer is complete."""
+        self.taken = False
+        """Whether its last record has been taken."""
         self.error: ServingError | None = None
         self._formatter: Formatter = parsed.formatter
         self._started = False
@@ -113,13 +119,15 @@ class Reply:
     def take(self) -> Record:
         """Everything since the last call; it may hold several tokens."""
         if self.error is not None:
+            self.taken = True
             return Record.of(self.error)
         data, self._pending = b"".join(self._pending), []
         if not data and self.ready and not self.finished:
             data, self._blank_s = b" ", time.monotonic() + self._silence_s
+        self.taken = self.finished and not (data and self._started)
         self._started = self._started or bool(data)
         headers = {"Content-Type": self._formatter.content_type} if data or self.finished else {}
-        return Record(data, self.finished, headers)
+        return Record(data, self.taken, headers)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class Rejection:
     stream: bool = False
     ready: bool = True
     finished: bool = True
+    taken: bool = True
 
     def take(self) -> Record:
         """The error."""

@@ -107,7 +107,7 @@ class RollingBatchDoor:
             output.add(record.encode(), key="data", batch_index=i)
             for name, value in record.headers.items():
                 output.add_property(f"batch_{i}_{name}", value)
-        replies.rows = [row for row in replies.rows if not row.finished]
+        replies.rows = [row for row in replies.rows if not row.taken]
         return output
 
     def _abandon(self, why: str) -> None:
@@ -212,7 +212,7 @@ class AsyncDoor:
                     closing.callback(asyncio.create_task(self._wake(generation)).cancel)
                 async for delta in generation:
                     reply.feed(delta)
-                    if reply.ready:
+                    while reply.ready and not reply.taken:
                         yield record_output(reply.take())
                     if reply.finished:
                         return

@@ -192,7 +192,7 @@ def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):
     known = run(folder(tmp_path, config=config))
     unknown = run(folder(tmp_path, config={**config, "model_type": "unheard-of"}))
     (warning,) = set(unknown.findings.messages("warning")) - set(known.findings.messages("warning"))
-    assert "unheard-of is not known here" in warning
+    assert "of model_type unheard-of, is not known here" in warning
 
 
 def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):

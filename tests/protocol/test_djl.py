@@ -185,8 +185,9 @@ def test_tokens_that_came_between_calls_travel_together(backend, door, service):
     backend.resume.set()
     wait_until_delivered(service, 20)
     caller.step()
-    assert caller.live == []
     assert len(caller.answers[0][-1]["data"].splitlines()) >= 18
+    caller.step()
+    assert caller.live == []
     assert len(caller.data(0).splitlines()) == 20
 
 
@@ -407,7 +408,9 @@ def test_asynchronous_records_never_raise(service, backend):
     assert broken[-1]["code"] == unread[-1]["code"] == "500"
     assert empty == [{"data": "", "last": "true", "code": "400", "error": empty[0]["error"]}]
     assert [json.loads(record["data"]) for record in whole] == [{"generated_text": text([5], 9)}]
-    assert [record["last"] for record in streamed] == ["false"] * 8 + ["true"]
+    # Java may lose what comes with the end of a stream.
+    assert [record["last"] for record in streamed] == ["false"] * 9 + ["true"]
+    assert streamed.pop()["data"] == ""
     lines = [json.loads(record["data"]) for record in streamed]
     assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
     assert len(service.loop.streams) == 0
@@ -451,12 +454,11 @@ def test_a_late_json_answer_begins_with_blanks(backend, service, late_at):
     # Before the first token, and between tokens: Java's limit is on the time without bytes.
     backend.hang_at = {late_at}
     threading.Timer(1.5, backend.resume.set).start()
-    *blanks, last = records_of(AsyncDoor(service, 0.4).answer(single(body([5], 20))))
+    *blanks, answer, last = records_of(AsyncDoor(service, 0.4).answer(single(body([5], 20))))
     assert len(blanks) >= 2
     assert all(record == {"data": " ", "last": "false"} for record in blanks)
-    assert json.loads("".join(r["data"] for r in [*blanks, last])) == {
-        "generated_text": text([5], 20)
-    }
+    assert json.loads(answer["data"]) == {"generated_text": text([5], 20)}
+    assert last == {"data": "", "last": "true"}
 
 
 def test_blanks_take_the_headers_with_them(backend, service):
@@ -488,7 +490,7 @@ def test_a_prompt_json_answer_and_a_late_stream_get_no_blank(backend, service):
     backend.hang_at = {backend.num_steps}
     threading.Timer(1.0, backend.resume.set).start()
     records = records_of(AsyncDoor(service, 0.4).answer(single(body([6], 9, stream=True))))
-    assert all(json.loads(record["data"]) for record in records)
+    assert all(json.loads(record["data"]) for record in records[:-1])
 
 
 def test_rows_of_a_rolling_batch_get_blanks_too(backend, service):
