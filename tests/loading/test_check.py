@@ -314,6 +314,13 @@ def test_a_whole_folder_needs_no_warning(laptop):
     assert report.prepared.case.model.num_parameters == sum(map(math.prod, shapes))
 
 
+def test_another_file_is_not_judged_as_its_folder(tmp_path):
+    folder(tmp_path)
+    (tmp_path / "model.py").touch()
+    report = run(tmp_path / "model.py")
+    assert "is not a .properties file" in report.findings.messages("error")[0]
+
+
 @pytest.mark.parametrize(
     "target", ["/no/such/folder", "./nothing", "missing.properties", "a\0b", "~nobody/x/y"]
 )
