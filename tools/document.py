@@ -68,7 +68,8 @@ others apply only if the option is not set there.
 _IGNORED_HEAD = """\
 ## Ignored options
 
-Options of the old engine and of DJL Serving. They are accepted and have no effect; the log lists those that are set.
+Options of the old engine and of DJL Serving. They are accepted and set nothing here; the log lists those that are set.
+The variables in `env` are set all the same: see [security.md](security.md#optionenv).
 """
 
 _UNSUPPORTED_HEAD = """\

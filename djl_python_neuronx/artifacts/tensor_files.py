@@ -3,7 +3,7 @@
 Headers are parsed here, because `safetensors.safe_open` (0.4 to 0.8) gives no offsets, which digests need, refuses
 types that are newer than itself, and its errors name neither the file nor what to do.
 
-A pickle is a program. `check_pickle` reads its instructions without running any and refuses a file that would call
+A pickle is a program. `check_pickles` reads its instructions without running any and refuses a file that would call
 anything but the functions that rebuild tensors: before anything is loaded and without torch, also in `check`, and
 TorchScript archives and tar files too, which run code in torch before 2.6 even in a weights-only load
 (CVE-2025-32434). `backends.env` sets TORCH_FORCE_WEIGHTS_ONLY_LOAD besides, so that the libraries' own `torch.load`
@@ -23,10 +23,12 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, Folder, check_start, reading
+from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, Folder, check_start, reading, some
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
 
@@ -63,6 +65,7 @@ Source: safetensors 0.8, enum Dtype."""
 # checkpoints of language models contain.
 _HARMLESS = re.compile(
     r"collections (OrderedDict|Counter)"
+    r"|(__builtin__|builtins) (bytearray|complex|set)"
     r"|torch ([A-Z]\w+Storage|Size|Tensor|device|bool|(b?float|complex|q?u?int|bits)\d+\w*)"
     r"|torch\.storage ([A-Z]\w+Storage)"
     r"|torch\.nn\.parameter Parameter"
@@ -80,11 +83,11 @@ _INSTRUCTIONS = re.compile(
 )
 # Source: torch 2.13, serialization._legacy_save: magic number, protocol, system, the object, the storages' keys.
 _PICKLES_OF_LEGACY_FILE = 5
-# Source: torch 2.13, serialization._is_torchscript_zip: torch.load hands archives with it to torch.jit.load.
-_TORCHSCRIPT_MEMBER = "constants.pkl"
-# A tensor takes some 250 bytes of a pickle: enough for 60,000 of them in one file, read in seconds.
-_MAX_PICKLE_BYTES = 16 << 20
-_MAX_DIRECTORY_BYTES = 64 << 20
+# Of the pickles and the directories of all files of a model. A tensor takes some 350 bytes of them: enough for 70,000,
+# read in seconds.
+_MAX_PICKLE_BYTES = 24 << 20
+_MIN_PICKLE_BYTES = 4096
+"""What a file counts at least: opening it takes time too."""
 # Source: torch 2.13, serialization._is_zipfile. `zipfile.is_zipfile` looks at the end of the file instead.
 _ZIP_START = b"PK\3\4"
 # Source: PKWARE APPNOTE 4.3.14 to 4.3.16: the end record of 64 bits, its locator, and the end record without a comment.
@@ -107,26 +110,43 @@ def torch_name(dtype: str) -> str:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, checked against each other and against the size of the file.
+    """The tensors of one safetensors file; see `read_headers`."""
+    (header,) = read_headers([path])
+    return header
+
+
+def read_headers(paths: Iterable[Path]) -> Iterator[dict[str, TensorEntry]]:
+    """The tensors of each safetensors file, checked against each other and against the size of the file.
 
     Source: the safetensors format: uint64 little-endian length, a JSON header of that length, then the data.
 
     Raises:
-        ArtifactAccessError: it cannot be read.
-        ArtifactError: it is cut off, malformed, or holds a type that is unknown or does not fit its bytes.
+        ArtifactAccessError: one cannot be read.
+        ArtifactError: one is cut off, malformed, or holds a type that is unknown or does not fit its bytes, or all
+            headers together have more than `MAX_JSON_BYTES`.
     """
-    with reading(path), path.open("rb") as file:
-        actual = path.stat().st_size
-        start = file.read(8)
-        header_bytes = int.from_bytes(start, "little")
-        raw = file.read(header_bytes) if header_bytes <= MAX_JSON_BYTES else b""
-        file.seek(0)
-        check_start(path, file.read(64))
-    if MAX_JSON_BYTES < header_bytes <= actual:
-        msg = f"{path} has a header of {header_bytes} bytes; expected at most {MAX_JSON_BYTES}. Save it in more files."
-        raise ArtifactError(msg)
-    if len(start) < 8 or len(raw) < header_bytes:
-        raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
+    room = MAX_JSON_BYTES
+    for path in paths:
+        with reading(path), path.open("rb") as file:
+            actual = path.stat().st_size
+            start = file.read(8)
+            header_bytes = int.from_bytes(start, "little")
+            raw = file.read(header_bytes) if header_bytes <= room else b""
+            file.seek(0)
+            check_start(path, file.read(64))
+        if room < header_bytes <= actual:
+            msg = (
+                f"{path} has a header of {header_bytes} bytes; expected at most {room} ({MAX_JSON_BYTES} with the "
+                "files before it). Save the model with fewer tensors."
+            )
+            raise ArtifactError(msg)
+        if len(start) < 8 or len(raw) < header_bytes:
+            raise _wrong_size(path, f"at least {8 + header_bytes}", actual)
+        room -= header_bytes
+        yield _parse_header(path, raw, actual)
+
+
+def _parse_header(path: Path, raw: bytes, actual: int) -> dict[str, TensorEntry]:
     try:
         listed = json.loads(raw).items()
         header = {name: _parse_entry(entry) for name, entry in listed if name != "__metadata__"}
@@ -140,8 +160,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     for name, entry in sorted(header.items(), key=lambda item: item[1][2:]):
         _check_entry(path, name, entry, end)
         end = entry.end
-    if actual != 8 + header_bytes + end:
-        raise _wrong_size(path, str(8 + header_bytes + end), actual)
+    if actual != 8 + len(raw) + end:
+        raise _wrong_size(path, str(8 + len(raw) + end), actual)
     return header
 
 
@@ -194,26 +214,27 @@ def _wrong_size(path: Path, expected: str, actual: int) -> ArtifactError:
     )
 
 
-def check_pickle(folder: Folder, name: str) -> None:
-    """Refuse a file of `torch.save` that is not whole or does more than rebuild tensors.
+def check_pickles(folder: Folder, names: Iterable[str]) -> None:
+    """Refuse files of `torch.save` that are not whole, do more than rebuild tensors, or take long to check.
 
     Raises:
-        ArtifactError: it is missing, unreadable, cut off, no such file, or holds code.
+        ArtifactError: one is missing, unreadable, cut off, no such file, may hold code, or all together have more than
+            `_MAX_PICKLE_BYTES` beside their tensors.
     """
-    path = folder.file(name)
-    try:
-        with reading(path), path.open("rb") as file:
-            if file.read(len(_ZIP_START)) == _ZIP_START:
-                _check_end(path, file)
-                _check_members(path, zipfile.ZipFile(file))
-            else:
-                _check_legacy(path, file)
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError) as error:
-        msg = (
-            f"{path} is not a whole file of torch.save: it is cut off, or something else has its name. "
-            "Copy or download it again."
-        )
-        raise ArtifactError(msg) from error
+    room = _MAX_PICKLE_BYTES
+    for name in names:
+        path = folder.file(name)
+        try:
+            with reading(path), path.open("rb") as file:
+                _check_room(path, "a block", _MIN_PICKLE_BYTES, room)
+                check = _check_zip if file.read(len(_ZIP_START)) == _ZIP_START else _check_legacy
+                room -= max(check(path, file, room), _MIN_PICKLE_BYTES)
+        except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError) as error:
+            msg = (
+                f"{path} is not a whole file of torch.save: it is cut off, or something else has its name. "
+                "Copy or download it again."
+            )
+            raise ArtifactError(msg) from error
 
 
 def check_archive(folder: Folder, name: str) -> None:
@@ -230,8 +251,8 @@ def check_archive(folder: Folder, name: str) -> None:
         raise ArtifactError(msg)
 
 
-def _check_end(path: Path, file: IO[bytes]) -> None:
-    """Refuse an archive whose members are not where its end record places them, counted from the start of the file.
+def _check_end(path: Path, file: IO[bytes], room: int) -> int:
+    """The size of an archive's directory, whose members are where the end record places them from the file's start.
 
     `zipfile` corrects such places for data before the archive, torch does not: they would read different members.
     """
@@ -245,72 +266,77 @@ def _check_end(path: Path, file: IO[bytes]) -> None:
     if is_64 := locator == b"PK\6\7":
         stop, length, start = size - _END.size, length_64, start_64
     is_true_64 = (magic_64, located) == (b"PK\6\6", stop)
-    if length > _MAX_DIRECTORY_BYTES:
-        raise _too_large(path, "a directory", length, _MAX_DIRECTORY_BYTES)
+    _check_room(path, "a directory", length, room)
     if comment or start + length != stop or is_64 != is_true_64:
         raise _ambiguous(path, "has data before or behind its zip archive")
+    return int(length)
 
 
-def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    members = archive.infolist()
+def _check_zip(path: Path, file: IO[bytes], room: int) -> int:
+    """Check an archive. Returns the bytes of its directory and its pickle."""
+    room -= (used := _check_end(path, file, room))
+    archive = zipfile.ZipFile(file)
     # torch looks names up without regard to case; `filename` may come from a field that torch ignores.
-    names = [member.orig_filename.lower() for member in members]
-    if len(set(names)) < len(names):
+    members = {member.orig_filename.lower(): member for member in archive.infolist()}
+    if len(members) < len(archive.infolist()):
         raise _ambiguous(path, "has two members of one name")
-    for name, member in zip(names, members, strict=True):
-        if name.rpartition("/")[2] == _TORCHSCRIPT_MEMBER:
-            raise _holds_code(path, "torch.jit.load")
-        if name.endswith(".pkl"):
-            if member.file_size > _MAX_PICKLE_BYTES:
-                raise _too_large(path, "a pickle", member.file_size, _MAX_PICKLE_BYTES)
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise _foreign(path, "a compressed pickle")
-            _check_instructions(path, io.BytesIO(archive.read(member)))
+    for extra in (member.extra for member in members.values()):
+        # torch.save writes sizes of 64 bits alone: `zipfile` takes all such fields, torch the first.
+        if extra and (extra[:2], int.from_bytes(extra[2:4], "little")) != (b"\1\0", len(extra) - 4):
+            raise _ambiguous(path, "has other fields than sizes in its zip archive")
+    names = [name for name in members if name.endswith(".pkl")]
+    if [name.rpartition("/")[2] for name in names] != ["data.pkl"]:
+        # Source: torch 2.13, serialization._is_torchscript_zip: torch.load hands these to torch.jit.load.
+        raise _ambiguous(path, f"has the pickles {some(names)} instead of one data.pkl")
+    member = members[names[0]]
+    _check_room(path, "a pickle", member.file_size, room)
+    if member.compress_type != zipfile.ZIP_STORED:
+        raise _unchecked(path, "a compressed pickle")
+    _check_instructions(path, io.BytesIO(archive.read(member)))
+    return used + member.file_size
 
 
-def _check_legacy(path: Path, file: IO[bytes]) -> None:
-    file.seek(0)
-    if file.read(1) != pickle.PROTO:
-        raise EOFError
+def _check_legacy(path: Path, file: IO[bytes], room: int) -> int:
+    """Check a file of the time before archives. Returns the bytes of its pickles."""
     if zipfile.is_zipfile(file):
         raise _ambiguous(path, "is both pickles and a zip archive")
     file.seek(0)
-    if tarfile.is_tarfile(file):
+    start = io.BytesIO(file.read(room))
+    if start.read(1) != pickle.PROTO:
+        raise EOFError
+    # Not is_tarfile, which reads what a header declares.
+    with suppress(tarfile.HeaderError):
+        tarfile.TarInfo.frombuf(start.getvalue()[: tarfile.BLOCKSIZE], "utf-8", "replace")
         raise _ambiguous(path, "is both pickles and a tar file")
-    file.seek(0)
-    start = io.BytesIO(file.read(_MAX_PICKLE_BYTES))
+    start.seek(0)
     for _ in range(_PICKLES_OF_LEGACY_FILE):
         _check_instructions(path, start)
+    return start.tell()
 
 
 def _check_instructions(path: Path, stream: io.BytesIO) -> None:
     """Refuse what the weights-only loader of torch would refuse, without making any of the objects."""
     for instruction, argument, _ in pickletools.genops(stream):
         if not _INSTRUCTIONS.fullmatch(instruction.name):
-            raise _foreign(path, f"the pickle instruction {instruction.name}")
+            raise _unchecked(path, f"the pickle instruction {instruction.name}")
         if instruction.name == "GLOBAL" and not _HARMLESS.fullmatch(str(argument)):
-            raise _holds_code(path, str(shortened(argument)).replace(" ", "."))
+            raise _unchecked(path, "a call of " + str(shortened(argument)).replace(" ", "."))
 
 
-def _holds_code(path: Path, called: str) -> ArtifactError:
+def _unchecked(path: Path, what: str) -> ArtifactError:
     return ArtifactError(
-        f"{path} holds code: loading it would call {called}; expected tensors only. Do not load it with anything; "
-        "use the model's safetensors files, or fetch it from a source that you trust."
+        f"{path} may hold code: it has {what}, which cannot be checked; expected tensors only. Use the model's "
+        "safetensors files, or a file with the tensors of its state_dict alone."
     )
 
 
-def _foreign(path: Path, what: str) -> ArtifactError:
-    return ArtifactError(
-        f"{path} holds {what}, which can hide code and which torch.save does not write; expected tensors only. Do not "
-        "load it with anything; use the model's safetensors files."
-    )
-
-
-def _too_large(path: Path, what: str, size: int, limit: int) -> ArtifactError:
-    return ArtifactError(
-        f"{path} has {what} of {size} bytes beside its tensors; expected at most {limit}. "
-        "Use the model's safetensors files."
-    )
+def _check_room(path: Path, what: str, size: int, room: int) -> None:
+    if size > room:
+        msg = (
+            f"{path} has {what} of {size} bytes beside its tensors; expected at most {room} ({_MAX_PICKLE_BYTES} with "
+            "the files before it). Use the model's safetensors files."
+        )
+        raise ArtifactError(msg)
 
 
 def _ambiguous(path: Path, what: str) -> ArtifactError:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from djl_python_neuronx.artifacts.folder import Folder, is_plain_name, some
 from djl_python_neuronx.artifacts.tensor_files import (
     TensorEntry,
-    check_pickle,
-    read_header,
+    check_pickles,
+    read_headers,
     torch_name,
 )
 from djl_python_neuronx.config.values import shortened
@@ -98,14 +98,12 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
         inner = folder.sub(SPLIT_FOLDER)
         inner.file(KEY_TO_FILENAME)
         files = read_key_to_filename(inner)
-        for name in sorted(set(files.values())):
-            check_pickle(inner, name)
+        check_pickles(inner, sorted(set(files.values())))
         check_tensors(files.keys(), config, inner.path)
         return Weights(folder.path, "split", dtype)
     kind, files = _whole_files(folder)
     if kind == "pickle":
-        for shard in sorted(set(files.values())):
-            check_pickle(folder, shard)
+        check_pickles(folder, sorted(set(files.values())))
         if "" not in files:  # without an index the names are in the pickle
             check_tensors(files.keys(), config, folder.path)
         return Weights(folder.path, kind, dtype)
@@ -153,8 +151,7 @@ def read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights,
     _require(folder, names, f"presharded files of {layers} layers")
     degrees: dict[str, int] = {}
     entries: list[TensorEntry] = []
-    for name in names:
-        header = read_header(folder.file(name))
+    for name, header in zip(names, read_headers(map(folder.file, names)), strict=True):
         cores = [int(core) for key in header if _CORE.fullmatch(core := key.rpartition("*")[2])]
         if not cores or len(cores) < len(header):
             msg = f"{folder.path / name} has tensors that are no shards; expected names such as 'weight*0'. {AGAIN}"
@@ -182,7 +179,8 @@ def read_ranks(folder: Folder, ranks: Iterable[int]) -> Weights:
     """
     names = [f"tp{rank}_sharded_checkpoint.safetensors" for rank in ranks]
     _require(folder, names, "weight files of the ranks (neuron_config.json)")
-    entries = [entry for name in names for entry in read_header(folder.file(name)).values()]
+    headers = read_headers(map(folder.file, names))
+    entries = [entry for header in headers for entry in header.values()]
     return Weights(folder.path, "ranks", _main_dtype(entries))
 
 
@@ -235,8 +233,8 @@ def _read_headers(folder: Folder, files: Mapping[str, str]) -> dict[str, TensorE
     placed: dict[str, set[str]] = defaultdict(set)
     for tensor, name in files.items():
         placed[name].add(tensor)
-    for name, tensors in placed.items():
-        header = read_header(folder.path / name)
+    headers = read_headers(folder.path / name for name in placed)
+    for (name, tensors), header in zip(placed.items(), headers, strict=True):
         if absent := sorted(tensors - header.keys() - {""}):
             msg = (
                 f"{folder.path / name} lacks tensors that the index places there: {some(absent)}. "

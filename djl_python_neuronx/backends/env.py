@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _FLAGS = "NEURON_CC_FLAGS"
 _NUM_CORES = "NEURON_RT_NUM_CORES"
 # The library calls torch.load without `weights_only`, which runs the code in pickles before torch 2.6. A second line
-# behind `artifacts.tensor_files.check_pickle`.
+# behind `artifacts.tensor_files.check_pickles`.
 _SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 

@@ -29,7 +29,7 @@ _COSTS = {
     "maxWorkers": _ONE_WORKER,
 }
 """What it costs to leave out one of `ARGUMENTS`."""
-_NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
+NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
 _WHOLE_SECONDS = names_where(lambda marker: marker.djl.whole_seconds)
@@ -209,7 +209,7 @@ def _entry_point(inputs: Inputs, written: Sequence[Setting]) -> Iterator[Finding
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:
         # A module of the user's own may well wrap this handler.
-        wrong = value != ENTRY_POINT and value.startswith(_NO_HANDLERS)
+        wrong = value != ENTRY_POINT and value.startswith(NO_HANDLERS)
     else:
         folder = inputs.model_dir
         wrong = folder is None or not try_path((folder / "model.py").exists, failed=False)

@@ -47,6 +47,7 @@ from djl_python_neuronx.errors import (
 _DEFAULT = "default"
 _OVERRIDDEN_PLACES = {sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE}
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
+_RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _UNUSED = names_where(lambda marker: marker.unused)
 
 
@@ -141,6 +142,16 @@ def read_settings(
         for name in sorted(_UNUSED)
         if getattr(options, name) is not None
     ]
+    for setting in {entry.name: entry for entry in reversed(written)}.values():
+        ours = str(setting.value).startswith(djl_serving.NO_HANDLERS)
+        runs = setting.name in _RUNS and not ours and truth(setting.value) is not False
+        if properties is None and runs and setting.source == sources.FILE_NAME:
+            problem = "a start may run code of whoever wrote it; remove it unless you trust them"
+            problems.add("warning", f"option.{_written(setting)}: {problem}", (setting.name,))
+        parts = str(setting.value).rstrip(",").split(",")  # not quoted: one may be a secret
+        if setting.name == "env" and not all("=" in part for part in parts):
+            problem = f"option.env ({setting.origin}): a part has no =; expected A=1,B=2"
+            problems.add("warning", problem)
     resolved.report([*about_djl, *unused, *reader.findings], problems)
     return resolved
 

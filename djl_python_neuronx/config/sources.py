@@ -76,7 +76,7 @@ _UPPER = re.compile(r"[A-Z_\d]+")
 
 _FILE_PREFIX = "option."
 _JAVA_BLANKS = "".join(map(chr, range(0x21)))
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES, MAX_LINES = 1 << 20, 2_000
 _MAX_PATH = 4096  # Linux's own limit
 _NO_PATHS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "none", "null"})
 _MARK = (
@@ -149,7 +149,7 @@ def from_sagemaker(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting
     """SageMaker's own variables that set options. DJL Serving reads the others."""
     environ = dict(inputs.environ)
     if (mebibytes := environ.get(_MEBIBYTES, "").strip()).isdecimal():
-        environ[_MEBIBYTES] = str(int(mebibytes[:10]) << 20)
+        environ[_MEBIBYTES] = str(int(mebibytes[:10]) << 20 or 2**31 - 1)  # 0: no limit
     return _from_variables(environ, SAGEMAKER, "SageMaker")
 
 
@@ -420,7 +420,7 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
     Windows editors is skipped.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 1 MiB or holds a broken escape.
+        ConfigError: the file cannot be read, is larger than 1 MiB, has more than 2,000 lines or holds a broken escape.
     """
     content = _read_file(path, model_dir)
     try:
@@ -452,20 +452,19 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
 
 def _read_file(path: Path, model_dir: Path | None) -> bytes:
     named = repr(str(path))
-    if try_path(lambda: path.exists() and not path.is_file() and not path.is_dir(), failed=False):
-        message = f"{named} is a pipe, a socket or a device; expected a file"
-        raise ConfigError(message)
     try:
-        with path.open("rb") if model_dir is None else links.opened(path, model_dir) as stream:
+        real = path if model_dir else path.resolve(strict=True)
+        with links.opened(real, model_dir or real.parent) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
     except ArtifactError as error:
         raise ConfigError(str(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{named} cannot be read: {reason}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
-    if len(content) > MAX_FILE_BYTES:
-        message = f"{named} has more than {MAX_FILE_BYTES} bytes, too many for a file of settings"
+    # javaproperties takes quadratic time for a line that goes on in the next ones. A setting may become a message.
+    if len(content) > MAX_FILE_BYTES or len(content.splitlines()) > MAX_LINES:
+        message = f"{named} has more than {MAX_FILE_BYTES} bytes or {MAX_LINES} lines, too many for settings"
         raise ConfigError(message)
     return content
 
@@ -477,7 +476,7 @@ def content(value: object, folder: Path, *, by_operator: bool = True) -> object:
     operator may name a file outside the model folder: its content becomes an option, is logged and goes into outputs.
 
     Raises:
-        ConfigError: the file cannot be read, is elsewhere, is larger than 1 MiB or is not JSON.
+        ConfigError: the file cannot be read, is elsewhere, has more than 1 MiB or 2,000 lines, or is not JSON.
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS or value[:1] in {"{", "[", "("}:
         return value
@@ -485,8 +484,11 @@ def content(value: object, folder: Path, *, by_operator: bool = True) -> object:
         message = f"a path has at most {_MAX_PATH} characters"
         raise ConfigError(message)
     path = folder / value
-    if not try_path(path.is_file, failed=True):
+    if not try_path(path.exists, failed=True):
         message = f"there is no file {str(path)!r}"
+        raise ConfigError(message)
+    if not (by_operator or path.is_symlink() or path.resolve().is_relative_to(folder.resolve())):
+        message = f"{str(path)!r} is outside the model's folder: only command line and environment may name such a file"
         raise ConfigError(message)
     text = _read_file(path, None if by_operator else folder)
     try:

@@ -40,7 +40,7 @@ HUB_CACHE = "DJL_NEURONX_HUB_CACHE"
 
 _HARMLESS = re.compile(
     r"(?!.*(ENDPOINT|MODULE|PLUGIN|PRELOAD|PROXY|WRAPPER|LIB(RAR|S|_|$)|PATHS?$|_FILES?$|_D?SO$))("
-    r"(NEURON|XLA|FI|OMP|KMP|MKL|OPENBLAS|MALLOC|TOKENIZERS|TRANSFORMERS|HF_HUB|HF_XET|OPTION|LC)_\w+"
+    r"(NEURON|CCOM|XLA|FI|OMP|KMP|MKL|OPENBLAS|MALLOC|TOKENIZERS|TRANSFORMERS|HF_HUB|HF_XET|OPTION|LC)_\w+"
     r"|HF_HOME|HUGGINGFACE_HUB_CACHE|XDG_CACHE_HOME|SERVING_DOWNLOAD_DIR|DJL_CACHE_DIR"
     r"|PJRT_DEVICE|LANG|TZ|LOG_LEVEL|RUST_LOG|PYTHON(UNBUFFERED|HASHSEED|IOENCODING|DONTWRITEBYTECODE)"
     r"|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|AWS_ACCESS_KEY_ID|AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN"
@@ -86,24 +86,25 @@ def serving_environ(
         for name in sorted(own - trusted)
         if not is_harmless(name) and (not trusts_code or _is_remote(name))
     ]
-    result = dict(environ) if inherited else with_worker_variables(environ, variables)
+    unset = dict.fromkeys(name for name in doubtful if not _DESTINATION.fullmatch(name))
+    passed = {name: setting for name, setting in variables.items() if name not in unset}
+    kept = {n: value for n, value in environ.items() if not (inherited and n in unset)}
+    result = kept if inherited else with_worker_variables(environ, passed)
     if not doubtful:
         return result
-    for name in doubtful:
-        if not _DESTINATION.fullmatch(name):
-            result.pop(name, None)
-    if servers := [name for name in doubtful if name in result and not _is_aws(name)]:
+    if servers := [n for n in doubtful if n in passed and n in result and not _is_aws(n)]:
         named = repr([(name, result[name]) for name in servers]).encode()
         result[HUB_CACHE] = str(cache_root / f"hub-{hashlib.sha256(named).hexdigest()[:16]}")
     # Java may read the file otherwise: a credential that stays has the file's own value.
-    withheld = _withhold(result, doubtful, {n for n in own if result.get(n) == variables[n].value})
+    withheld = _withhold(result, doubtful, {n for n in passed if result.get(n) == passed[n].value})
     names = shortened(",".join(doubtful))
     problems.add(
         "warning",
         f"option.env ({variables[doubtful[0]].origin}) sets {names}: a model folder's own file decides neither where "
         f"the operator's credentials go nor which code is loaded. The {join_words(withheld, 'and')} of the "
-        f"environment, of logins and of the machine are not used. If you trust the file set {TRUST}={names} in the "
-        "environment; otherwise remove it from option.env",
+        f"environment, of logins and of the machine are not used. "
+        f"Not passed on: {shortened(join_words(unset)) or 'none'}. If you trust the file set {TRUST}={names} (names, "
+        "separated by commas) in the environment; otherwise remove it from option.env",
     )
     return result
 

@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactNotFoundError, ServingError
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
 from djl_python_neuronx.loading.prepare import Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
@@ -102,7 +102,9 @@ def check(
     if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
-        problems.add("warning", f"the model_type {kind} is not known here: {doubt}")
+        problems.add(
+            "warning", f"the size of this model, of model_type {kind}, is not known here: {doubt}"
+        )
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
@@ -119,6 +121,9 @@ def _read_settings(
     name = os.path.expanduser(str(sources.MODEL_DIR) if target is None else target)  # noqa: PTH111
     path = Path(name)
     file = path if os.path.isfile(name) else None  # noqa: PTH113
+    if file and file.suffix != ".properties":
+        msg = f"{name!r} is not a .properties file; expected one, or a model folder"
+        raise ArtifactError(msg)
     folder = path.parent if file else path if os.path.isdir(name) else None  # noqa: PTH112
     if folder is None and target is not None:
         is_hub_model = fetch.is_hub_id(target) and not target.endswith(".properties")

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from djl_python_neuronx.config.values import shortened
+from djl_python_neuronx.errors import ArtifactError
+
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _KNOWN_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -68,6 +71,9 @@ class ModelFacts:
         """Read the facts from the content of `config.json`.
 
         `checkpoint_dtype`: type of the weight files, used if the configuration has none.
+
+        Raises:
+            ArtifactError: see `Dimensions.of`.
         """
         top, nested = config, config.get("text_config")
         config = {**config, **nested} if isinstance(nested, Mapping) else config
@@ -154,6 +160,20 @@ def model_type(config: Mapping[str, Any]) -> str:
     return _text(config.get("model_type")) or ""
 
 
+def _dimension(config: Mapping[str, Any], *keys: str) -> int | None:
+    """`first_size`, for sizes that a known architecture has as positive integers or not at all.
+
+    Raises:
+        ArtifactError: a value is something else.
+    """
+    is_known = model_type(config) in _COUNTERS
+    given = [key for key in keys if is_known and config.get(key) is not None]
+    if wrong := [key for key in given if not first_size(config, key)]:
+        msg = f"config.json gives {wrong[0]} {shortened(config[wrong[0]])!s}; expected an integer above 0. Correct it."
+        raise ArtifactError(msg)
+    return first_size(config, *keys)
+
+
 @dataclass(frozen=True)
 class Dimensions:
     """Sizes of a model's tensors; 0 if the configuration does not contain one."""
@@ -190,15 +210,19 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
-        """Read the sizes from the content of `config.json`, under the names of every architecture."""
+        """Read the sizes from the content of `config.json`, under the names of every architecture.
+
+        Raises:
+            ArtifactError: of a known architecture one is no positive integer.
+        """
         kind = model_type(config)
         attention, experts = _part(config, "attn_config"), _part(config, "ffn_config")
-        hidden = first_size(config, "n_embed", "hidden_size", "n_embd", "d_model")
-        heads = first_size(config, "num_attention_heads", "n_head", "n_heads")
-        head_dim = first_size(config, "head_dim") or _DEFAULT_HEAD_DIMS.get(kind)
+        hidden = _dimension(config, "n_embed", "hidden_size", "n_embd", "d_model")
+        heads = _dimension(config, "num_attention_heads", "n_head", "n_heads")
+        head_dim = _dimension(config, "head_dim") or _DEFAULT_HEAD_DIMS.get(kind)
         if head_dim is None and hidden and heads:
             head_dim = hidden // heads
-        intermediate = first_size(config, "intermediate_size", "ffn_dim", "n_inner")
+        intermediate = _dimension(config, "intermediate_size", "ffn_dim", "n_inner")
         intermediate = intermediate or first_size(experts, "ffn_hidden_size")
         if intermediate is None and hidden and kind in _FOUR_TIMES_WIDE:
             intermediate = 4 * hidden
@@ -206,11 +230,11 @@ class Dimensions:
         if num_experts and kind == "qwen3_moe":
             intermediate = first_size(config, "moe_intermediate_size") or intermediate
         return cls(
-            layers=first_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+            layers=_dimension(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
             or 0,
             hidden=hidden or 0,
             intermediate=intermediate or 0,
-            vocab=first_size(config, "vocab_size") or 0,
+            vocab=_dimension(config, "vocab_size") or 0,
             heads=heads or 0,
             kv_heads=_kv_heads(config, attention, heads) or 0,
             head_dim=head_dim or 0,
@@ -247,12 +271,12 @@ def _kv_heads(
 ) -> int | None:
     kind = model_type(config)
     if kind == "falcon" and config.get("new_decoder_architecture") is True:
-        return first_size(config, "num_kv_heads") or heads
+        return _dimension(config, "num_kv_heads") or heads
     if heads and _flag(config, "multi_query", kind in {"gpt_bigcode", "falcon"}):
         return 1
     if kind == "dbrx":
         return first_size(attention, "kv_n_heads") or (1 if heads else None)
-    return first_size(config, "num_key_value_heads") or heads
+    return _dimension(config, "num_key_value_heads") or heads
 
 
 def _attention(sizes: Dimensions, *, qkv_bias: bool = False, out_bias: bool = False) -> int:

@@ -54,7 +54,7 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        msg = f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        msg = f"the body is not valid JSON (UTF-8, no gzip): {error.msg} at line {error.lineno} column {error.colno}"
         raise RequestError(msg) from error
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"

@@ -183,7 +183,7 @@ def _check_supported(name: str, value: object) -> None:
 def _validated(values: Mapping[str, Any]) -> _Parameters:
     for name, most in _LONGEST.items():
         if isinstance(values.get(name), list) and len(values[name]) > most:
-            msg = f"too many {name}: {len(values[name])}; at most {most}"
+            msg = f"parameter {name!r} has {len(values[name])} values; expected at most {most}"
             raise UnsupportedParameterError(msg)
     try:
         return _Parameters.model_validate(values)

@@ -161,7 +161,7 @@ class Application:
         """Generate; DJL's route, with the model's name in the path."""
         name = request.path_params["model"]
         if name != self.model_name:
-            msg = f"unknown model {name!r}; this server serves {self.model_name!r}"
+            msg = f"unknown model {name[:200]!r}; this server serves {self.model_name!r}"
             raise HTTPException(HTTPStatus.NOT_FOUND, msg)
         return await self.invocations(request)
 

@@ -258,7 +258,7 @@ def pickle_that_is_torchscript(path):
     folders.pickled(file)
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("archive/constants.pkl", pickle.dumps((), protocol=2))
-    return "torch.jit.load", ArtifactError
+    return "archive/constants.pkl instead of one data.pkl", ArtifactError
 
 
 def pickle_in_a_tar_file(path):
@@ -317,7 +317,7 @@ def torchscript_in_capitals(path):
     folders.pickled(file)
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("archive/CONSTANTS.PKL", pickle.dumps((), protocol=2))
-    return "torch.jit.load", ArtifactError
+    return "archive/constants.pkl instead of one data.pkl", ArtifactError
 
 
 def members_of_one_name(path):

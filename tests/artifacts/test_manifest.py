@@ -149,6 +149,20 @@ def test_each_fault_is_named(folder):
         manifests.verify(folder, read, hashes="none", exact=False)
 
 
+def test_of_a_folder_that_nobody_has_looked_at_a_bounded_part_is_hashed(folder, monkeypatch):
+    """The smallest files: whoever made the folder could list right hashes of all others too."""
+    monkeypatch.setattr(manifests, "_MAX_HASHED_BYTES", 250)
+    (folder / "large").write_bytes(b"x" * 300)
+    read = make(folder)
+    (folder / "large").write_bytes(b"y" * 300)
+    manifests.verify(folder, read, hashes="without weights")
+    with pytest.raises(ArtifactError, match="changed large"):
+        manifests.verify(folder, read)
+    (folder / "a").write_bytes(b"A" * 100)
+    with pytest.raises(ArtifactError, match=r"changed a\."):
+        manifests.verify(folder, read, hashes="without weights")
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_what_is_no_file_is_refused(folder, kind):
     if kind == "link":

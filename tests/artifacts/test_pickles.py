@@ -6,6 +6,7 @@ The check's reference is torch's weights-only loader: what that one refuses is r
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
 import struct
@@ -19,7 +20,7 @@ import pytest
 
 from djl_python_neuronx.artifacts import tensor_files
 from djl_python_neuronx.artifacts.folder import Folder
-from djl_python_neuronx.artifacts.tensor_files import check_pickle
+from djl_python_neuronx.artifacts.tensor_files import check_pickles
 from djl_python_neuronx.errors import ArtifactError
 
 MARK = "pickle-was-run"
@@ -84,6 +85,58 @@ def other_unicode_name():
     return stream.getvalue()
 
 
+def with_crc(content, like):
+    """A text of the length and the CRC of `like` that starts with `content`: every checksum is right."""
+    rest = len(like) - len(content)
+    state = zipfile.crc32(content.ljust(len(like) - 4, b"\0"))
+    zero = zipfile.crc32(bytes(4), state)
+    rows = [
+        (zipfile.crc32((1 << i).to_bytes(4, "little"), state) ^ zero, 1 << i) for i in range(32)
+    ]
+    left, tail = zero ^ zipfile.crc32(like), 0
+    for bit in range(
+        32
+    ):  # Gauss: each row is the change of the CRC by some bits of the last four bytes
+        pivot = next(row for row in rows if row[0] >> bit & 1)
+        rows = [
+            (row[0] ^ pivot[0], row[1] ^ pivot[1]) if row[0] >> bit & 1 else row
+            for row in rows
+            if row is not pivot
+        ]
+        if left >> bit & 1:
+            left, tail = left ^ pivot[0], tail ^ pivot[1]
+    return content.ljust(len(content) + rest - 4, b"\0") + tail.to_bytes(4, "little")
+
+
+def two_places(path):
+    """Two fields of 64 bits for one member: `zipfile` takes the place in the last one, torch that in the first."""
+    harmless = HARMLESS.ljust(len(EVIL) + 8, b"\0")
+    name = b"archive/data.pkl"
+    far = 2**32 - 1
+    sizes = (zipfile.crc32(harmless), len(harmless), len(harmless), len(name))
+    local = struct.pack("<4sH8xLLLHH", b"PK\3\4", 20, *sizes, 0) + name
+    extra = struct.pack("<HHQHHQ", 1, 8, far, 1, 8, 0)
+    entry = (
+        struct.pack("<4sHH8xLLLHH10xL", b"PK\1\2", 20, 20, *sizes, len(extra), far) + name + extra
+    )
+    with path.open("wb") as file:
+        file.write(local + harmless)
+        place = file.tell()
+        raw = b"3\n"
+        sizes = (zipfile.crc32(raw), 2, 2, 15)
+        head = struct.pack("<4sH8xLLLHH", b"PK\3\4", 20, *sizes, 0)
+        file.write(head + b"archive/version" + raw)
+        entry += struct.pack("<4sHH8xLLLHH10xL", b"PK\1\2", 20, 20, *sizes, 0, place)
+        entry += b"archive/version"
+        file.seek(far)
+        file.write(local + with_crc(EVIL, harmless))
+        start = file.tell()
+        end = struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 2, 2, len(entry), start)
+        locator = struct.pack("<4sLQL", b"PK\6\7", 0, start + len(entry), 1)
+        last = struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, 2, 2, far, far, 0)
+        file.write(entry + end + locator + last)
+
+
 def fewer_entries():
     """The end record counts two members, the directory holds three: a harmless one of that name last."""
     stream = io.BytesIO()
@@ -144,6 +197,7 @@ EVASIONS = {
     "two members but for capitals": archive(more=[("archive/DATA.PKL", HARMLESS)]),
     "another name in front of the data": other_local_name,
     "another name in Unicode": other_unicode_name,
+    "two places of one member": two_places,
     "fewer entries than there are": fewer_entries,
     "a compressed pickle": archive(method=zipfile.ZIP_DEFLATED),
     "an archive before an archive": archive() + archive(HARMLESS.ljust(len(EVIL))),
@@ -195,7 +249,10 @@ EVASIONS = {
 def write(tmp_path, content):
     (tmp_path / "code.py").write_text(CODE)
     path = tmp_path / "pytorch_model.bin"
-    path.write_bytes(content() if callable(content) else content)
+    if content is two_places:
+        two_places(path)
+    else:
+        path.write_bytes(content() if callable(content) else content)
     return path
 
 
@@ -208,7 +265,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_it_is_refused_and_would_run(tmp_path, name):
     path = write(tmp_path, EVASIONS[name])
     with pytest.raises(ArtifactError, match=r"pytorch_model\.bin"):
-        check_pickle(Folder.open(tmp_path), path.name)
+        check_pickles(Folder.open(tmp_path), [path.name])
     assert not (tmp_path / MARK).exists()
     torch = pytest.importorskip("torch")
     with suppress(Exception):
@@ -222,6 +279,8 @@ ODD = {
     "a registered class": archive(b"\x80\x02\x82\x01(tR."),
     "a registered class, long": archive(b"\x80\x02\x84\x01\0\0\0(tR."),
     "another member of that kind": archive(HARMLESS, more=[("archive/code/other.pkl", EVIL)]),
+    "no pickle at all": archive(HARMLESS, name="archive/data.txt"),
+    "a second pickle": archive(HARMLESS, more=[("archive/b.pkl", HARMLESS)]),
     "an encrypted member": archive(HARMLESS).replace(
         b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1"
     ),
@@ -244,7 +303,7 @@ ODD = {
 def test_what_no_torch_save_wrote_is_refused(tmp_path, name):
     path = write(tmp_path, ODD[name])
     with pytest.raises(ArtifactError, match=r"pytorch_model\.bin"):
-        check_pickle(Folder.open(tmp_path), path.name)
+        check_pickles(Folder.open(tmp_path), [path.name])
 
 
 @pytest.mark.parametrize(
@@ -264,10 +323,61 @@ def test_a_bomb_is_refused_before_it_grows(tmp_path, bomb):
     tracemalloc.start()
     try:
         with pytest.raises(ArtifactError, match=r"pytorch_model\.bin"):
-            check_pickle(Folder.open(tmp_path), path.name)
+            check_pickles(Folder.open(tmp_path), [path.name])
         assert tracemalloc.get_traced_memory()[1] < 3 * 2**24
     finally:
         tracemalloc.stop()
+
+
+def test_what_cannot_be_checked_is_not_called_code(tmp_path):
+    path = write(tmp_path, archive(b"\x80\x02ctorch\nper_tensor_affine\n."))
+    with pytest.raises(
+        ArtifactError, match=r"may hold code: it has a call of torch\.per_tensor_affine"
+    ):
+        check_pickles(Folder.open(tmp_path), [path.name])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        archive(HARMLESS),
+        legacy(HARMLESS),
+        archive(HARMLESS, more=[(f"archive/data/{i}", b"") for i in range(80)]),
+    ],
+    ids=["archives", "legacy", "directories"],
+)
+def test_all_files_of_a_model_are_bounded_together(tmp_path, monkeypatch, content):
+    """As links to one file, which cost whoever made the folder nothing."""
+    write(tmp_path, content)
+    names = [f"{i}.bin" for i in range(8)]
+    for name in names:
+        (tmp_path / name).symlink_to("pytorch_model.bin")
+    monkeypatch.setattr(tensor_files, "_MAX_PICKLE_BYTES", 4 * 8192)
+    monkeypatch.setattr(tensor_files, "_MIN_PICKLE_BYTES", 4096)
+    folder = Folder.open(tmp_path)
+    check_pickles(folder, names[:2])
+    monkeypatch.setattr(tensor_files, "_MAX_PICKLE_BYTES", 4 * 4096)
+    with pytest.raises(ArtifactError, match=r"[1-4]\.bin has .*16384 with the files before it"):
+        check_pickles(folder, names)
+
+
+def test_a_tar_header_that_declares_all_memory(tmp_path):
+    """Its extended header is as long as the file, most of which is a hole."""
+    member = tarfile.TarInfo("\x80\x02N.")
+    member.type, member.size = tarfile.XHDTYPE, 1 << 36
+    path = write(tmp_path, member.tobuf(tarfile.GNU_FORMAT, "latin-1"))
+    os.truncate(path, 1 << 37)
+    with pytest.raises(ArtifactError, match="both pickles and a tar file"):
+        check_pickles(Folder.open(tmp_path), [path.name])
+
+
+def test_sizes_of_64_bits_that_torch_writes_are_taken(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "pytorch_model.bin"
+    with torch.serialization.skip_data():  # holes on the disk
+        torch.save({"a": torch.empty(5 << 28), "b": torch.empty(1)}, path)
+    assert path.stat().st_size > 2**32
+    check_pickles(Folder.open(tmp_path), [path.name])
 
 
 def test_what_torch_saves_is_taken(tmp_path):
@@ -277,6 +387,7 @@ def test_what_torch_saves_is_taken(tmp_path):
         for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool)
     }
     tensors |= {"parameter": torch.nn.Parameter(torch.zeros(2)), "view": torch.zeros(4, 4).T[1:]}
+    tensors |= {"set": {1}, "complex": 1j, "bytes": bytearray(b"a")}
     tensors |= {"size": torch.Size([1]), "sparse": torch.zeros(2, 2).to_sparse(), "text": "ä" * 999}
     for zipped in (False, True):
         if zipped:  # the old format has no such type
@@ -284,7 +395,7 @@ def test_what_torch_saves_is_taken(tmp_path):
         path = tmp_path / "pytorch_model.bin"
         torch.save(OrderedDict(tensors), path, _use_new_zipfile_serialization=zipped)
         torch.load(path, weights_only=True)
-        check_pickle(Folder.open(tmp_path), path.name)
+        check_pickles(Folder.open(tmp_path), [path.name])
 
 
 def test_every_instruction_and_function_is_one_that_torch_takes():

@@ -891,7 +891,15 @@ class TestWhatDjlDoes:
             (("option.entryPoint=djl_python_neuronx.handler",), {}, []),
             (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python_neuronx.handler"}, []),
             (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python.x"}, ["DJL_ENTRY_POINT"]),
-            (("option.entryPoint=model.py",), {}, []),
+            (("option.entryPoint=model.py",), {}, ["option.entryPoint=model.py", "may run code"]),
+            (("option.pythonExecutable=x",), {}, ["option.pythonExecutable=x", "line 1"]),
+            (
+                ("option.trust_remote_code=true",),
+                {},
+                ["trust_remote_code=", "line 1): a start may"],
+            ),
+            (("option.trust_remote_code=no",), {}, []),
+            ((), {"HF_MODEL_TRUST_REMOTE_CODE": "true"}, []),
             (
                 ("engine=MPI", "option.entryPoint=djl_python_neuronx.handler"),
                 {},
@@ -911,6 +919,14 @@ class TestWhatDjlDoes:
             assert f"set {name}=djl_python_neuronx.handler" in warnings[0]
         # Inside DJL this handler has been called: nothing is to be said of it.
         assert told(resolve(as_djl_passes(model_dir, environ), model_dir, environ), "warning") == []
+
+    @pytest.mark.parametrize(
+        ("value", "warned"),
+        [("A=1, B=2,", False), ("garbage;x", True), ('{"HF_HOME": "x"}', True), ("A=1,b", True)],
+    )
+    def test_variables_without_a_value(self, folder, value, warned):
+        warnings = told(resolve(None, folder(f"option.env={value}"), {}), "warning")
+        assert ["A=1,B=2" in text and "line 1" in text for text in warnings] == [True] * warned
 
     @pytest.mark.parametrize(("value", "warned"), [("90", False), ("90.5", True), ("9e1", True)])
     @pytest.mark.parametrize("name", ["predict_timeout", "model_loading_timeout"])

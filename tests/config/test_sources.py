@@ -7,7 +7,7 @@ import javaproperties
 import pytest
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.options import NAMES, ServingOptions, option
+from djl_python_neuronx.config.options import NAMES, ServingOptions, option, parse_value
 from djl_python_neuronx.config.sources import DJL, Inputs, Setting
 from djl_python_neuronx.errors import ConfigError
 
@@ -167,6 +167,9 @@ class TestVariables:
             ("max_body_bytes", "1000", "environment SAGEMAKER_MAX_REQUEST_SIZE"),
             ("max_body_bytes", str(25 * 2**20), "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"),
         ]
+        none = {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "0"}
+        ((_, value, _),) = told(sources.from_sagemaker(Inputs(none), ()))
+        assert parse_value("max_body_bytes", value) == 2**31 - 1
         odd = {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "much"}
         assert told(sources.from_sagemaker(Inputs(odd), ())) == [
             ("max_body_bytes", "much", "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"),
@@ -285,13 +288,15 @@ class TestContent:
         ("name", "content", "word"),
         [
             ("gone.json", None, "there is no file"),
-            ("folder", None, "there is no file"),
+            ("folder", None, "is a folder; expected a file"),
             ("text.json", b"top_k: 5", "not JSON"),
             ("latin.json", b'"\xe9"', "not JSON"),
             ("deep.json", b"[" * 100_000, "not JSON"),
             ("long.json", b"9" * 5000, "not JSON"),
             ("huge.json", b" " * (1 << 20) + b"1", "more than 1048576 bytes"),
             ("a\0b", None, "a\\x00b"),
+            ("/dev/zero", None, "is a pipe, a socket or a device"),
+            ("lines.json", b"[" + b"\n" * 2000 + b"1]", "more than 1048576 bytes or 2000 lines"),
             ("x" * 4000, None, "x"),
             ("x" * 5000, None, "at most 4096 characters"),
         ],

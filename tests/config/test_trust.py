@@ -55,7 +55,14 @@ CODE = (
     *("\xa0HF_ENDPOINT", "hf_endpoint"),
 )
 HARMLESS = (
-    *("NEURON_CC_FLAGS", "NEURON_RT_NUM_CORES", "XLA_FLAGS", "OMP_NUM_THREADS", "MALLOC_CONF"),
+    *(
+        "NEURON_CC_FLAGS",
+        "NEURON_RT_NUM_CORES",
+        "CCOM_SOCKET_IFNAME",
+        "XLA_FLAGS",
+        "OMP_NUM_THREADS",
+        "MALLOC_CONF",
+    ),
     *("TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN"),
     *("HF_HUB_ENABLE_HF_TRANSFER", "AWS_REGION", "AWS_ACCESS_KEY_ID", "PREDICT_TIMEOUT"),
     *("TENSOR_PARALLEL_DEGREE", "FI_PROVIDER", "PYTHONUNBUFFERED"),
@@ -124,6 +131,20 @@ def test_the_operators_own_option_is_taken(source):
     for name in (*HUB, "AWS_ENDPOINT_URL", *BOTH, "LD_PRELOAD"):
         environ, warnings = serving(f"{name}=x", source=source)
         assert (environ, warnings) == ({**OPERATOR, name: "x"}, ())
+
+
+def test_the_operators_own_value_is_kept():
+    text = "PATH=/evil,HOME=/evil,AWS_PROFILE=operator,HF_ENDPOINT=http://evil"
+    environ, (warning,) = serving(text, inherited=False)
+    assert environ["PATH"] == "/usr/bin"
+    assert "HOME" not in environ
+    assert not has_aws(environ)
+    assert "Not passed on: AWS_PROFILE, HOME and PATH." in warning
+    assert "(names, separated by commas)" in warning
+    places = [
+        serving(text, {"PATH": path}, inherited=False)[0][trust.HUB_CACHE] for path in ("a", "b")
+    ]
+    assert places[0] == places[1]
 
 
 def test_the_operator_allows_variables_by_name():

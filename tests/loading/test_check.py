@@ -192,7 +192,7 @@ def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):
     known = run(folder(tmp_path, config=config))
     unknown = run(folder(tmp_path, config={**config, "model_type": "unheard-of"}))
     (warning,) = set(unknown.findings.messages("warning")) - set(known.findings.messages("warning"))
-    assert "unheard-of is not known here" in warning
+    assert "of model_type unheard-of, is not known here" in warning
 
 
 def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):
@@ -312,6 +312,13 @@ def test_a_whole_folder_needs_no_warning(laptop):
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
     assert report.prepared.case.model.num_parameters == sum(map(math.prod, shapes))
+
+
+def test_another_file_is_not_judged_as_its_folder(tmp_path):
+    folder(tmp_path)
+    (tmp_path / "model.py").touch()
+    report = run(tmp_path / "model.py")
+    assert "is not a .properties file" in report.findings.messages("error")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """What a configuration tells of its model."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.planning.model import ModelFacts
 
 MODELS = Path(__file__).parent / "models"
@@ -163,6 +165,27 @@ def test_nothing_is_known_of_nothing():
     assert ModelFacts.from_config({}) == ModelFacts()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("hidden_size", [1]), ("vocab_size", 1e308), ("num_attention_heads", 3.5)],
+        *[("intermediate_size", -1), ("num_key_value_heads", 0), ("head_dim", "x" * 999)],
+        *[("num_hidden_layers", True), ("vocab_size", 10**30), ("n_embd", {})],
+        *[("hidden_size", "4096"), ("vocab_size", 0)],
+    ],
+)
+def test_a_size_of_a_known_architecture_that_is_none(key, value):
+    config = {**published("llama-3-8b"), key: value}
+    with pytest.raises(ArtifactError, match=f"gives {key} .*expected an integer above 0") as caught:
+        ModelFacts.from_config(config)
+    assert len(str(caught.value)) < 400
+    with pytest.raises(ArtifactError, match=key):
+        ModelFacts.from_config({"model_type": "gemma3", "text_config": config})
+    # Others may have a size for each layer, or mean something else.
+    ModelFacts.from_config({**config, "model_type": "other"})
+    ModelFacts.from_config({**config, key: None})
+
+
 KEYS = sorted({key for path in MODELS.glob("*.json") for key in json.loads(path.read_text())})
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -181,7 +204,9 @@ JUNK = st.recursive(
 )
 def test_no_configuration_is_too_odd(name, junk):
     config = {**published(name), **junk}
-    facts = ModelFacts.from_config(config)
+    facts = ModelFacts()
+    with suppress(ArtifactError):
+        facts = ModelFacts.from_config(config)
     for value in (facts.num_layers, facts.num_heads, facts.max_positions, facts.vocab_size):
         assert value is None or (type(value) is int and value > 0)
     assert facts.num_parameters is None or facts.num_parameters > facts.embedding_parameters

@@ -162,9 +162,8 @@ def test_the_embedding_and_the_head_are_told_apart(name):
         {"model_type": "unheard-of"},
         {"model_type": None},
         {"model_type": ["llama"]},
-        {"hidden_size": "4096"},
-        {"vocab_size": 0},
-        {"num_hidden_layers": True},
+        {"hidden_size": None},
+        {"max_position_embeddings": None, "model_type": "gpt2"},
         {"num_attention_heads": None},
     ],
 )

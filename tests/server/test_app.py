@@ -312,6 +312,8 @@ def test_bad_requests(server: Running, content: bytes, status: int, kind: str, s
 
 
 def test_routes_that_do_not_exist(server: Running) -> None:
+    long = http.post(server.url + "/predictions/" + "x" * 9999, json=body([5]))
+    assert (long.status_code, len(long.content) < 500) == (404, True)
     missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
