@@ -116,9 +116,8 @@ def test_a_port_of_sagemaker_is_checked(monkeypatch):
 
 
 @pytest.fixture
-def log(monkeypatch, caplog):
-    """What is logged from INFO on; a command that ran before may have led the package's log elsewhere."""
-    monkeypatch.setattr(logging.getLogger("djl_python_neuronx"), "propagate", True)
+def log(caplog):
+    """What is logged from INFO on."""
     with caplog.at_level("INFO", "djl_python_neuronx"):
         yield caplog
 
