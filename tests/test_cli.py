@@ -1,7 +1,6 @@
 """The command line itself: what is a wrong one, and what the process ends with."""
 
 import argparse
-import logging
 import re
 import sys
 from pathlib import Path
