@@ -24,7 +24,7 @@ settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
-    """Undo `telemetry.setup_logging`, which is for a process of its own, so that `caplog` sees the records of later tests."""
+    """Undo `telemetry.setup_logging`, so that `caplog` sees the records of later tests."""
     package = logging.getLogger("djl_python_neuronx")
     before = package.handlers, package.level, package.propagate
     yield
