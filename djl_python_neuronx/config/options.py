@@ -281,6 +281,10 @@ class BatchingOptions(OptionGroup):
 class LimitOptions(OptionGroup):
     """Limits of requests and connections."""
 
+    max_request_seconds: Annotated[Seconds | None, Option()] = None
+    """Longest time from the arrival of a request to the end of its answer, which then ends with what there is (finish
+    reason `time`); a request that never had a slot gets 408. A request can ask for less time (docs/protocols.md).
+    Default: no limit."""
     max_body_bytes: Annotated[Count, Option()] = 6_291_456
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
     Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
+    OnDeviceGeneration,
     ServingOptions,
     allowed_values,
     option,
