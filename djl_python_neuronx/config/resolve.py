@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import djl_serving, hints, sources
-from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config import djl_serving, hints, keywords, sources
+from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.legacy import (
     DJL_ARGUMENTS,
     IGNORED,
@@ -34,6 +34,7 @@ from djl_python_neuronx.config.options import (
     names_where,
     option,
     parse_value,
+    wrong_part,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (
@@ -52,7 +53,9 @@ from djl_python_neuronx.errors import (
 )
 
 _DEFAULT = "default"
-_OVERRIDDEN_PLACES = {sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE}
+_OVERRIDDEN_PLACES = {
+    *(sources.COMMAND_LINE, sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE),
+}
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _MODELS = {"model_id", "speculative_draft_model"}
@@ -133,9 +136,10 @@ def read_settings(
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
     written = sources.read_written(inputs)
     reader = _Reader(problems)
-    for setting in sources.read_all(inputs, written):
+    folder = model_dir or (file.parent if file else Path())
+    for setting in keywords.translated(sources.read_all(inputs, written), folder):
         reader.read(setting)
-    options = reader.validate(model_dir or (file.parent if file else Path()))
+    options = reader.validate(folder)
     origins = {
         name: setting.origin
         for name, (setting, _) in reader.chosen.items()
@@ -218,7 +222,7 @@ class _Reader:
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
         for name, (setting, value) in self.chosen.items():
-            by_operator = setting.origin.startswith(("environment ", sources.COMMAND_LINE))
+            by_operator = setting.by_operator
             try:
                 values[name] = (
                     sources.content(value, folder, by_operator=by_operator)
@@ -263,7 +267,8 @@ class _Reader:
         winner, winning = self.chosen.setdefault(name, (setting, value))
         self._compare(name, (other, other_value), (setting, value))
         if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
-            self.findings.append(Finding((name,), f"overrides {_written(setting)}", "note"))
+            level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
+            self.findings.append(Finding((name,), f"overrides {_written(setting)}", level))
 
     def _compare(
         self, name: str, first: tuple[Setting, object], second: tuple[Setting, object]
@@ -352,12 +357,13 @@ def _written(setting: Setting) -> str:
 
 
 def _contradicts(name: str, first: tuple[Setting, object], other: tuple[Setting, object]) -> bool:
-    """True for two names of one option with two values in one source, both by the user.
+    """True for two names, or keywords, of one option with two values in one source, both by the user.
 
     Spellings of one value agree; values that are not allowed are not compared.
     """
     (one, one_value), (two, two_value) = first, other
-    if one.name == two.name or not (one.by_user and two.by_user):
+    same_name = one.name == two.name and one.source != keywords.OVERRIDE
+    if same_name or not (one.by_user and two.by_user):
         return False
     values = [parse_value(name, one_value), parse_value(name, two_value)]
     return INVALID not in values and values[0] != values[1]
@@ -379,7 +385,7 @@ def _reasons(error: ValidationError) -> dict[str, str]:
     for entry in error.errors(include_url=False, include_context=False, include_input=False):
         name, *inner = map(str, entry["loc"])
         # Within an object, the key that is wrong. The message of a union's branch would only confuse.
-        where = f"; {'.'.join(inner)}: {entry['msg']}" if inner and option(name).file else ""
+        where = f"; {wrong_part(inner[0])}" if inner and option(name).file else ""
         found.setdefault(name, where)
     return found
 

@@ -106,6 +106,11 @@ class Setting:
     unused: str = ""
     """Why it has no effect; empty if it has one."""
 
+    @property
+    def by_operator(self) -> bool:
+        """True if whoever starts the server set it, not the author of the model folder."""
+        return self.origin.startswith(("environment ", COMMAND_LINE))
+
 
 @dataclass(frozen=True)
 class Inputs:

@@ -45,6 +45,9 @@ MAX_LITERAL = 8_192
 MAX_DEPTH = 32
 """Deepest nesting of brackets."""
 
+SMALLEST_BUCKET = 128
+"""Least tokens of a graph that is compiled by default."""
+
 MAX_SHOWN = 200
 """Characters of a name or value in a message."""
 
@@ -177,6 +180,23 @@ def parse_object(text: str) -> object:
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         message = "expected JSON or a Python literal"
         raise ValueError(message) from error
+
+
+def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
+    """Return lengths that double from `smallest` and end with `max_len`.
+
+    At most half of a padded row is padding, for six graphs up to 4096 and one more for each doubling. Steps of four
+    would save two graphs, some minutes of compiling once, and let a row be three quarters padding at every request;
+    below `smallest` a prompt costs what reading the weights costs, however short it is.
+
+    Raises:
+        ValueError: a length is not positive.
+    """
+    if max_len < 1 or smallest < 1:
+        message = f"no buckets from {smallest} to {max_len}; expected positive lengths"
+        raise ValueError(message)
+    doubling = (smallest << power for power in range(max_len.bit_length()))
+    return (*(length for length in doubling if length < max_len), max_len)
 
 
 def join_words(values: Iterable[object], last: str = "and") -> str:

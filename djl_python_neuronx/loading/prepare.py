@@ -29,7 +29,7 @@ from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import as_property
+from djl_python_neuronx.config.values import as_property, make_buckets
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -51,12 +51,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import (
-    DRAFT_ORIGIN,
-    as_draft_model,
-    draft_settings,
-    make_buckets,
-)
+from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (

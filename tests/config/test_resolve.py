@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
+    OnDeviceGeneration,
     ServingOptions,
     allowed_values,
     option,
@@ -810,11 +811,34 @@ class TestFiles:
 
     def test_an_option_may_name_a_file_of_the_model_folder(self, folder):
         model_dir = folder("option.override_neuron_config=mine.json")
-        (model_dir / "mine.json").write_text('{"fuse_mlp": true}')
+        (model_dir / "mine.json").write_text('{"fuse_mlp": true, "qk_layernorm": true}')
         for properties in (None, as_djl_passes(model_dir)):
             resolved = resolve(properties, model_dir, {})
-            assert resolved.options.override_neuron_config == {"fuse_mlp": True}
+            assert resolved.options.override_neuron_config == {"qk_layernorm": True}
             assert resolved.origins["override_neuron_config"].endswith("line 1")
+            assert resolved.options.fuse_mlp is True
+            assert resolved.origins["fuse_mlp"].endswith("line 1: fuse_mlp")
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ('{"max_length": 512}', "max_length: a request sets max_new_tokens"),
+            ('{"eos_token_id": 2}', "eos_token_id: the model's own ends a text"),
+            ('{"top_kk": 5}', "'top_kk' is wrong; did you mean 'top_k'?"),
+            ('{"top_k": 0}', "top_k: expected a whole number of at least 1"),
+            ('{"global_topk": "x"}', "global_topk: expected a whole number of at least 1"),
+            ('{"top_p": 2}', "top_p: expected a number above 0, at most 1"),
+            ('{"do_sample": "perhaps"}', "do_sample: expected true or false"),
+        ],
+    )
+    def test_what_is_wrong_within_an_object_is_said_in_our_words(self, folder, value, words):
+        (problem,) = problems_of(None, folder(f"option.on_device_generation={value}"), {})
+        assert words in problem.allowed
+
+    def test_what_a_library_sets_to_nothing_is_not_set(self, folder):
+        text = '{"max_length": null, "eos_token_id": null}'
+        resolved = resolve(None, folder(f"option.on_device_generation={text}"), {})
+        assert resolved.options.on_device_generation == OnDeviceGeneration()
 
     @pytest.mark.parametrize("name", NAMES)
     def test_what_is_wrong_with_the_file_is_said_with_its_name(self, folder, name):
