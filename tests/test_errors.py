@@ -80,7 +80,7 @@ def test_every_503_says_when_to_try_again():
 
 def test_every_error_and_finding_is_without():
     made = [
-        errors.UnknownOptionError(S3, S3, ()),
+        errors.UnknownOptionError(S3, S3, S3),
         errors.InvalidOptionError("x", S3, S3, S3),
         errors.ArtifactMismatchError({S3: (S3, S3)}, S3),
         errors.load_failure(ValueError(S3)),
