@@ -73,7 +73,7 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
         "n_kv_head": Field(_LIBRARY_ONLY, (None,), stops=True),
-        "pruned_heads": Field("needs whole heads", ({},), default={}, stops=True),
+        "pruned_heads": Field("prunes none", ({},), default={}),
         "scale_attn_by_inverse_layer_idx": Field(
             "scales all layers alike", (False,), default=False
         ),
