@@ -54,8 +54,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_p'?``, or an empty string if no known name is similar."""
     if len(name) > 64:
         return ""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    plain = {_plain(other): other for other in known}
+    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """The name without case, dashes and dots: `nPositions` and `N-POSITIONS` are near to `n_positions`."""
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 class ServingError(Exception):
@@ -103,9 +109,9 @@ class ConfigError(ServingError, ValueError, code="config_error"):
 class UnknownOptionError(ConfigError, code="unknown_option"):
     """An option set by the user that does not exist."""
 
-    def __init__(self, name: str, origin: str, known: Iterable[str]) -> None:
+    def __init__(self, name: str, origin: str, hint: str = "") -> None:
         super().__init__(
-            f"unknown option {name!r} from {origin}{did_you_mean(name, known)} "
+            f"unknown option {name!r} from {origin}{hint} "
             "(remove it, or see docs/options.md for every option)"
         )
         self.name = name

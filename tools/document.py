@@ -189,7 +189,7 @@ def options_page() -> str:
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
     translated = {
         name: ", ".join(
-            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "nothing")
+            f"`{value}`: `{entry.option}={meant}`"
             for value, meant in entry.values.items()
             if value in {"true", "false"}
         )

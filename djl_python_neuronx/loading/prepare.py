@@ -37,6 +37,7 @@ from djl_python_neuronx.errors import (
     BackendError,
     ConfigError,
     ServingError,
+    UnknownFormatError,
 )
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.mismatch import (
@@ -304,8 +305,16 @@ class Preparation:
         if model_id is None:
             if folder is None:
                 return None
-            origin = "the model argument"
-            return self._detect(folder, str(folder), origin, weights_needed=weights_needed)
+            try:
+                return self._detect(
+                    folder, str(folder), "the model argument", weights_needed=weights_needed
+                )
+            except UnknownFormatError as error:
+                msg = (
+                    f"no model: set option.model_id to a Hugging Face id, a folder or s3://bucket/key, or give the "
+                    f"folder of a model. Without it, {error}"
+                )
+                raise UnknownFormatError(msg) from error
         if self.fetch_weights:
             folder = fetch.fetch(
                 model_id,

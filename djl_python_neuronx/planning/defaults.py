@@ -107,6 +107,12 @@ class _Room:
             return self._fits_on_host(positions, slots)
         return self.on_core(degree, positions, slots).roomy
 
+    def cost(self, degree: int, positions: int) -> tuple[bool, int, int]:
+        """Return the order of preference: whether it cannot hold the model, what a step reads on each core, degree."""
+        slots, least = self.case.options.max_rolling_batch_size, min(positions, SMALLEST_BUCKET)
+        read = self.on_core(degree, positions, slots or MAX_ROLLING_BATCH_SIZE).read
+        return not self.fits(degree, least, slots or 1), read, degree
+
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
@@ -139,9 +145,9 @@ def dtype_of(model: ModelFacts, backend: str) -> str:
 
 
 def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
-    """Return the largest documented degree that the library takes.
+    """Return the documented degree with the shortest estimated decode step, of those that hold the model.
 
-    Unless the `largest` is asked for, a smaller one if each core then needs less memory.
+    The estimate is what a core reads (`CoreMemory.read`). With the `largest`, or if sizes are not known, the largest.
     """
     case = room.case
     if case.on_cpu:
@@ -156,15 +162,9 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
         why += f" and that the library takes: {legal[-1]} does not divide {size}"
     chosen = degrees[-1]
     if not largest and room.known:
-        chosen = min(
-            degrees,
-            key=lambda degree: (
-                room.on_core(degree, positions, MAX_ROLLING_BATCH_SIZE).needed,
-                -degree,
-            ),
-        )
+        chosen = min(degrees, key=lambda degree: room.cost(degree, positions))
         if chosen != degrees[-1]:
-            why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
+            why = f"{degrees[-1]} would pad the heads so much that each core reads more in a step"
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
         used = set(legal_degrees(family, cores, used=True)).difference(legal)
