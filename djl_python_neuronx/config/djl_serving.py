@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.findings import Finding, Level
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, DJL_READS
 from djl_python_neuronx.config.options import (
     INVALID,
@@ -174,7 +174,8 @@ def _misread(java: Mapping[str, Setting]) -> Iterator[Finding]:
             yield Finding((name,), f"{problem}; write {shortened(as_property(meant))}")
         else:
             kind = "a whole number" if _READS[name] == "whole" else "it without blanks, or true"
-            yield Finding((name,), f"{where}{problem}; write {kind}, or remove it")
+            level: Level = "error" if meant or name == "rolling_batch" else "warning"
+            yield Finding((name,), f"{where}{problem}; write {kind}, or remove it", level)
 
 
 def _problem(name: str, text: str) -> str | None:
