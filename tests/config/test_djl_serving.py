@@ -199,7 +199,7 @@ def test_a_number_is_refused_where_java_fails_and_else_the_same(tmp_path, key):
             # Here an empty value is none at all, so that it can be served.
             told = errors if text else outside.problems.messages("warning")
             assert told, text
-            assert all("write" in str(one) or "expected" in str(one) for one in told)
+            assert any("write" in str(one) or "expected" in str(one) for one in told)
         elif text == "max" and "degree" in name:
             assert outside.options.tensor_parallel_degree == "max"
         elif not errors and text and name in VALUE_OF:
