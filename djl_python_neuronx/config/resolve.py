@@ -88,6 +88,8 @@ class Resolved:
     """Variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets."""
     for_djl: Mapping[str, str] = field(default_factory=dict)
     """Keys of `serving.properties`, as written there, that DJL Serving alone reads, but `option.env`."""
+    written_for_djl: bool = False
+    """The settings were probably written for DJL Serving."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -150,16 +152,19 @@ def read_settings(
     }
     workers = sources.worker_variables(written)
     about_djl = [*djl_serving.findings(inputs, written, options)]
-    if properties is None and djl_serving.collects(written, options):
-        options = options.model_copy(update={"rolling_batch": "disable"})
-        origins["rolling_batch"] = sources.DJL
+    handed_over = djl_serving.handed_over(inputs, written, options)
+    options = options.model_copy(update=handed_over)
+    origins.update(dict.fromkeys(handed_over, sources.DJL))
     # A name with a warning about it is not listed as ignored too.
     warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
     if any("entryPoint" in finding.names for finding in about_djl):
         warned.add("entryPoint")
     ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
     for_djl = sources.for_djl(written)
-    resolved = Resolved(options, origins, ignored, reader.refused, workers, for_djl)
+    written_for_djl = djl_serving.is_for_djl(written)
+    resolved = Resolved(
+        options, origins, ignored, reader.refused, workers, for_djl, written_for_djl
+    )
     unused = [
         Finding((name,), option(name).unused, "note")
         for name in sorted(_UNUSED)
@@ -310,7 +315,7 @@ class _Reader:
             hint = hints.unknown(name, setting.value, known)
             self._problems.add_error(UnknownOptionError(name, origin, hint))
         else:
-            hint = hints.unknown(name, setting.value, NAMES)
+            hint = hints.unknown(name, setting.value, [*NAMES, *DJL_ARGUMENTS])
             self._warn(
                 name, f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}"
             )
