@@ -41,6 +41,7 @@ from djl_python_neuronx.config.values import (
     Option,
     OptionGroup,
     Order,
+    Plain,
     Positions,
     Positive,
     Seconds,
@@ -146,14 +147,15 @@ class GeneralOptions(OptionGroup):
     model_dir: Annotated[Path | None, Option(allowed="a folder", output="local")] = None
     """Folder that holds `serving.properties`. Set by the server or by DJL Serving; an error in the file."""
     revision: Annotated[
-        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local")
+        Plain | None,
+        Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local"),
     ] = None
     """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
     """Run Python code that comes with the model. Read the code first."""
-    model_name: Annotated[
-        str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
-    ] = None
+    model_name: Annotated[Plain | None, Option(allowed="text", aliases=("served_model_name",))] = (
+        None
+    )
     """Name of the model in the embedded server: `/predictions/<name>`. Default: the folder's name."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"

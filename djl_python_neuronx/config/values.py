@@ -386,8 +386,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-Plain = AfterValidator(partial(_without, hints.TEXT))
-Location = Annotated[str, _Filled, Plain, Allowed("a folder or s3://bucket/key")]
+Plain = Annotated[str, _Filled, AfterValidator(partial(_without, hints.TEXT))]
+Location = Annotated[Plain, Allowed("a folder or s3://bucket/key")]
 ModelSource = Annotated[
     str,
     AfterValidator(partial(_without, hints.NAME)),
