@@ -72,6 +72,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (2,),
     "position_interpolation_factor": (2.0,),
     "pruned_heads": ({0: [1]},) if VERSION < 5 else (),  # version 5 prunes none
+    "quantization_config": (),  # transformers needs packages for it: tests/planning/test_model_rules.py
     "rms_norm_eps": (0.1,),
     "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC),
     "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC),
