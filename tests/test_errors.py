@@ -71,7 +71,7 @@ def test_every_error_and_finding_is_without():
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()
     made = [
-        errors.UnknownOptionError(S3, S3, ()),
+        errors.UnknownOptionError(S3, S3, S3),
         errors.InvalidOptionError("x", S3, S3, S3),
         errors.ArtifactMismatchError({S3: (S3, S3)}, S3),
         errors.load_failure(ValueError(S3)),

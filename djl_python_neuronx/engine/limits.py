@@ -37,9 +37,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
             f"shorten it, or raise {options}"
         )
         raise PromptTooLongError(msg)
-    if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
-        msg = f"a prompt token id is outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
-        raise RequestError(msg)
+    _check_vocabulary(request, spec.vocab_size)
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
@@ -48,6 +46,16 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise UnsupportedParameterError(msg)
     if Want.LOGITS not in spec.outputs:
         _check_device_sampling(request, spec)
+
+
+def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+        msg = f"a prompt token id is outside the model's vocabulary of {vocab_size}; does the tokenizer match?"
+        raise RequestError(msg)
+    outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
+    if outside:
+        msg = f"stop_token_ids has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
+        raise RequestError(msg)
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.planning import defaults
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import fill, make_buckets, make_steps
+from djl_python_neuronx.planning.defaults import fill, make_steps
 from djl_python_neuronx.planning.machines import (
     GIB,
     INSTANCES,

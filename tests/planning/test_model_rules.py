@@ -851,7 +851,7 @@ LAYOUT = [
         "shard_over_sequence",
         "warning",
         "compiled for the longest only",
-        {"override_neuron_config": {"shard_over_sequence": True}, "n_positions": (1024, 4096)},
+        {"shard_over_sequence": True, "n_positions": (1024, 4096)},
         {"rolling_batch_strategy": "naive_rolling_batch"},
     ),
     (
@@ -973,13 +973,6 @@ LAYOUT = [
             "rolling_batch_strategy": "naive_rolling_batch",
         },
         {"rolling_batch_strategy": None},
-    ),
-    (
-        "override_neuron_config",
-        "error",
-        "tp_degree: it follows from tensor_parallel_degree",
-        {"override_neuron_config": {"tp_degree": 4, "fuse_qkv": True}},
-        {"override_neuron_config": {"fuse_qkv": True}},
     ),
     (
         DEGREE,
