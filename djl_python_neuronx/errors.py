@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -225,22 +224,6 @@ class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted, because its client has left or reads too slowly."""
-
-
-@contextmanager
-def of_several(index: int, count: int) -> Iterator[None]:
-    """Name the prompt in errors about one of `count`, the first with index 0.
-
-    Raises:
-        RequestError: the error that was raised inside.
-    """
-    try:
-        yield
-    except RequestError as error:
-        if count == 1:
-            raise
-        msg = f"prompt {index + 1} of {count}: {error}"
-        raise type(error)(msg) from error
 
 
 def load_failure(error: BaseException) -> ServingError:

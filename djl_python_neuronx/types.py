@@ -56,6 +56,8 @@ class GenerationRequest:
     """The client's own id, for its response and for logs."""
     protocol: str = ""
     """A label for logs and metrics."""
+    prompt_name: str = "the prompt"
+    """The prompt's name in errors, which tells those of a list apart."""
 
     @property
     def label(self) -> str:

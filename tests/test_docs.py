@@ -10,6 +10,7 @@ import pytest
 from djl_python_neuronx import cli
 from djl_python_neuronx.protocol import lmi
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -62,6 +63,16 @@ def test_each_parameter_that_is_accepted_is_documented(name: str) -> None:
         assert any(
             f"`{name}`" in line.split("|")[1] for line in described.splitlines() if "|" in line
         )
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_each_finish_reason_is_documented(reason: FinishReason) -> None:
+    (line,) = (
+        line
+        for line in (ROOT / "docs/protocols.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("- **`finish_reason`** is ")
+    )
+    assert f"`{reason.value}`" in line
 
 
 NAMED = r"`((?:djl_python_neuronx|tests|tools|docs|benchmarks|configs|constraints|\.ci)/[\w./-]*)"

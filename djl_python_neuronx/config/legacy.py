@@ -35,8 +35,8 @@ class Translation:
 
     option: str
     """The option, as a field of `ServingOptions`."""
-    values: Mapping[str, str | None]
-    """Value in lower case to the option's value; None: no effect."""
+    values: Mapping[str, str]
+    """Value in lower case to the option's value."""
 
 
 DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")
@@ -78,7 +78,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), "static_int8"),
-    **dict.fromkeys(("false", "0", "no", "off", "none"), None),
+    **dict.fromkeys(("false", "0", "no", "off", "none"), "none"),
 }
 TRANSLATED: Final[Mapping[str, Translation]] = dict.fromkeys(
     ("load_in_8bit", "neuron_quant"), Translation("quantize", _WORDS)

@@ -175,8 +175,9 @@ class GeneralOptions(OptionGroup):
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
-    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. Ignored
-    by the cpu backend, so that a file for Inferentia can be tried on a CPU unchanged."""
+    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The
+    default is the one whose cores read least in a decode step, padding included; `check` prints it. Ignored by the cpu
+    backend, so that a file for Inferentia can be tried on a CPU unchanged."""
     dtype: Annotated[
         AutoDtype,
         Option(

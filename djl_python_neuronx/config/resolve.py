@@ -197,9 +197,6 @@ class _Reader:
         self.findings: list[Finding] = []
         """Warnings and notes, which are described when all values are known."""
         self._problems = problems
-        self._denied: dict[str, Setting] = {}
-        """Option to the first of its translated names that was set to false. It overrules weaker settings of translated
-        names and ``true``; any other value of the option itself counts, as in the old engine."""
         self._firsts: dict[tuple[str, str], tuple[Setting, object]] = {}
         """Source and option to the first of its settings."""
 
@@ -251,37 +248,21 @@ class _Reader:
         return options
 
     def _choose(self, name: str, setting: Setting, value: object) -> None:
-        denied = self._denied.get(name)
-        if denied and name not in self.chosen and denied.source != setting.source:
-            if setting.name in TRANSLATED or truth(value) is True:
-                problem = f"{_written(setting)} is overridden by {_written(denied)}"
-                self.findings.append(Finding((name,), problem, "note"))
-                return
-            if setting.by_user:
-                self._warn(name, f"{_written(denied)} does not switch it off; set {name}=none")
         if name == "model_dir" and setting.by_user:
             self._refuse(
                 setting, "nothing: it is set by the server; name a model with option.model_id"
             )
         other, other_value = self._firsts.setdefault((setting.source, name), (setting, value))
         winner, winning = self.chosen.setdefault(name, (setting, value))
-        self._compare(name, (other, other_value), (setting, value))
+        if _contradicts(name, (other, other_value), (setting, value)):
+            message = (
+                f"{other.name}={shortened(other.value)!r} ({other.origin}) and "
+                f"{setting.name}={shortened(setting.value)!r} ({setting.origin}) are two values of one option; keep one"
+            )
+            self._problems.add_error(IncompatibleOptionsError(message))
         if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
             level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
             self.findings.append(Finding((name,), f"overrides {_written(setting)}", level))
-
-    def _compare(
-        self, name: str, first: tuple[Setting, object], second: tuple[Setting, object]
-    ) -> None:
-        """Refuse two names of one option with two values in one source."""
-        if not _contradicts(name, first, second):
-            return
-        (one, _), (two, _) = first, second
-        message = (
-            f"{one.name}={shortened(one.value)!r} ({one.origin}) and "
-            f"{two.name}={shortened(two.value)!r} ({two.origin}) are two values of one option; keep one"
-        )
-        self._problems.add_error(IncompatibleOptionsError(message))
 
     def _translate(self, setting: Setting) -> None:
         """Choose the option and value that a name of the old engine stands for."""
@@ -296,15 +277,7 @@ class _Reader:
                 return
             self._refuse(setting, join_words(translation.values, "or"))
             return
-        value = translation.values[word]
-        if value is not None:
-            self._choose(translation.option, setting, value)
-            return
-        self.ignored[setting.name] = f"no effect; the option is {translation.option}"
-        if truth(setting.value) is False:
-            self._denied.setdefault(translation.option, setting)
-            first = self._firsts.setdefault((setting.source, translation.option), (setting, None))
-            self._compare(translation.option, first, (setting, None))
+        self._choose(translation.option, setting, translation.values[word])
 
     def _unknown(self, setting: Setting) -> None:
         """Ignore, refuse or warn of a name that is not an option."""

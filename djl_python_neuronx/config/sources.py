@@ -459,7 +459,7 @@ def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesEl
     Raises:
         ConfigError: it is another kind of file, or holds a broken escape.
     """
-    kind = "UTF-16: save it as UTF-8" if b"\0" in content else ""
+    kind = "UTF-16 or binary: save it as UTF-8" if b"\0" in content else ""
     if content.lstrip()[:1] in {b"{", b"<"}:
         kind = "JSON or XML: write a line option.NAME=VALUE for each option"
     if kind:

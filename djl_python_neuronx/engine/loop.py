@@ -38,7 +38,6 @@ from djl_python_neuronx.errors import (
     QueueFullError,
     RequestTimeoutError,
     ServingError,
-    of_several,
     revive,
 )
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
@@ -194,11 +193,9 @@ class EngineLoop:
             BackendUnavailableError: no engine is left, or the loop is stopping.
         """
         try:
-            for i, request in enumerate(requests):
-                with of_several(i, len(requests)):
-                    check(request, self.spec)
-            limit_s = self._settings.max_request_s
-            group = [Stream(one, self._tokenizer, output_queue, limit_s) for one in requests]
+            for request in requests:
+                check(request, self.spec)
+            group = [Stream(one, self._tokenizer, output_queue) for one in requests]
             for stream in group:
                 stream.group = group
             self.streams.open(group, self._add)
@@ -506,21 +503,20 @@ class EngineLoop:
 
     def _end_late(self) -> None:
         """End the requests whose time is over: with what there is, or with an error if they never had a slot."""
-        now_s = time.monotonic()
-        late = [stream for stream in self.streams.open_streams() if stream.deadline_s <= now_s]
-        for stream in late:
-            if not any(one.entered for one in stream.group):
-                message = (
-                    f"the request got no slot within its {stream.max_seconds:g} s (max_time or "
-                    "option.max_request_seconds); retry later, or raise them"
-                )
-                self._end(self._removed([stream]), RequestTimeoutError(message))
+        for stream in self.streams.open_streams():
+            limit_s = min(stream.request.max_seconds, self._settings.max_request_s)
+            if time.monotonic() - stream.request.arrived_s < limit_s:
                 continue
-            output = TokenOutput(stream.request.request_id, (), FinishReason.TIME)
-            with self._delivering:
-                delta = self._next_delta(stream, output)
-                if delta is not None:
-                    self._hand_over(stream.queue, [delta])
+            if any(one.entered for one in stream.group):
+                output = TokenOutput(stream.request.request_id, (), FinishReason.TIME)
+                with self._delivering:
+                    self._deliver(StepResult([output]))
+                continue
+            message = (
+                f"the request got no slot within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
+                "later, or raise them"
+            )
+            self._end(self._removed([stream]), RequestTimeoutError(message))
 
     def _expire(self) -> None:
         """End the requests that have waited too long for an engine."""

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Protocol
 
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
@@ -137,19 +136,13 @@ class Stream:
     """One request, its text and the queue for its deltas."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        queue: OutputQueue,
-        max_seconds: float = inf,
+        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
     ) -> None:
-        """`max_seconds`: as `GenerationRequest.max_seconds`; the earlier end counts."""
         self.request = request
         self.text = TextStream(request, tokenizer)
         self.message = encode_request(request, self.text.stop_tokens)
         """The request, encoded for the engine."""
         self.queue = queue
-        self.max_seconds = min(request.max_seconds, max_seconds)
         self.group: Sequence[Stream] = (self,)
         """The streams that are answered together."""
         self.submitted_s = time.monotonic()
@@ -160,11 +153,6 @@ class Stream:
         """A step of this engine has begun it."""
         self.deaths = 0
         """Ends of the engine at which the request was running."""
-
-    @property
-    def deadline_s(self) -> float:
-        """When its time is over, whatever it has."""
-        return self.request.arrived_s + self.max_seconds
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
@@ -229,8 +217,8 @@ class StreamRegistry:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
             if len(self._open) + len(streams) > self._most:
                 msg = (
-                    f"{len(self._open)} requests are running or waiting; this deployment takes no more. "
-                    "Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
+                    f"{len(self._open)} requests are running or waiting, of at most {self._most}: no room for "
+                    f"{len(streams)} more. Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
                 )
                 raise QueueFullError(msg)
             added = {stream.request.request_id: stream for stream in streams}

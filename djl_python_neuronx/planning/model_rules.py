@@ -11,6 +11,7 @@ from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
+from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
@@ -402,6 +403,12 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
     for defect in capability.defects:
         if defect.applies(case.options, case.model):
             yield _defect(case, defect)
+    for has, field, near in unusual_fields(capability.fields, case.model):
+        problem = f"{has}, and {case.library} {field.does}"
+        if near:
+            yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
+        else:
+            yield _defect(case, Defect(problem, backends=field.backends, stops=field.stops))
 
 
 def _defect(case: Case, defect: Defect) -> Finding:

@@ -143,7 +143,7 @@ def _padding(case: Case) -> Iterator[Finding]:
         yield Finding((_DEGREE,), problem, "note")
         return
     more = f"{memory.padding / GIB:.2f}" if memory.padding >= GIB / 100 else "less than 0.01"
-    problem += f": {more} GiB more on each core. A decode step {_read(memory, case.device)}"
+    problem += f": {more} GiB more on each core"
     smaller = {
         lower: less
         for lower in legal_degrees(case.device.family, degree - 1)
@@ -153,13 +153,14 @@ def _padding(case: Case) -> Iterator[Finding]:
     better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]
     if better:
         problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
+    problem += f". A decode step {_reading(memory, case.device)}"
     for lower in [*smaller][-1:]:
         unfit = "" if smaller[lower].fits else ", which does not fit"
-        problem += f"; with {lower} cores it {_read(smaller[lower], case.device)}{unfit}"
+        problem += f"; with {lower} cores it {_reading(smaller[lower], case.device)}{unfit}"
     yield Finding((_DEGREE,), problem, "warning" if better else "note")
 
 
-def _read(memory: CoreMemory, device: DeviceInfo) -> str:
+def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
     """What a core reads in a decode step, and the least time that this takes."""
     speed = device.core_bytes_per_s
     least = f", at least {1000 * memory.read / speed:.1f} ms" if speed else ""

@@ -14,12 +14,7 @@ import orjson
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import (
-    BodyTooLargeError,
-    PromptTooLongError,
-    ServingError,
-    of_several,
-)
+from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 INLINE_BODY_BYTES = 1024
@@ -127,15 +122,15 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt.
+    def encode(self, text: str, name: str = "the prompt") -> list[int]:
+        """The token ids of a prompt; `name` is its name in the error.
 
         Raises:
             PromptTooLongError: the text is longer than any prompt that fits.
         """
         if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
             msg = (
-                f"the prompt has {len(text)} characters, more than any prompt that fits this deployment; "
+                f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
                 "shorten it, or raise option.n_positions or option.context_length_estimate"
             )
             raise PromptTooLongError(msg)
@@ -151,10 +146,12 @@ class ParseContext:
         """
         found = []
         for i, prompt in enumerate(prompts):
-            with of_several(i, len(prompts)):
-                prompt_ids = self.encode(prompt)
+            name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
             request_id = f"{common.request_id}.{i}" if i else common.request_id
-            found.append(replace(common, request_id=request_id, prompt_ids=prompt_ids))
+            prompt_ids = self.encode(prompt, name)
+            found.append(
+                replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
+            )
         return found
 
 

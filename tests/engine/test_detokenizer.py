@@ -307,6 +307,14 @@ def test_a_long_stop_string_that_almost_comes_is_released(tokenizers):
     assert summary(deltas)[0] == "a" * 2100
 
 
+def test_a_stop_string_is_prepared_as_far_as_the_text_has_matched(tokenizers):
+    """All of it for each of many sequences would keep the event loop for a second."""
+    stream = TextStream(request_for([5], "ab" * 500, "b" * 1000), tokenizers["byte_level"])
+    made = MADE["byte_level"].encode("abab", add_special_tokens=False).ids
+    stream.feed(TokenOutput("r", tuple(made)))
+    assert all(len(stop._borders) <= 5 for stop in stream._stops)
+
+
 def test_an_end_without_a_token_releases_what_is_held(tokenizers):
     made = MADE["byte_level"]
     stream = TextStream(request_for([5], "END"), tokenizers["byte_level"])

@@ -315,7 +315,7 @@ def test_a_list_is_bounded_and_its_prompts_are_named() -> None:
     assert len(parse({"inputs": ["<5>"] * 128}).requests) == 128
     with pytest.raises(RequestError, match="has 129 prompts; expected 1 to 128"):
         parse({"inputs": ["<5>"] * 129})
-    with pytest.raises(PromptTooLongError, match="prompt 2 of 2: the prompt has 11 characters"):
+    with pytest.raises(PromptTooLongError, match="prompt 2 of 2 has 11 characters"):
         parse({"inputs": ["a", "a" * 11]}, max_prompt_chars=10)
     for formatter in ("jsonlines", "sse"):
         with pytest.raises(UnsupportedParameterError, match=r"option\.output_formatter"):

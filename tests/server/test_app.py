@@ -297,7 +297,7 @@ def test_a_client_that_goes_away_frees_its_slot(
             b'{"inputs": ["a", "' + b"a" * 100 + b'"]}',
             413,
             "prompt_too_long",
-            "prompt 2 of 2: the prompt has 101 tokens",
+            "prompt 2 of 2 has 101 tokens",
         ),
         (
             b'{"inputs": "a", "parameters": {"stop_token_ids": [300]}}',
@@ -651,6 +651,45 @@ def test_a_body_of_text_is_the_prompt(server: Running) -> None:
     found = http.post(server.url + "/invocations", content=b"<5><6>", headers=headers)
     ids = expected([1, 5, 6], 30, stop_ids={2})
     assert found.json() == {"generated_text": TOKENIZER.decode(ids)}
+
+
+@pytest.mark.parametrize("ends_by", ["length", "eos_token", "stop_id", "stop_sequence", "error"])
+def test_a_streams_details_count_what_it_has_sent(
+    server: Running, backend: ToyBackend, ends_by: str
+) -> None:
+    ids = expected([1, 5, 6], 12)
+    parameters: dict[str, Any] = {"max_new_tokens": 7}
+    prompt = [5, 6]
+    if ends_by == "eos_token":  # the shortest prompt after which the toy comes to its end
+        tries = ([a, b] for a in range(3, 300) for b in range(3, 300))
+        prompt = next(p for p in tries if expected([1, *p], 6, stop_ids={2})[-1] == 2)
+        parameters["ignore_eos"] = False
+    elif ends_by == "stop_id":
+        parameters["stop_token_ids"] = [ids[3]]
+    elif ends_by == "stop_sequence":
+        parameters["stop"] = f"<{ids[2]}><{ids[3]}>"
+    elif ends_by == "error":
+        backend.fail_at = {4: RuntimeError("device says no")}
+    payload = body(prompt, parameters=parameters, stream=True)
+    found = http.post(server.url + "/invocations", json=payload)
+    lines = [json.loads(line) for line in found.text.splitlines()]
+    tokens = [line["token"] for line in lines if "token" in line]
+    assert lines[-1]["details"] == {
+        "finish_reason": "eos_token" if ends_by == "stop_id" else ends_by,
+        "generated_tokens": len(tokens),
+        "inputs": payload["inputs"],
+    }
+    assert lines[-1]["generated_text"] == "".join(token["text"] for token in tokens)
+    known = {"length": 7, "stop_id": 4, "stop_sequence": 4, "error": 4}
+    assert len(tokens) == known.get(ends_by, len(tokens)) > 0
+
+
+def test_a_stream_of_a_device_that_samples_has_details() -> None:
+    with serving(DYNAMIC) as url:
+        found = http.post(url + "/invocations", json=body([5, 6], stream=True))
+        lines = [json.loads(line) for line in found.text.splitlines()]
+    assert {line["token"]["log_prob"] for line in lines} == {None}
+    assert lines[-1]["details"]["generated_tokens"] == len(lines) == 5
 
 
 @pytest.mark.parametrize("include", [False, True])
