@@ -72,8 +72,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name without case, dashes and dots: `nPositions` and `N-POSITIONS` are near to `n_positions`."""
-    return re.sub(r"[\W_]", "", name).lower()
+    """The name in snake case: `nPositions` and `N-POSITIONS` are `n_positions`."""
+    return re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class ServingError(Exception):

@@ -86,8 +86,12 @@ class Djl:
     """It replaces the user's value: `batch_size` above 1 turns rolling batches off, for one."""
     fills_in: tuple[str, ...] = ()
     """Values that it sets where the user sets none."""
-    whole_seconds: bool = False
-    """It reads whole numbers only, and uses its own default for anything else."""
+    reads: Literal["", "whole", "seconds", "truth", "word"] = ""
+    """How it reads ``option.<name>`` itself; empty if it only passes the option on. `whole`: anything but a whole
+    number ends the load. `seconds`: anything else is its own default. `truth`: anything but ``true`` is false. `word`:
+    as it is, with case and blanks."""
+    otherwise: str = "uses its own default"
+    """What it does where it finds no value."""
     sign: bool = False
     """A file that sets the option was written for DJL Serving."""
 
@@ -404,11 +408,9 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-Plain = AfterValidator(partial(_without, hints.TEXT))
-LocalPath = Annotated[str, _Filled, Plain, AfterValidator(_local_path), Allowed("a file or folder")]
-Location = Annotated[
-    str, _Filled, Plain, AfterValidator(_location), Allowed("a folder or s3://bucket/key")
-]
+Plain = Annotated[str, _Filled, AfterValidator(partial(_without, hints.TEXT))]
+LocalPath = Annotated[Plain, AfterValidator(_local_path), Allowed("a file or folder")]
+Location = Annotated[Plain, AfterValidator(_location), Allowed("a folder or s3://bucket/key")]
 ModelSource = Annotated[
     str,
     AfterValidator(partial(_without, hints.NAME)),

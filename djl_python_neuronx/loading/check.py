@@ -109,6 +109,8 @@ def check(
         problems.add(
             "warning", f"the size of this model, of model_type {kind}, is not known here: {doubt}"
         )
+    if (problem := _one_core_each(settings, prepared)) is not None:
+        problems.add("warning", problem, ("tensor_parallel_degree",))
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
@@ -176,6 +178,21 @@ def _missing_here(backend: str) -> Iterator[str]:
         yield f"{facts.package} is {what} here; the machine that serves needs it"
     if backend not in backends.names():
         yield f"this version of djl_python_neuronx plans for {backend} but cannot load with it yet"
+
+
+def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
+    """Warn that DJL Serving would start other processes than this plan's, because it reads no degree.
+
+    Source: djl-serving d21927c, ModelInfo.java getLoadOnDevices, Connection.java.
+    """
+    degree = prepared.case.degree
+    unset = settings.written_for_djl and settings.options.tensor_parallel_degree is None
+    if not unset or prepared.case.on_cpu or degree == 1:
+        return None
+    return (
+        "option.tensor_parallel_degree is not set: DJL Serving would start a process for each NeuronCore, with that "
+        f"core alone, instead of one with {degree}; write option.tensor_parallel_degree={degree}"
+    )
 
 
 def _long_answers(prepared: Prepared) -> str | None:

@@ -198,12 +198,18 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     found["model_loader"] = prepared.backend
     if _HANDOVER.isdisjoint(origins):
         found["async_mode"] = True
+    if found.get("async_mode") is True:
+        found.pop("batch_size", None)  # without effect: DJL Serving hands over requests one by one
     return found
 
 
 def _for_djl(prepared: Prepared) -> dict[str, str]:
     """The keys that only DJL Serving reads; of `option.env` what is harmless, not secret and no place."""
     found, left_out, variables = dict(prepared.resolved.for_djl), [], []
+    options = prepared.options
+    found.pop("max_dynamic_batch_size", None)
+    if options.batch_size > 1 and options.rolling_batch == "disable" and not options.async_mode:
+        found["batch_size"] = str(options.batch_size)
     for name, setting in prepared.resolved.worker_variables.items():
         value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
         is_local = name in _OF_MACHINE or _PLACE.search(value)

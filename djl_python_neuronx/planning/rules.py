@@ -77,9 +77,6 @@ _REQUESTS = (
     when(async_mode=True, rolling_batch=_BY_ROWS).refuse(
         "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
     ),
-    when(batch_size=above(1), async_mode=True).warn(
-        "async_mode delivers requests one by one, so batch_size has no effect; leave it out"
-    ),
     when(
         lambda options: options.batch_size > (options.max_rolling_batch_size or options.batch_size),
         batch_size=ANY,

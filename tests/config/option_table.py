@@ -219,7 +219,7 @@ BATCHING = {
         config(batch_size=3, tkg_batch_size=3, max_batch_size=3),
         also=("max_num_seqs",),
     ),
-    "batch_size": count(),
+    "batch_size": count(env=("SERVING_BATCH_SIZE",)),
     "engine_process": flag(),
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "max_waiting": count(),

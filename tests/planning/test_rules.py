@@ -29,7 +29,6 @@ GENERAL = [
         {"async_mode": True, "rolling_batch": "vllm"},
         {"rolling_batch": "disable"},
     ),
-    ("batch_size", "warning", {"batch_size": 2, "async_mode": True}, {"batch_size": 1}),
     (
         "batch_size",
         "warning",
@@ -753,7 +752,7 @@ def test_defaults_break_no_rule():
 def test_every_broken_rule_is_told_at_once():
     values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "is_eagle3": True}
     assert [name for name, _ in told("nxdi", values)] == [
-        *("batch_size", "async_mode", "batch_size", "is_eagle3")
+        *("batch_size", "async_mode", "is_eagle3")
     ]
 
 
