@@ -678,6 +678,12 @@ class ServingOptions(
         return self.n_positions if isinstance(self.n_positions, tuple) else None
 
     @property
+    def join_wait_s(self) -> float:
+        """Seconds of `max_join_wait_ms`; half of `predict_timeout` where that would be over by then."""
+        wait = self.max_join_wait_ms / 1000
+        return wait if wait < self.predict_timeout else self.predict_timeout / 2
+
+    @property
     def weight_dtype(self) -> Literal["int8", "fp8"] | None:
         """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
