@@ -11,6 +11,7 @@ from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
+from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
@@ -387,21 +388,28 @@ def _speculation(case: Case) -> Iterator[Finding]:
 
 def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
     options, architectures = case.options, NEURON_BACKENDS[case.backend].architectures
+    source = _DRAFT if options.drafting else _LOOKUP
     if not capability.speculation and _DRAFT not in capability.unsupported_options:
         able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))
         problem = f"{case.library} does not speculate for {case.model.model_type}, only for {able}; remove it"
-        yield Finding((_DRAFT if options.drafting else _LOOKUP,), problem)
+        yield Finding((source,), problem)
     # Source: neuronx-distributed-inference 0.9, modules/attention/attention_base.py.
     windowed = case.backend == "nxdi" and case.model.sliding_window is not None
     if windowed and not all(getattr(options, name) for name in _KERNELS):
         problem = f"with a sliding window speculation needs {' and '.join(_KERNELS)}; set both, or leave the draft out"
-        yield Finding((_DRAFT, *_KERNELS), problem)
+        yield Finding((source, *_KERNELS), problem)
 
 
 def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
     for defect in capability.defects:
         if defect.applies(case.options, case.model):
             yield _defect(case, defect)
+    for has, field, near in unusual_fields(capability.fields, case.model):
+        problem = f"{has}, and {case.library} {field.does}"
+        if near:
+            yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
+        else:
+            yield _defect(case, Defect(problem, backends=field.backends, stops=field.stops))
 
 
 def _defect(case: Case, defect: Defect) -> Finding:
