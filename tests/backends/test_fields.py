@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +123,17 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """Field that changes no number to another value than its default."""
 
-BASES: Mapping[str, Mapping[str, Any]] = {
-    # Without it transformers 4.57 fails to scale positions.
-    "mistral": {"head_dim": 8},
-    "mixtral": {"head_dim": 8},
-}
-
 
 def base(model_type: str) -> dict[str, Any]:
-    return {**VARIANTS[model_type][1], **BASES.get(model_type, {})}
+    return dict(VARIANTS[model_type][1])
 
 
 def save(directory: Path, model_type: str, name: str, value: object) -> None:
     """Write a tiny model with a field of this value, also where transformers itself would not write it."""
-    settings = {**base(model_type), name: value}
+    # A copy: transformers 5 changes it.
+    settings = {**base(model_type), name: deepcopy(value)}
+    if isinstance(value, dict) and model_type in {"mistral", "mixtral"}:
+        settings["head_dim"] = 8  # without it transformers 4.57 fails to scale positions
     if (model_type, name) == ("opt", "hidden_size"):
         settings["word_embed_proj_dim"] = value
     if value == DYNAMIC:  # which scales beyond these only
@@ -143,6 +141,8 @@ def save(directory: Path, model_type: str, name: str, value: object) -> None:
     if name == "rope_parameters":
         settings["rope_scaling"] = settings.pop(name)
     save_tiny_model(model_type, directory, **settings)
+    if name == "rope_scaling":  # transformers 5 writes it under another name, with all others in it
+        edit(directory, lambda config: {name: config.pop("rope_parameters", value), **config})
     edit(directory, lambda config: {name: value, **config})
 
 
@@ -304,7 +304,7 @@ def written_by_5(config: dict[str, Any]) -> dict[str, Any]:
 def test_rotary_positions_are_right_whichever_version_wrote_them(
     tmp_path: Path, model_type: str, settings: dict[str, Any], loader: str, write: Any
 ) -> None:
-    save_tiny_model(model_type, tmp_path, **{**base(model_type), **settings})
+    save_tiny_model(model_type, tmp_path, **{**base(model_type), **deepcopy(settings)})
     wanted = expected(tmp_path)
     edit(tmp_path, write)
     config = json.loads((tmp_path / "config.json").read_text())
