@@ -8,7 +8,7 @@ from djl_python_neuronx.config.findings import Finding, is_set
 from djl_python_neuronx.config.keywords import DERIVED, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import placement
-from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
+from djl_python_neuronx.planning.capabilities import Capability, Defect
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
@@ -280,13 +280,10 @@ def _unknown_architecture(case: Case) -> Finding:
         for name, facts in NEURON_BACKENDS.items()
         if case.model.model_type in facts.architectures
     ]
-    reason = TNX_UNREADABLE.get(model_type) if case.backend == "tnx" else None
-    lack = (
-        f"reads no checkpoint of {model_type}: {reason}"
-        if reason
-        else f"has no class for model_type {model_type}"
+    problem = (
+        f"{case.library} has no class for model_type {model_type}; supported types: {known}; "
+        f"{use_backend(*others, 'cpu')}"
     )
-    problem = f"{case.library} {lack}; supported types: {known}; {use_backend(*others, 'cpu')}"
     return Finding(("model_loader",), problem)
 
 
