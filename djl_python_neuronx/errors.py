@@ -53,8 +53,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_p'?``, or an empty string if no known name is similar."""
     if len(name) > 64:
         return ""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    plain = {_plain(other): other for other in known}
+    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """The name without case, dashes and dots: `nPositions` and `N-POSITIONS` are near to `n_positions`."""
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 class ServingError(Exception):
@@ -62,6 +68,8 @@ class ServingError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "serving_error"
+    retry_after_s: int | None = None
+    """The value of the Retry-After header: every 503 has one."""
 
     def __init__(self, message: str = "") -> None:
         """Set the message, of which credentials are left out."""
@@ -100,9 +108,9 @@ class ConfigError(ServingError, ValueError, code="config_error"):
 class UnknownOptionError(ConfigError, code="unknown_option"):
     """An option set by the user that does not exist."""
 
-    def __init__(self, name: str, origin: str, known: Iterable[str]) -> None:
+    def __init__(self, name: str, origin: str, hint: str = "") -> None:
         super().__init__(
-            f"unknown option {name!r} from {origin}{did_you_mean(name, known)} "
+            f"unknown option {name!r} from {origin}{hint} "
             "(remove it, or see docs/options.md for every option)"
         )
         self.name = name
@@ -161,7 +169,9 @@ class BackendError(ServingError, code="backend_error"):
 
 
 class BackendUnavailableError(BackendError, status=503, code="backend_unavailable"):
-    """The backend's library or device is missing, or the engine has failed."""
+    """The backend's library or device is missing, the engine has failed, or the server stops."""
+
+    retry_after_s = 1
 
 
 class CompileError(BackendError, code="compile_error"):
@@ -193,20 +203,17 @@ class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
 
 
 class QueueFullError(RequestError, status=503, code="queue_full"):
-    """The waiting queue is full, or there are too many connections or large bodies.
+    """The waiting queue is full, or there are too many connections or large bodies."""
 
-    `retry_after_s` is the value of the Retry-After header.
-    """
-
-    retry_after_s: int = 1
+    retry_after_s = 1
 
 
 class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
-    """The request waited too long for a free slot, or its client sent it too slowly."""
+    """The request waited too long for a slot, or got none before its deadline, or its client sent it too slowly."""
 
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
-    """The request was aborted: by its client, by a reset of DJL Serving, or because the server stops."""
+    """The request was aborted, because its client has left or reads too slowly."""
 
 
 def load_failure(error: BaseException) -> ServingError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -66,6 +67,7 @@ class Service:
                 step_timeout_s=options.predict_timeout,
                 queue_timeout_s=options.predict_timeout,
                 restarts=options.engine_restarts,
+                max_request_s=options.max_request_seconds or math.inf,
             ),
             on_death=on_death,
             on_progress=progress.stage,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     EOS = "eos_token"
     STOP = "stop_sequence"
+    TIME = "time"
     ERROR = "error"
 
 
@@ -39,14 +42,22 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the sequence like eos does, also with `ignore_eos`."""
     stop_strings: tuple[str, ...] = ()
+    """The text of a special token stops at that token, which has no text in which it could be found."""
+    include_stop: bool = False
+    """Whether the text ends with what stopped it, if that is a stop string or one of `stop_token_ids`."""
     ignore_eos: bool = False
     logprobs: bool = False
     """Whether to return the log-probability of each generated token under the model's own (unwarped) distribution."""
     adapter: int = 0
+    max_seconds: float = inf
+    """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
+    arrived_s: float = field(default_factory=time.monotonic)
     client_id: str = ""
     """The client's own id, for its response and for logs."""
     protocol: str = ""
     """A label for logs and metrics."""
+    prompt_name: str = "the prompt"
+    """The prompt's name in errors, which tells those of a list apart."""
 
     @property
     def label(self) -> str:

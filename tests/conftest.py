@@ -4,6 +4,7 @@ Hypothesis never judges speed here: how long an example takes says more about th
 `--hypothesis-profile=repeatable`, as CI runs it, the examples are the same each time.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,15 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("patient", **PATIENT)
 settings.register_profile("repeatable", derandomize=True, **PATIENT)
 settings.load_profile("patient")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before():
+    """Undo `telemetry.setup_logging`, so that `caplog` sees the records of later tests."""
+    package = logging.getLogger("djl_python_neuronx")
+    before = package.handlers, package.level, package.propagate
+    yield
+    package.handlers, package.level, package.propagate = before
 
 
 def pytest_addoption(parser):

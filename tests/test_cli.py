@@ -1,7 +1,6 @@
 """The command line itself: what is a wrong one, and what the process ends with."""
 
 import argparse
-import logging
 import re
 import sys
 from pathlib import Path
@@ -116,9 +115,8 @@ def test_a_port_of_sagemaker_is_checked(monkeypatch):
 
 
 @pytest.fixture
-def log(monkeypatch, caplog):
-    """What is logged from INFO on; a command that ran before may have led the package's log elsewhere."""
-    monkeypatch.setattr(logging.getLogger("djl_python_neuronx"), "propagate", True)
+def log(caplog):
+    """What is logged from INFO on."""
     with caplog.at_level("INFO", "djl_python_neuronx"):
         yield caplog
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.protocol import lmi
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -48,6 +50,29 @@ def test_each_sampling_parameter_is_documented(name: str) -> None:
     assert f"\n| `{name}` | " in (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
     features = (ROOT / "README.md").read_text(encoding="utf-8")
     assert name in features.partition("\n| Sampling | ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", sorted(lmi._PARAMETERS))
+def test_each_parameter_that_is_accepted_is_documented(name: str) -> None:
+    described, neutral = (
+        (ROOT / "docs/protocols.md").read_text().split("**Unsupported parameters**")
+    )
+    if name in lmi._NEUTRAL:
+        assert f"`{name}`" in neutral.partition("\n- ")[0].partition("\n#")[0]
+    else:
+        assert any(
+            f"`{name}`" in line.split("|")[1] for line in described.splitlines() if "|" in line
+        )
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_each_finish_reason_is_documented(reason: FinishReason) -> None:
+    (line,) = (
+        line
+        for line in (ROOT / "docs/protocols.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("- **`finish_reason`** is ")
+    )
+    assert f"`{reason.value}`" in line
 
 
 NAMED = r"`((?:djl_python_neuronx|tests|tools|docs|benchmarks|configs|constraints|\.ci)/[\w./-]*)"

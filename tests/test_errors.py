@@ -66,18 +66,27 @@ def test_a_hostile_text_takes_no_longer_than_any(part):
     assert redacted(text + " s3://K:S@b").endswith(" s3://b")
 
 
-def test_every_error_and_finding_is_without():
+def every_kind():
     kinds = [errors.ServingError]
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()
+    return kinds
+
+
+def test_every_503_says_when_to_try_again():
+    for kind in every_kind():
+        assert (kind.status == 503) == (kind.retry_after_s is not None), kind
+
+
+def test_every_error_and_finding_is_without():
     made = [
-        errors.UnknownOptionError(S3, S3, ()),
+        errors.UnknownOptionError(S3, S3, S3),
         errors.InvalidOptionError("x", S3, S3, S3),
         errors.ArtifactMismatchError({S3: (S3, S3)}, S3),
         errors.load_failure(ValueError(S3)),
         errors.ConfigError.collect([errors.ConfigError(S3), errors.ConfigError(f"{S3}.")]),
     ]
-    with_message = set(kinds) - {type(error) for error in made} | {errors.ConfigError}
+    with_message = set(every_kind()) - {type(error) for error in made} | {errors.ConfigError}
     found = Problems()
     for error in [*made, *(kind(S3) for kind in with_message)]:
         assert "DUMMY" not in str(error) + repr(error)

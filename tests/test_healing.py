@@ -324,7 +324,7 @@ def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
 
 
 def test_an_engine_that_hangs_is_ended_and_started_again(serve):
-    server = serve(predict_timeout=1, environ={"MORTAL_PREFILL_S": "0.5"})
+    server = serve(predict_timeout=3, environ={"MORTAL_PREFILL_S": "0.5"})
     for stream in (False, True):
         begun = len(server.prefilled)
         hanging = server.begin("a", stream=stream)

@@ -16,11 +16,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def shown() -> list[tuple[dict[str, Any], list[Any]]]:
-    """Each curl's body with the lines that the README shows as its answer."""
+    """Each curl's body with the lines that the README shows as its answer; a long one goes on behind a blank."""
     (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     found = []
     for part in block.split("$ curl ")[1:]:
-        command, *lines = part.strip().splitlines()
+        command, *lines = part.strip().replace("\n ", "").splitlines()
         body = re.search(r"-d '(.*)'$", command)
         assert body is not None
         found.append((json.loads(body[1]), [json.loads(line) for line in lines]))

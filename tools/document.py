@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_
 from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import TNX, Capability
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 _OPTIONS_HEAD = """\
@@ -95,11 +97,22 @@ option.async_mode=true
 _ARCHITECTURES_HEAD = """\
 # Architectures of transformers-neuronx
 
-Generated from `djl_python_neuronx/planning/capabilities.py` by `make docs`. Edit that file, not this one.
+Generated from `djl_python_neuronx/planning/capabilities.py` and `djl_python_neuronx/planning/tnx/fields.py` by `make
+docs`. Edit those files, not this one.
 
 Features of version 0.13 of the library for each `model_type`, compared with Hugging Face's logits on tiny models with
 random weights and an emulated device. An option that an architecture does not support is an error or, if it only
 changes speed or memory, ignored with a note: see `djl-neuronx check`. [options.md](options.md) explains the options.
+"""
+
+_FIELDS_HEAD = """\
+## Fields of config.json
+
+Every field that changes a number, as each class of the library treats it; tests compare a value of each with Hugging
+Face's logits. *read*: as transformers does. *translated*: into the names that the library reads, whichever version of
+transformers wrote the file. Otherwise the library computes what is listed, whatever the value is: values at which it
+would *stop* are refused, and those that it gets *wrong* unless `allow_known_defects=true`; a warning names what is
+*near*, by at most 0.0005. The default is transformers' value where the field is absent.
 """
 
 _METRICS_HEAD = """\
@@ -142,7 +155,33 @@ def architectures_page() -> str:
         for note in _notes(name):
             whose.setdefault(note, []).append(name)
     notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
-    return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes])
+    fields = [_FIELDS_HEAD, *_fields(), ""]
+    return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes, *fields])
+
+
+def _fields() -> Iterator[str]:
+    """Lines of the table of fields; a line for all architectures that make the same of one."""
+    whose: dict[tuple[str, str], list[str]] = {}
+    for name, entry in TNX.items():
+        for field, treatment in entry.fields.items():
+            whose.setdefault((field, _treatment(treatment)), []).append(name)
+    yield "| field | library computes | default | other values | architectures |"
+    yield "| --- | --- | --- | --- | --- |"
+    for (field, cells), names in sorted(whose.items()):
+        yield f"| `{field}` | {cells} | {', '.join(names)} |"
+
+
+def _treatment(field: Field) -> str:
+    if not field.computes and field.right is None:
+        return f"{field.does} | | "
+    default = "" if field.default is None else f"`{_plain(field.default)}`"
+    values = ", ".join(f"`{_plain(each)}`" for each in field.computes if each is not None)
+    near = "".join(f"`{each}` near, " for each in field.near)
+    return f"{values or field.does} | {default} | {near}{'stop' if field.stops else 'wrong'}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def metrics_page() -> str:
@@ -161,8 +200,7 @@ def _notes(name: str) -> Iterator[str]:
         yield "static batches: when a sequence joins, all are prefilled again"
     for defect in entry.defects:
         names = ", ".join(f"`{option}`" for option in defect.names)
-        consequence = "refused" if defect.stops else _ACCEPTED
-        yield f"{defect.problem} ({consequence if defect.backends else f'{names}; {consequence}'})"
+        yield f"{defect.problem} ({names}; {'refused' if defect.stops else _ACCEPTED})"
     if entry.bsh_collectives:
         yield f"{entry.bsh_collectives}: `collectives_layout=BSH` needs `attention_layout=BSH`"
     yield from (
@@ -186,7 +224,7 @@ def options_page() -> str:
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
     translated = {
         name: ", ".join(
-            f"`{value}`: " + (f"`{entry.option}={meant}`" if meant else "nothing")
+            f"`{value}`: `{entry.option}={meant}`"
             for value, meant in entry.values.items()
             if value in {"true", "false"}
         )

@@ -105,6 +105,9 @@ def local_folder(model_id: str | None, model_dir: Path | None) -> Path | None:
     """The local folder `model_id`, relative to `model_dir` or else to the working directory.
 
     Without `model_id` it is `model_dir` itself. Returns None if `model_id` is not a local folder.
+
+    Raises:
+        ArtifactNotFoundError: it is a file.
     """
     if model_id is None:
         return model_dir
@@ -113,9 +116,14 @@ def local_folder(model_id: str | None, model_dir: Path | None) -> Path | None:
     try:
         path = Path(model_id).expanduser()
         candidates = [path] if model_dir is None else [model_dir / path, path]
-        return next((folder for folder in candidates if folder.is_dir()), None)
+        folder = next((folder for folder in candidates if folder.is_dir()), None)
+        file = next((path for path in candidates if path.is_file()), None)
     except (OSError, RuntimeError, ValueError):  # a name too long, no home, a NUL in it
         return None
+    if folder is None and file is not None:
+        msg = f"the model {model_id!r} is a file; name the folder that holds it"
+        raise ArtifactNotFoundError(msg)
+    return folder
 
 
 def download_root(environ: Mapping[str, str]) -> Path:

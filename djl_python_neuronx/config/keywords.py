@@ -1,57 +1,235 @@
-"""Keywords of the libraries' `NeuronConfig` that `override_neuron_config` must not set.
+"""The keywords in `override_neuron_config`, translated into settings of options.
 
-Sources: transformers-neuronx 0.13 (config.py) and NxD Inference 0.9 (models/config.py).
+Most names follow from `Option.to`; this module adds further names of the same things, and values that the libraries
+count or turn round differently. Sources: transformers-neuronx 0.13 (config.py), NxD Inference 0.9 (models/config.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
-_FOLLOW: Mapping[str, tuple[str, ...]] = {
-    "model_loader": ("on_cpu",),
-    "tensor_parallel_degree": ("tp_degree", "world_size", "start_rank_id", "local_ranks_size"),
-    "dtype": ("amp", "torch_dtype", "overrides_torch_dtype"),
+from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.options import NAMES, SECTIONS, option, parse_value
+from djl_python_neuronx.config.sources import Setting
+from djl_python_neuronx.config.values import make_buckets, truth
+from djl_python_neuronx.errors import ConfigError
+
+OVERRIDE: Final = "override_neuron_config"
+"""The option, and the source of the settings that its keywords stand for."""
+
+_KEYWORD = re.compile(r"[a-z]\w*(\.[a-z]\w*)?")
+_SLOTS = (
+    *("ctx_batch_size", "tkg_batch_size", "max_batch_size", "spec_batch_size"),
+    "kv_cache_batch_size",
+    *("continuous_batching.max_num_seqs", "continuous_batching.batch_size_for_shared_caches"),
+    "chunked_prefill_config.max_num_seqs",
+)
+_FURTHER: Mapping[str, tuple[str, ...]] = {
+    "n_positions": ("max_length", "token_generation_buckets", "continuous_batching.max_model_len"),
+    "context_length_estimate": ("max_context_length",),
+    "max_rolling_batch_size": _SLOTS,
     "skip_warmup": ("skip_warmup",),
-    "n_positions": (
-        *("n_positions", "seq_len", "max_length", "max_new_tokens", "n_active_tokens"),
-        "token_generation_buckets",
-    ),
-    "context_length_estimate": (
-        *("context_length_estimate", "context_encoding_buckets", "max_context_length", "buckets"),
-        *("enable_bucketing", "bucket_n_active_tokens", "allow_input_truncation"),
-    ),
-    "max_rolling_batch_size": (
-        *("batch_size", "ctx_batch_size", "tkg_batch_size", "max_batch_size", "spec_batch_size"),
-        *("kv_cache_batch_size", "kv_cache_padding_size"),
-        *("continuous_batching", "apply_seq_ids_mask"),
-    ),
-    "on_device_generation": ("on_device_generation", "on_device_sampling_config"),
+    "rolling_batch_strategy": ("is_continuous_batching", "continuous_batching."),
+    "enable_chunked_prefill": ("chunked_prefill_config.",),
     "padding_side": ("use_2d_cache_ids", "lhs_aligned"),
-    "enable_prefix_caching": ("is_prefix_caching",),
-    "enable_chunked_prefill": ("chunked_prefill_config",),
-    "pipeline_parallel_degree": ("pp_degree",),
-    "rolling_batch_strategy": ("is_continuous_batching",),
-    "quantize": ("quant", "quantized", "quantization_dtype"),
-    "kv_cache_quantize": ("kv_cache_quant", "kv_quant_config"),
-    "speculative_draft_model": ("enable_fused_speculation",),
-    "speculative_length": ("speculation_length",),
-    "enable_eagle_speculation": ("is_eagle_target", "is_eagle_draft", "enable_eagle_speculation"),
-    "ep_degree": ("ep_degree",),
+    "quantize": ("quantized",),
     "logical_nc_config": ("logical_neuron_cores",),
-    "async_execution": ("async_mode",),
     "save_sharded_checkpoint": ("skip_sharding",),
+    "attn_block_tkg_nki_kernel_enabled": (
+        *("attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled"),
+    ),
+    "fused_rmsnorm_mlp": ("mlp_tkg_nki_kernel_enabled",),
 }
-DERIVED: Final[Mapping[str, str]] = {
-    keyword: option for option, keywords in _FOLLOW.items() for keyword in keywords
+OPTIONS: Final[Mapping[str, str]] = {
+    **{
+        keyword: name
+        for name in reversed([name for names in SECTIONS.values() for name in names])
+        for keyword in option(name).to.values()
+        if _KEYWORD.fullmatch(keyword)
+    },
+    **{keyword: name for name, keywords in _FURTHER.items() for keyword in keywords},
 }
-"""Keyword to the option that it follows from."""
+"""Keyword to its option. Of two options with one keyword the first counts: the second is computed from it."""
 
-_SHAPE = "it changes what a call returns, which the server relies on"
-RESERVED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("output_all_logits", "log_softmax_scores"), _SHAPE),
-    **dict.fromkeys(("return_expert_index", "return_router_logits"), _SHAPE),
-    "sparse_attn": "it is an object, which no file can hold",
-    "lora_config": "adapters are not served",
+_SIDES: Mapping[object, object] = {True: "right", False: "left"}
+_MEANINGS: Mapping[str, Mapping[object, object]] = {
+    "skip_sharding": {True: False, False: True},
+    "is_continuous_batching": {True: "continuous_batching", False: "naive_rolling_batch"},
+    **dict.fromkeys(("use_2d_cache_ids", "lhs_aligned"), _SIDES),
 }
-"""Keyword that no configuration may set, to the reason."""
+"""Keyword to the option's value for true and for false."""
+_IMPLIED: Mapping[str, Mapping[str, object]] = {
+    "quant": {"quant_dtype": "int8"},
+    "kv_cache_quant": {"quant_dtype": "int8"},
+    "kv_quant_config": {"quant_dtype": "fp8"},
+    "continuous_batching": {"": "continuous_batching"},
+    "chunked_prefill_config": {"": True},
+}
+"""Keyword that takes an object, to what the library does where one is given."""
+_SAMPLING: Mapping[str, Mapping[str, object]] = {
+    "on_device_generation": {},
+    "on_device_sampling_config": {"top_k": 1},
+}
+"""Keyword that takes an object which is one option, to the library's defaults that differ from the option's."""
+_APART = frozenset({"on_device_sampling_config", "top_k_kernel_enabled", "sampling_dp_degree"})
+"""Keywords of NxDI's `OnDeviceSamplingConfig` without an equivalent."""
+
+_SHAPE = "it changes what a call takes or returns, which the server relies on"
+_HOSTS = "only models on one machine are served"
+RESERVED: Final[Mapping[str, tuple[object, str]]] = {
+    **dict.fromkeys(("output_all_logits", "log_softmax_scores"), (False, _SHAPE)),
+    **dict.fromkeys(("return_expert_index", "return_router_logits"), (False, _SHAPE)),
+    **dict.fromkeys(("bucket_n_active_tokens", "apply_seq_ids_mask"), (False, _SHAPE)),
+    **dict.fromkeys(("n_active_tokens", "max_new_tokens"), (None, _SHAPE)),
+    "kv_cache_padding_size": (0, _SHAPE),
+    "allow_input_truncation": (False, "prompts that are too long are refused, not cut"),
+    "enable_bucketing": (True, "without lengths; set seq_len or option.n_positions too"),
+    "buckets": (None, "set context_encoding_buckets or token_generation_buckets"),
+    "quantization_dtype": ("int8", "no effect without quantized=true; set that too"),
+    "overrides_torch_dtype": (True, "torch_dtype always counts"),
+    **dict.fromkeys(("world_size", "local_ranks_size"), (None, _HOSTS)),
+    "start_rank_id": (0, _HOSTS),
+    "on_cpu": (False, "set option.model_loader=cpu"),
+    "is_eagle_draft": (False, "the draft model is option.speculative_draft_model"),
+    "enable_fused_speculation": (
+        None,
+        "it is true with option.speculative_draft_model, and false without",
+    ),
+    "sparse_attn": (None, "it is an object, which no file can hold"),
+    "lora_config": (None, "adapters are not served"),
+}
+"""Keyword to the one value that changes nothing, and why any other is refused."""
+_NO_EFFECT: Mapping[str, object] = {
+    **{keyword: value for keyword, (value, _) in RESERVED.items()},
+    **dict.fromkeys(("attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled"), False),
+    "mlp_tkg_nki_kernel_enabled": False,
+    "ctx_batch_size": 1,
+    **dict.fromkeys(("continuous_batching", "chunked_prefill_config"), None),
+    "kv_quant_config.direct_cast": True,
+    "on_device_sampling_config.on_device_sampling_config": True,
+}
+
+
+def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
+    """Put a setting of its option in the place of each keyword in `override_neuron_config` that has one.
+
+    `settings`: highest precedence first, so that only the first override counts. Its keywords precede all settings but
+    stronger ones of the command line, as in the old engine. What is left of it goes to the library as it is.
+    """
+    override = next((entry for entry in settings if _is_override(entry)), None)
+    keywords = override and _read(override, folder)
+    if override is None or not keywords:
+        return list(settings)
+    chosen = {NAMES.get(entry.name): entry.value for entry in reversed(settings)}
+    given = _combined(keywords, chosen.get("n_positions"))
+    drafts = bool(chosen.get("speculative_draft_model"))
+    if truth(given.get("enable_fused_speculation")) is drafts:
+        del given["enable_fused_speculation"]
+    found, left = _divided(given, override)
+    refused: list[tuple[Level, str]] = [
+        ("error", f"{name}: {RESERVED[name][1]}; correct or remove it")
+        for name in left
+        if name in RESERVED
+    ]
+    rest = replace(override, value=left or None, remarks=(*override.remarks, *refused))
+    before = {"argument", sources.COMMAND_LINE} - {override.source}
+    return [
+        *(entry for entry in settings if entry.source in before),
+        *found,
+        *(rest if entry is override else entry for entry in settings if entry.source not in before),
+    ]
+
+
+def _is_override(setting: Setting) -> bool:
+    return NAMES.get(setting.name) == OVERRIDE and not setting.unused
+
+
+def _read(override: Setting, folder: Path) -> dict[str, Any] | None:
+    """The keywords, of a file if the value names one; None if they cannot be read, which `_Reader.validate` reports."""
+    with suppress(ConfigError):
+        read = sources.content(override.value, folder, by_operator=override.by_operator)
+        keywords = parse_value(OVERRIDE, read)
+        return keywords if isinstance(keywords, dict) else None
+    return None
+
+
+def _divided(given: Mapping[str, Any], override: Setting) -> tuple[list[Setting], dict[str, Any]]:
+    """The settings of the keywords that have an option, and the other keywords, but those that change nothing."""
+    found: list[Setting] = []
+    left: dict[str, Any] = {}
+    for keyword, value in _flat(given):
+        outer, _, inner = keyword.partition(".")
+        if keyword in _NO_EFFECT and value == _NO_EFFECT[keyword]:
+            continue
+        if keyword in OPTIONS and keyword not in RESERVED:
+            origin = f"{OVERRIDE} in {override.origin}: {keyword.rstrip('.')}"
+            meant = _MEANINGS.get(keyword, {}).get(truth(value), value)
+            found.append(Setting(OPTIONS[keyword], meant, origin, OVERRIDE, override.by_user))
+        elif inner:
+            left.setdefault(outer, {})[inner] = value
+        else:
+            left[keyword] = value
+    return found, left
+
+
+def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
+    """The keywords, those that mean something together as one. `positions`: `n_positions` of another source."""
+    given = dict(keywords)
+    quantized = truth(given.get("quantized"))
+    if quantized is not None:
+        dtype = given.pop("quantization_dtype", "int8")
+        given["quantized"] = dtype if quantized else None
+    tokens = parse_value("speculative_length", given.get("speculation_length"))
+    if isinstance(tokens, int):
+        given["speculation_length"] = max(tokens - 1, 0)  # the last is the large model's own
+    if given.get("ctx_batch_size", 1) != 1:
+        given.setdefault("is_continuous_batching", False)  # whose prompts are prefilled one by one
+    names = ("seq_len", "max_length", "n_positions")
+    limit = parse_value("n_positions", next((given[n] for n in names if n in given), positions))
+    prompt = given.get("max_context_length")
+    if truth(given.get("enable_bucketing")) is False and isinstance(limit, int):
+        del given["enable_bucketing"]
+        given["token_generation_buckets"] = [limit]
+        given["context_encoding_buckets"] = [prompt or limit]
+    elif isinstance(prompt, int):
+        given.setdefault("context_encoding_buckets", make_buckets(max(prompt, 1)))
+    for buckets, lengths in {
+        "token_generation_buckets": names,
+        "context_encoding_buckets": ("max_context_length",),
+    }.items():
+        longest = [given[name] for name in lengths if name in given]
+        agree = longest and longest.count(longest[0]) == len(longest)
+        if agree and isinstance(given.get(buckets), list | tuple):
+            given = {name: value for name, value in given.items() if name not in lengths}
+            given[buckets] = [*given[buckets], longest[0]]
+    return given
+
+
+def _flat(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each keyword with its value, those of an object as ``keyword.inner``."""
+    for keyword, value in given.items():
+        implied = _IMPLIED.get(keyword)
+        if implied is not None and value is None and keyword not in _NO_EFFECT:
+            value = dict.fromkeys(implied)
+        if implied is not None and isinstance(value, Mapping):
+            for inner, entry in {**implied, **value}.items():
+                yield f"{keyword}.{inner}", entry
+        elif keyword in _SAMPLING and isinstance(value, Mapping):
+            apart = {inner: entry for inner, entry in value.items() if inner in _APART}
+            yield (
+                keyword,
+                {
+                    **_SAMPLING[keyword],
+                    **{inner: entry for inner, entry in value.items() if inner not in apart},
+                },
+            )
+            for inner, entry in apart.items():
+                yield f"{keyword}.{inner}", entry
+        else:
+            yield keyword, value

@@ -35,8 +35,8 @@ class Translation:
 
     option: str
     """The option, as a field of `ServingOptions`."""
-    values: Mapping[str, str | None]
-    """Value in lower case to the option's value; None: no effect."""
+    values: Mapping[str, str]
+    """Value in lower case to the option's value."""
 
 
 DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")
@@ -44,6 +44,7 @@ DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")
 
 _DJL = "read by DJL Serving"
 _GPU = "GPU only"
+_VLLM = "for vLLM's own scheduler and cache"
 _IMAGES = "for images; only text is generated"
 _NEVER = "not used by the old engine either"
 
@@ -56,6 +57,11 @@ IGNORED: Final[Mapping[str, str]] = {
     "amp": "the option is dtype, as in the old engine",
     **dict.fromkeys(("waiting_steps", "cluster_size"), _NEVER),
     **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
+    **dict.fromkeys(("swap_space", "disable_custom_all_reduce"), _GPU),
+    "device": "model_loader chooses the device",
+    **dict.fromkeys(("block_size", "max_num_batched_tokens", "use_v2_block_manager"), _VLLM),
+    **dict.fromkeys(("num_gpu_blocks_override", "distributed_executor_backend"), _VLLM),
+    **dict.fromkeys(("disable_log_stats", "disable_log_requests"), _VLLM),
     **dict.fromkeys(("height", "width", "num_images_per_prompt"), _IMAGES),
 }
 """Name without effect, to the reason."""
@@ -72,7 +78,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), "static_int8"),
-    **dict.fromkeys(("false", "0", "no", "off", "none"), None),
+    **dict.fromkeys(("false", "0", "no", "off", "none"), "none"),
 }
 TRANSLATED: Final[Mapping[str, Translation]] = dict.fromkeys(
     ("load_in_8bit", "neuron_quant"), Translation("quantize", _WORDS)

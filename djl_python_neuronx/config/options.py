@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.values import (
@@ -41,6 +42,7 @@ from djl_python_neuronx.config.values import (
     OptionGroup,
     Order,
     Positions,
+    Positive,
     Seconds,
     TokenBuckets,
     Upper,
@@ -49,6 +51,7 @@ from djl_python_neuronx.config.values import (
     parse_object,
     truth,
 )
+from djl_python_neuronx.errors import did_you_mean
 
 MAX_ROWS = 999
 """Most rows of one call of DJL Serving's rolling batch."""
@@ -78,8 +81,10 @@ class OnDeviceGeneration(BaseModel):
     dynamic: bool = False
     """Use each request's own parameters. Otherwise those below are compiled into the graph."""
     top_k: Count = 50
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, allow_inf_nan=False), Allowed("a number above 0, at most 1")
+    ] = 1.0
+    temperature: Positive = 1.0
     top_p_min_tokens: Count = 1
     """Fewest tokens that `top_p` keeps."""
     global_top_k: Annotated[
@@ -98,13 +103,29 @@ PER_REQUEST = OnDeviceGeneration(
 """Value of ``on_device_generation=true``: the device samples, with each request's own parameters."""
 
 
+_OUTSIDE: Final[Mapping[str, str]] = {
+    "max_length": "a request sets max_new_tokens; leave it out",
+    "eos_token_id": "the model's own ends a text; leave it out",
+}
+"""Keyword of TNX's `GenerationConfig` that is set elsewhere, to where."""
+
+
 def _generation(value: object) -> object:
     if isinstance(value, OnDeviceGeneration):
         return value
     enabled = truth(value)
     if enabled is not None:
         return PER_REQUEST if enabled else None
-    return parse_object(value) if isinstance(value, str) else value
+    fields = parse_object(value) if isinstance(value, str) else value
+    if not isinstance(fields, Mapping):
+        return fields
+    given = {
+        key: entry for key, entry in fields.items() if entry is not None or key not in _OUTSIDE
+    }
+    most = given.get("global_top_k", given.get("global_topk"))
+    if isinstance(most, int) and 0 < most < PER_REQUEST.top_k:
+        given.setdefault("top_k", most)  # the default is within the limit
+    return given
 
 
 class GeneralOptions(OptionGroup):
@@ -153,8 +174,9 @@ class GeneralOptions(OptionGroup):
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
-    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. Ignored
-    by the cpu backend, so that a file for Inferentia can be tried on a CPU unchanged."""
+    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The
+    default is the one whose cores read least in a decode step, padding included; `check` prints it. Ignored by the cpu
+    backend, so that a file for Inferentia can be tried on a CPU unchanged."""
     dtype: Annotated[
         AutoDtype,
         Option(
@@ -260,6 +282,10 @@ class BatchingOptions(OptionGroup):
 class LimitOptions(OptionGroup):
     """Limits of requests and connections."""
 
+    max_request_seconds: Annotated[Seconds | None, Option()] = None
+    """Longest time from the arrival of a request to the end of its answer, which then ends with what there is (finish
+    reason `time`); a request that never had a slot gets 408. A request can ask for less time (docs/protocols.md).
+    Default: no limit."""
     max_body_bytes: Annotated[Count, Option()] = 6_291_456
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
     Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
@@ -600,8 +626,9 @@ class CompilerOptions(OptionGroup):
     override_neuron_config: Annotated[
         Object | None, Option(to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True)
     ] = None
-    """Further keywords of the library's `NeuronConfig`, for settings without an option. They override options. A
-    keyword that the installed library does not have is an error, and so is one that follows from an option."""
+    """Keywords of either library's `NeuronConfig`. One that has an option sets it, and overrides every source but the
+    command line: `{"seq_len": 2048}` is `n_positions=2048`. The others go to the library; one that it does not have is
+    an error there."""
 
 
 class ServingOptions(
@@ -687,9 +714,20 @@ def parse_value(name: str, value: object) -> object:
 
 def allowed_values(name: str) -> str:
     """The allowed values of an option in words: ``auto, cpu, tnx or nxdi``."""
-    field = ServingOptions.model_fields[name]
-    if words := option(name).allowed:
-        return words
+    return option(name).allowed or _allowed(ServingOptions.model_fields[name])
+
+
+def wrong_part(key: str) -> str:
+    """What is wrong with a key of an option's object that is not valid."""
+    if key in _OUTSIDE:
+        return f"{key}: {_OUTSIDE[key]}"
+    field = OnDeviceGeneration.model_fields.get(key.replace("topk", "top_k"))
+    if field is not None:
+        return f"{key}: expected {_allowed(field)}"
+    return f"{key!r} is wrong{did_you_mean(key, OnDeviceGeneration.model_fields)}"
+
+
+def _allowed(field: FieldInfo) -> str:
     return join_words(_words(field.metadata) or _choices(field.annotation), "or")
 
 

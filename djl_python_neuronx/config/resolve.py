@@ -6,6 +6,7 @@ it cannot be honoured. What DJL Serving adds on its own is ignored with a reason
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,8 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import djl_serving, sources
-from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config import djl_serving, hints, keywords, sources
+from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.legacy import (
     DJL_ARGUMENTS,
     IGNORED,
@@ -33,22 +34,40 @@ from djl_python_neuronx.config.options import (
     names_where,
     option,
     parse_value,
+    wrong_part,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting
-from djl_python_neuronx.config.values import MAX_SHOWN, as_property, join_words, shortened, truth
+from djl_python_neuronx.config.values import (
+    MAX_SHOWN,
+    as_property,
+    join_words,
+    reordered,
+    shortened,
+    truth,
+)
 from djl_python_neuronx.errors import (
     ConfigError,
     IncompatibleOptionsError,
     InvalidOptionError,
     UnknownOptionError,
-    did_you_mean,
 )
 
 _DEFAULT = "default"
-_OVERRIDDEN_PLACES = {sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE}
+_OVERRIDDEN_PLACES = {
+    *(sources.COMMAND_LINE, sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE),
+}
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
+_MODELS = {"model_id", "speculative_draft_model"}
 _UNUSED = names_where(lambda marker: marker.unused)
+_PREFIX = re.compile(r"[^a-z]*([a-z]+)(?:[._-]|$)")
+_LAYOUTS = ("attention_layout", "cache_layout")
+_NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("quantize",),
+    "quantize": ("dtype",),
+    **dict.fromkeys((*_LAYOUTS, "collectives_layout"), _LAYOUTS),
+}
+"""Option to others that its values are mistaken for."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +136,10 @@ def read_settings(
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
     written = sources.read_written(inputs)
     reader = _Reader(problems)
-    for setting in sources.read_all(inputs, written):
+    folder = model_dir or (file.parent if file else Path())
+    for setting in keywords.translated(sources.read_all(inputs, written), folder):
         reader.read(setting)
-    options = reader.validate(model_dir or (file.parent if file else Path()))
+    options = reader.validate(folder)
     origins = {
         name: setting.origin
         for name, (setting, _) in reader.chosen.items()
@@ -177,8 +197,6 @@ class _Reader:
         self.findings: list[Finding] = []
         """Warnings and notes, which are described when all values are known."""
         self._problems = problems
-        self._denied: dict[str, Setting] = {}
-        """Option to the first of its translated names that was set to false."""
         self._firsts: dict[tuple[str, str], tuple[Setting, object]] = {}
         """Source and option to the first of its settings."""
 
@@ -201,7 +219,7 @@ class _Reader:
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
         for name, (setting, value) in self.chosen.items():
-            by_operator = setting.origin.startswith(("environment ", sources.COMMAND_LINE))
+            by_operator = setting.by_operator
             try:
                 values[name] = (
                     sources.content(value, folder, by_operator=by_operator)
@@ -220,16 +238,16 @@ class _Reader:
             )
         for name, why in wrong.items():
             setting = self.chosen[name][0]
-            self._refuse(setting, allowed_values(name) + why)
+            self._refuse(setting, allowed_values(name) + why + _advice(name, setting.value))
             self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
+        for name, (_, value) in self.chosen.items():
+            if name not in wrong and reordered(value, getattr(options, name)):
+                self.findings.append(
+                    Finding((name,), "taken in ascending order, each once", "note")
+                )
         return options
 
     def _choose(self, name: str, setting: Setting, value: object) -> None:
-        denied = self._denied.get(name)
-        if denied and name not in self.chosen and _overrules(denied, setting, value):
-            problem = f"{_written(setting)} is overridden by {_written(denied)}"
-            self.findings.append(Finding((name,), problem, "note"))
-            return
         if name == "model_dir" and setting.by_user:
             self._refuse(
                 setting, "nothing: it is set by the server; name a model with option.model_id"
@@ -243,7 +261,8 @@ class _Reader:
             )
             self._problems.add_error(IncompatibleOptionsError(message))
         if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
-            self.findings.append(Finding((name,), f"overrides {_written(setting)}", "note"))
+            level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
+            self.findings.append(Finding((name,), f"overrides {_written(setting)}", level))
 
     def _translate(self, setting: Setting) -> None:
         """Choose the option and value that a name of the old engine stands for."""
@@ -258,13 +277,7 @@ class _Reader:
                 return
             self._refuse(setting, join_words(translation.values, "or"))
             return
-        value = translation.values[word]
-        if value is not None:
-            self._choose(translation.option, setting, value)
-            return
-        self.ignored[setting.name] = f"no effect; the option is {translation.option}"
-        if truth(setting.value) is False:
-            self._denied.setdefault(translation.option, setting)
+        self._choose(translation.option, setting, translation.values[word])
 
     def _unknown(self, setting: Setting) -> None:
         """Ignore, refuse or warn of a name that is not an option."""
@@ -279,14 +292,16 @@ class _Reader:
             self._refuse(setting, expected)
         elif setting.by_user:
             known = [*NAMES, *TRANSLATED, *IGNORED, *UNSUPPORTED]
-            self._problems.add_error(UnknownOptionError(name, origin, known))
+            hint = hints.unknown(name, setting.value, known)
+            self._problems.add_error(UnknownOptionError(name, origin, hint))
         elif not in_file or name in DJL_ARGUMENTS:
             self.ignored.setdefault(name, "a setting of DJL Serving")
-        elif _misspells_prefix(name):
+        elif _misspells_prefix(setting):
             known = [f"option.{option_name}" for option_name in NAMES]
-            self._problems.add_error(UnknownOptionError(name, origin, known))
+            hint = hints.unknown(name, setting.value, known)
+            self._problems.add_error(UnknownOptionError(name, origin, hint))
         else:
-            hint = did_you_mean(name, NAMES)
+            hint = hints.unknown(name, setting.value, NAMES)
             self._warn(
                 name, f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}"
             )
@@ -314,22 +329,14 @@ def _written(setting: Setting) -> str:
     return f"{setting.name}={shortened(setting.value)} ({setting.origin})"
 
 
-def _overrules(denied: Setting, setting: Setting, value: object) -> bool:
-    """True if a translated name set to false overrules a weaker `setting` of the option.
-
-    It overrules translated names and ``true``. Any other value of the option itself counts, as in the old engine.
-    """
-    weaker = setting.source != denied.source
-    return weaker and (setting.name in TRANSLATED or truth(value) is True)
-
-
 def _contradicts(name: str, first: tuple[Setting, object], other: tuple[Setting, object]) -> bool:
-    """True for two names of one option with two values in one source, both by the user.
+    """True for two names, or keywords, of one option with two values in one source, both by the user.
 
     Spellings of one value agree; values that are not allowed are not compared.
     """
     (one, one_value), (two, two_value) = first, other
-    if one.name == two.name or not (one.by_user and two.by_user):
+    same_name = one.name == two.name and one.source != keywords.OVERRIDE
+    if same_name or not (one.by_user and two.by_user):
         return False
     values = [parse_value(name, one_value), parse_value(name, two_value)]
     return INVALID not in values and values[0] != values[1]
@@ -351,12 +358,26 @@ def _reasons(error: ValidationError) -> dict[str, str]:
     for entry in error.errors(include_url=False, include_context=False, include_input=False):
         name, *inner = map(str, entry["loc"])
         # Within an object, the key that is wrong. The message of a union's branch would only confuse.
-        where = f"; {'.'.join(inner)}: {entry['msg']}" if inner and option(name).file else ""
+        where = f"; {wrong_part(inner[0])}" if inner and option(name).file else ""
         found.setdefault(name, where)
     return found
 
 
-def _misspells_prefix(key: str) -> bool:
-    """True for a key that begins with a misspelt ``option.``."""
-    head, dot, _ = key[:MAX_SHOWN].lower().partition(".")
-    return bool(dot and (head == "opt" or get_close_matches(head, ["option"], cutoff=0.7)))
+def _advice(name: str, value: object) -> str:
+    """What to write in place of a value that is not allowed."""
+    for other in _NEIGHBOURS.get(name, ()):
+        if parse_value(other, value) is not INVALID:
+            return f"; this is a value of {other}: write option.{other}={shortened(value)}"
+    return hints.repair(
+        value,
+        lambda mended: parse_value(name, mended) is not INVALID,
+        is_name=name in _MODELS,
+    )
+
+
+def _misspells_prefix(setting: Setting) -> bool:
+    """True for a key that begins with a misspelt ``option.``, and for one that a blank cuts off from the option."""
+    found = _PREFIX.match(setting.name[:MAX_SHOWN].lower())
+    head = found[1] if found else ""
+    cut_off = str(setting.value).lower().startswith(("option.", "option_"))
+    return cut_off or head == "opt" or bool(get_close_matches(head, ["option"], cutoff=0.7))

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -83,6 +84,7 @@ _MARK = (
     "begins with a byte order mark, which DJL Serving reads as part of the key, so it ignores this setting. "
     "Save the file without the mark"
 )
+_LOST = re.compile(r"(?<!\\)(?:\\\\)*(\\[a-eg-mo-qsv-zA-Z0-9])")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -103,6 +105,11 @@ class Setting:
     """Warnings and notes about the way it is written."""
     unused: str = ""
     """Why it has no effect; empty if it has one."""
+
+    @property
+    def by_operator(self) -> bool:
+        """True if whoever starts the server set it, not the author of the model folder."""
+        return self.origin.startswith(("environment ", COMMAND_LINE))
 
 
 @dataclass(frozen=True)
@@ -423,22 +430,18 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
         ConfigError: the file cannot be read, is larger than 1 MiB, has more than 2,000 lines or holds a broken escape.
     """
     content = _read_file(path, model_dir)
-    try:
-        entries = list(javaproperties.parse(io.BytesIO(content.removeprefix(codecs.BOM_UTF8))))
-    except ValueError as error:
-        fix = r"Write \\ for a backslash, \uXXXX for a character"
-        message = f"{str(path)!r} is not a properties file: {error}. {fix}"
-        raise ConfigError(message) from error
     marked = content.startswith(codecs.BOM_UTF8)
     found: dict[str, Setting] = {}
     line = 1
-    for entry in entries:
+    for entry in _entries(content.removeprefix(codecs.BOM_UTF8), path):
         if isinstance(entry, javaproperties.KeyValue):
             by_user = entry.key.startswith(_FILE_PREFIX)
             name, origin = entry.key.removeprefix(_FILE_PREFIX), f"{path} line {line}"
             remarks: list[tuple[Level, str]] = []
             if marked and line == 1:
                 remarks.append(("warning", f"{origin} {_MARK}"))
+            if by_user:
+                remarks += _doubts(entry.source, entry.value)
             if entry.key in found:
                 note = f"also set in {found[entry.key].origin}, which line {line} overrides"
                 remarks.append(("note", note))
@@ -448,6 +451,39 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
         # Source: djl-serving d21927c, ModelInfo.java configPerModelSettings: it is passed on under this name.
         found.setdefault("batch_size", replace(found["max_dynamic_batch_size"], name="batch_size"))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
+
+
+def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesElement]:
+    """The parts of a properties file.
+
+    Raises:
+        ConfigError: it is another kind of file, or holds a broken escape.
+    """
+    kind = "UTF-16 or binary: save it as UTF-8" if b"\0" in content else ""
+    if content.lstrip()[:1] in {b"{", b"<"}:
+        kind = "JSON or XML: write a line option.NAME=VALUE for each option"
+    if kind:
+        message = f"{str(path)!r} is not a properties file but {kind}"
+        raise ConfigError(message)
+    line = 1
+    try:
+        for entry in javaproperties.parse(io.BytesIO(content)):
+            yield entry
+            line += len(_LINE_END.findall(entry.source))
+    except ValueError as error:
+        fix = r"Write / or \\ for a backslash, \uXXXX for a character"
+        message = f"{str(path)!r} is not a properties file: line {line}: {error}. {fix}"
+        raise ConfigError(message) from error
+
+
+def _doubts(source: str, value: str) -> Iterator[tuple[Level, str]]:
+    """What Java makes of a value and its writer hardly means."""
+    if lost := _LOST.search(source):
+        yield "error", f"Java drops the backslash of {lost[1]}; write / or \\\\ in a path"
+    with suppress(UnicodeError):
+        if (meant := value.encode("iso-8859-1").decode()) != value:
+            fix = javaproperties.escape(str(shortened(meant)))
+            yield "warning", f"Java reads the file as ISO-8859-1, not UTF-8; write {fix}"
 
 
 def _read_file(path: Path, model_dir: Path | None) -> bytes:

@@ -11,9 +11,11 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import (
@@ -26,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from djl_python_neuronx.config import hints
 from djl_python_neuronx.errors import redacted
 
 COUNT = "a whole number of at least 1"
@@ -41,6 +44,9 @@ MAX_LITERAL = 8_192
 """Longest Python literal in characters. Python's parser recurses once per operator; its stack holds this many."""
 MAX_DEPTH = 32
 """Deepest nesting of brackets."""
+
+SMALLEST_BUCKET = 128
+"""Least tokens of a graph that is compiled by default."""
 
 MAX_SHOWN = 200
 """Characters of a name or value in a message."""
@@ -176,6 +182,23 @@ def parse_object(text: str) -> object:
         raise ValueError(message) from error
 
 
+def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
+    """Return lengths that double from `smallest` and end with `max_len`.
+
+    At most half of a padded row is padding, for six graphs up to 4096 and one more for each doubling. Steps of four
+    would save two graphs, some minutes of compiling once, and let a row be three quarters padding at every request;
+    below `smallest` a prompt costs what reading the weights costs, however short it is.
+
+    Raises:
+        ValueError: a length is not positive.
+    """
+    if max_len < 1 or smallest < 1:
+        message = f"no buckets from {smallest} to {max_len}; expected positive lengths"
+        raise ValueError(message)
+    doubling = (smallest << power for power in range(max_len.bit_length()))
+    return (*(length for length in doubling if length < max_len), max_len)
+
+
 def join_words(values: Iterable[object], last: str = "and") -> str:
     """The values as a list in a sentence: ``1, 2 and 4`` if `last` is ``and``."""
     words = [str(value) for value in values]
@@ -277,8 +300,20 @@ def _split(value: object) -> object:
             if listed.startswith(left) and listed.endswith(right):
                 listed = listed[1:-1].strip()
                 break
-        return [_unquoted(part.strip()) for part in listed.removesuffix(",").split(",")]
+        parts = [_unquoted(part.strip()) for part in listed.removesuffix(",").split(",")]
+        if any(part.isdecimal() and part[0] == "0" != part for part in parts):
+            message = "a number begins with 0"  # 2,048 is one number
+            raise ValueError(message)
+        return parts
     return [value] if isinstance(value, int) else value
+
+
+def reordered(value: object, lengths: object) -> bool:
+    """True if the text `value` has these lengths in another order, or one of them twice."""
+    if not isinstance(lengths, tuple) or not all(isinstance(length, int) for length in lengths):
+        return False
+    parts = _split(value)
+    return isinstance(parts, list) and [int(float(part)) for part in parts] != list(lengths)
 
 
 def _unquoted(part: str) -> str:
@@ -289,6 +324,14 @@ def _unquoted(part: str) -> str:
 def _one_or_list(value: object) -> object:
     listed = isinstance(value, str) and ("," in value or value.strip()[:1] in {"[", "("})
     return _split(value) if listed else value
+
+
+def _without(mistakes: Iterable[hints.Mistake], text: str) -> str:
+    """Refuse text that has one of the mistakes."""
+    for pattern, _, why in mistakes:
+        if len(text) <= hints.LONGEST and re.search(pattern, text):
+            raise ValueError(why)
+    return text
 
 
 def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -339,8 +382,13 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-Location = Annotated[str, _Filled, Allowed("a folder or s3://bucket/key")]
-ModelSource = Annotated[str, Allowed("a folder, a Hugging Face model id or s3://bucket/key")]
+Plain = AfterValidator(partial(_without, hints.TEXT))
+Location = Annotated[str, _Filled, Plain, Allowed("a folder or s3://bucket/key")]
+ModelSource = Annotated[
+    str,
+    AfterValidator(partial(_without, hints.NAME)),
+    Allowed("a folder, a Hugging Face model id or s3://bucket/key"),
+]
 Dtype = Annotated[Literal["float32", "float16", "bfloat16"], _LongDtype, Allowed(DTYPES)]
 AutoDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"], _LongDtype, Allowed(f"auto, {DTYPES}")

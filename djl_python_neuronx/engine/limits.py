@@ -23,9 +23,9 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         UnsupportedParameterError: the backend samples on the device and cannot apply a parameter.
         RequestError: the model cannot serve it for another reason.
     """
-    prompt_ids, longest = request.prompt_ids, longest_prompt(spec)
+    prompt_ids, name, longest = request.prompt_ids, request.prompt_name, longest_prompt(spec)
     if not len(prompt_ids):
-        msg = "the prompt has no tokens; send at least one"
+        msg = f"{name} has no tokens; send at least one"
         raise RequestError(msg)
     if len(prompt_ids) > longest:
         limits, options = f"n_positions {spec.max_model_len}", "option.n_positions"
@@ -33,13 +33,11 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
             limits += f", largest prefill bucket {spec.prefill_buckets[-1]}"
             options += " or option.context_length_estimate"
         msg = (
-            f"the prompt has {len(prompt_ids)} tokens, this deployment takes at most {longest} ({limits}); "
+            f"{name} has {len(prompt_ids)} tokens, this deployment takes at most {longest} ({limits}); "
             f"shorten it, or raise {options}"
         )
         raise PromptTooLongError(msg)
-    if not 0 <= min(prompt_ids) <= max(prompt_ids) < spec.vocab_size:
-        msg = f"a prompt token id is outside the model's vocabulary of {spec.vocab_size}; does the tokenizer match?"
-        raise RequestError(msg)
+    _check_vocabulary(request, spec.vocab_size)
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
@@ -48,6 +46,16 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise UnsupportedParameterError(msg)
     if Want.LOGITS not in spec.outputs:
         _check_device_sampling(request, spec)
+
+
+def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+        msg = f"{request.prompt_name} has an id outside the vocabulary of {vocab_size}; does the tokenizer match?"
+        raise RequestError(msg)
+    outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
+    if outside:
+        msg = f"stop_token_ids has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
+        raise RequestError(msg)
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:

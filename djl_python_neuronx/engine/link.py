@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -134,15 +134,18 @@ SPEC = TypeAdapter(ModelSpec)
 """Converts the facts of the loaded model to plain values and back."""
 
 
-def encode_request(request: GenerationRequest) -> bytes:
-    """The message for a request, with the part of it that the engine needs: token ids and plain values, no text."""
+def encode_request(request: GenerationRequest, stop_ids: Iterable[int] = ()) -> bytes:
+    """The message for a request, with the part of it that the engine needs: token ids and plain values, no text.
+
+    `stop_ids` end the sequence as `stop_token_ids` do.
+    """
     sampling, wanted = request.sampling, request.max_new_tokens
     fields = {
         "request_id": request.request_id,
         "prompt_ids": list(request.prompt_ids),
         "sampling": {**asdict(sampling), "top_k": min(sampling.top_k, _LARGEST)},
         "max_new_tokens": None if wanted is None else min(wanted, _LARGEST),
-        "stop_token_ids": [one for one in request.stop_token_ids if 0 <= one <= _LARGEST],
+        "stop_token_ids": [*request.stop_token_ids, *stop_ids],
         "ignore_eos": request.ignore_eos,
         "logprobs": request.logprobs,
         "adapter": request.adapter,

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, Protocol
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step, encode_request
+from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
 from djl_python_neuronx.engine.streams import (
     AsyncQueue,
     Generation,
@@ -36,11 +36,11 @@ from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
-    RequestAbortedError,
+    RequestTimeoutError,
     ServingError,
     revive,
 )
-from djl_python_neuronx.types import GenerationRequest, Tokenizer, TokenOutput
+from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class LoopSettings:
     """Longest time that a request waits for an engine that is started again."""
     restarts: int = 0
     """Starts after a death within `RESTART_WINDOW_S`."""
+    max_request_s: float = math.inf
+    """Longest time of every request: see `GenerationRequest.max_seconds`."""
 
 
 def end_engine(host: Host) -> None:
@@ -143,6 +145,8 @@ class EngineLoop:
         self._load_s = 0.0
         self._busy = False
         """The engine has sequences, as far as it has reported."""
+        self._delivering = threading.Lock()
+        """Held while deltas are made: of a step by the output thread, at a deadline by the watchdog."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
         # A queue lives as long as a request of its event loop, and holds that loop.
@@ -176,16 +180,25 @@ class EngineLoop:
         return self.error is None and self._link is not None
 
     def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
-        """Check and queue a request; its deltas go to `output_queue`.
+        """Check and queue a request; its deltas go to `output_queue`. See `submit_all`."""
+        self.submit_all((request,), output_queue)
+
+    def submit_all(self, requests: Sequence[GenerationRequest], output_queue: OutputQueue) -> None:
+        """Check and queue requests that are answered together, all or none; their deltas go to `output_queue`.
+
+        Whoever reads them aborts the others if one fails.
 
         Raises:
-            RequestError: the loaded model cannot serve it, or the waiting queue is full.
+            RequestError: the loaded model cannot serve one of them, or the waiting queue has no room for all.
             BackendUnavailableError: no engine is left, or the loop is stopping.
         """
         try:
-            check(request, self.spec)
-            stream = Stream(request, self._tokenizer, output_queue, encode_request(request))
-            self.streams.open(stream, lambda: self._add(stream))
+            for request in requests:
+                check(request, self.spec)
+            group = [Stream(one, self._tokenizer, output_queue) for one in requests]
+            for stream in group:
+                stream.group = group
+            self.streams.open(group, self._add)
         except ServingError as error:
             if isinstance(error, QueueFullError) and self._link is None:
                 error.retry_after_s = max(1, math.ceil(self._load_s))
@@ -198,17 +211,17 @@ class EngineLoop:
         if stream is not None:
             self._notify(self._observer.given_up, stream)
 
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Submit a request and iterate over its deltas in the running event loop.
+    def generate(self, *requests: GenerationRequest) -> Generation:
+        """Submit requests that are answered together, and iterate over their deltas in the running event loop.
 
         Raises:
-            ServingError: see `submit`; after that an error is the last delta, never an exception.
+            ServingError: see `submit_all`; after that an error is the last delta, never an exception.
         """
         event_loop = asyncio.get_running_loop()
         async_queue = self._async_queues.setdefault(event_loop, AsyncQueue(event_loop, self.abort))
-        self.submit(request, async_queue)
+        self.submit_all(requests, async_queue)
         # No delta can overtake the registration: both happen in this event loop's thread.
-        return Generation(request.request_id, async_queue, self.abort)
+        return Generation([one.request_id for one in requests], async_queue, self.abort)
 
     def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
@@ -259,8 +272,8 @@ class EngineLoop:
             )
             death = _Death(BackendUnavailableError(message), "output thread")
         if self._closing.is_set():
-            stopped = "the server stopped before this request was finished"
-            self._end(self.streams.end_all(), RequestAbortedError(stopped))
+            stopped = "the server stopped before this request was finished; send it elsewhere"
+            self._end(self.streams.end_all(), BackendUnavailableError(stopped))
             end_engine(self._host)
             return
         self.streams.close(death.error)
@@ -291,7 +304,8 @@ class EngineLoop:
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(fields)
             self._busy = bool(self.state.running or self.state.waiting)
-            self._deliver(result)
+            with self._delivering:
+                self._deliver(result)
         return self._explain_end()
 
     def _note_entering(self, request_ids: list[str]) -> None:
@@ -355,8 +369,9 @@ class EngineLoop:
             stream.first_token_s = stream.last_token_s
         if delta.finish_reason is None:
             return delta
-        # A stop string: the token that was decoded meanwhile never reaches the text.
-        if self._remove(output.request_id, abort=output.finish_reason is None) is None:
+        # A stop string or a deadline: the token that was decoded meanwhile never reaches the text.
+        unknown = output.finish_reason in {None, FinishReason.TIME}
+        if self._remove(output.request_id, abort=unknown) is None:
             return None
         self._notify(self._observer.ended, stream, delta)
         return delta
@@ -464,13 +479,14 @@ class EngineLoop:
     # Watchdog thread
 
     def _watch(self) -> None:
-        """Detect an engine that is silent although it has work.
+        """Detect an engine that is silent although it has work, and end the requests whose time is over.
 
-        Its silence is counted in turns, so that a stop of this process does not count.
+        The silence is counted in turns, so that a stop of this process does not count.
         """
         period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
         output_thread, _ = self._threads
         while not self._closing.wait(period_s) and output_thread.is_alive():
+            self._end_late()
             if self._link is None:
                 self._expire()
             elif not (self._busy or len(self.streams)):
@@ -484,6 +500,23 @@ class EngineLoop:
                 )
                 self._silent_s = 0.0
                 self._host.kill()
+
+    def _end_late(self) -> None:
+        """End the requests whose time is over: with what there is, or with an error if they never had a slot."""
+        for stream in self.streams.open_streams():
+            limit_s = min(stream.request.max_seconds, self._settings.max_request_s)
+            if time.monotonic() - stream.request.arrived_s < limit_s:
+                continue
+            if any(one.entered for one in stream.group):
+                output = TokenOutput(stream.request.request_id, (), FinishReason.TIME)
+                with self._delivering:
+                    self._deliver(StepResult([output]))
+                continue
+            message = (
+                f"the request got no slot within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
+                "later, or raise them"
+            )
+            self._end(self._removed([stream]), RequestTimeoutError(message))
 
     def _expire(self) -> None:
         """End the requests that have waited too long for an engine."""

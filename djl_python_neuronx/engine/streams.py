@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
+from djl_python_neuronx.engine.link import encode_request
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -72,7 +73,7 @@ class AsyncQueue:
             waiting = self.queues.get(delta.request_id)
             if waiting is None or (late := waiting.qsize() - MAX_UNREAD_DELTAS) > 0:
                 continue
-            if late == 0 and not delta.finished:
+            if late == 0:
                 self._abort(delta.request_id)
                 msg = f"the client reads too slowly: {MAX_UNREAD_DELTAS} parts of the answer wait for it"
                 error = RequestAbortedError(msg)
@@ -81,58 +82,69 @@ class AsyncQueue:
 
 
 class Generation:
-    """The deltas of one request, for ``async for``.
+    """The deltas of requests that are answered together, for ``async for``. An error of one ends all of them.
 
-    Closing it before the end aborts the request and ends the iteration, also one that waits for a delta.
+    Closing it before the end aborts the requests and ends the iteration, also one that waits for a delta.
     """
 
-    def __init__(self, request_id: str, queue: AsyncQueue, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self, request_ids: Sequence[str], queue: AsyncQueue, abort: Callable[[str], None]
+    ) -> None:
         self._abort = abort
-        self._request_id = request_id
+        self._open_ids = set(request_ids)
         self._open_queues = queue.queues
-        self._queue = queue.queues[request_id] = asyncio.Queue[Delta | None]()
-        self._finished = False
+        self._queue = asyncio.Queue[Delta | None]()
+        queue.queues.update(dict.fromkeys(request_ids, self._queue))
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._finished:
+        if self.finished:
             raise StopAsyncIteration
         delta = await self._queue.get()
         if delta is None:
             raise StopAsyncIteration
         if delta.finished:
-            self._finish()
+            self._open_ids.discard(delta.request_id)
+            self._open_queues.pop(delta.request_id, None)
+        if delta.error is not None:
+            self.close()
         return delta
 
+    @property
+    def finished(self) -> bool:
+        """True once there are no more deltas."""
+        return not self._open_ids
+
     def close(self) -> None:
-        """Abort the request if it is not finished; idempotent."""
-        if not self._finished:
-            self._finish()
+        """Abort the requests that are not finished; idempotent."""
+        if not self.finished:
             self._queue.put_nowait(None)
-            self._abort(self._request_id)
+        while self._open_ids:
+            request_id = self._open_ids.pop()
+            self._open_queues.pop(request_id, None)
+            self._abort(request_id)
 
     def wake(self) -> None:
         """Give an empty delta, to a reader that has to look at the clock meanwhile."""
-        self._queue.put_nowait(Delta(self._request_id, "", ()))
-
-    def _finish(self) -> None:
-        self._finished = True
-        self._open_queues.pop(self._request_id, None)
+        if self._open_ids:
+            self._queue.put_nowait(Delta(next(iter(self._open_ids)), "", ()))
 
 
 class Stream:
     """One request, its text and the queue for its deltas."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue, message: bytes
+        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
     ) -> None:
-        """`message`: the request, encoded for the engine."""
-        self.message = message
         self.request = request
         self.text = TextStream(request, tokenizer)
+        self.message = encode_request(request, self.text.stop_tokens)
+        """The request, encoded for the engine."""
         self.queue = queue
+        self.group: Sequence[Stream] = (self,)
+        """The streams that are answered together."""
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
@@ -189,28 +201,33 @@ class StreamRegistry:
         """The stream of an id, or None if it is not open."""
         return self._open.get(request_id)
 
-    def open(self, stream: Stream, then: Callable[[], None]) -> None:
-        """Accept a stream.
+    def open(self, streams: Sequence[Stream], then: Callable[[Stream], None]) -> None:
+        """Accept streams, all or none, and call `then` with each.
 
         Raises:
             BackendUnavailableError: nothing is accepted any more.
-            QueueFullError: `most` are open.
-            RequestError: its id is in use.
+            QueueFullError: there is no room for them among the open ones.
+            RequestError: there are more than may ever be open, or an id is in use.
         """
+        if len(streams) > self._most:
+            msg = f"the request has {len(streams)} prompts; this deployment takes at most {self._most} at a time"
+            raise RequestError(msg)
         with self._changed:
             if self.closed is not None:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
-            if len(self._open) >= self._most:
+            if len(self._open) + len(streams) > self._most:
                 msg = (
-                    f"{len(self._open)} requests are running or waiting; this deployment takes no more. "
-                    "Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
+                    f"{len(self._open)} requests are running or waiting, of at most {self._most}: no room for "
+                    f"{len(streams)} more. Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
                 )
                 raise QueueFullError(msg)
-            if stream.request.request_id in self._open:
-                msg = f"request id {stream.request.request_id!r} is already in use; send another"
+            added = {stream.request.request_id: stream for stream in streams}
+            if used := added.keys() & self._open.keys():
+                msg = f"request id {min(used)!r} is already in use; send another"
                 raise RequestError(msg)
-            self._open[stream.request.request_id] = stream
-            then()
+            self._open.update(added)
+            for stream in streams:
+                then(stream)
 
     def end(self, request_id: str, then: Callable[[], None]) -> Stream | None:
         """Remove a stream and run `then`. Returns None, and skips `then`, if it is not open."""

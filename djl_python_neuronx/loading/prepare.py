@@ -29,7 +29,7 @@ from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import as_property
+from djl_python_neuronx.config.values import as_property, make_buckets
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -37,6 +37,7 @@ from djl_python_neuronx.errors import (
     BackendError,
     ConfigError,
     ServingError,
+    UnknownFormatError,
 )
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.mismatch import (
@@ -50,12 +51,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import (
-    DRAFT_ORIGIN,
-    as_draft_model,
-    draft_settings,
-    make_buckets,
-)
+from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
@@ -309,8 +305,16 @@ class Preparation:
         if model_id is None:
             if folder is None:
                 return None
-            origin = "the model argument"
-            return self._detect(folder, str(folder), origin, weights_needed=weights_needed)
+            try:
+                return self._detect(
+                    folder, str(folder), "the model argument", weights_needed=weights_needed
+                )
+            except UnknownFormatError as error:
+                msg = (
+                    f"no model: set option.model_id to a Hugging Face id, a folder or s3://bucket/key, or give the "
+                    f"folder of a model. Without it, {error}"
+                )
+                raise UnknownFormatError(msg) from error
         if self.fetch_weights:
             folder = fetch.fetch(
                 model_id,

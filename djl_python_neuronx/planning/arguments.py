@@ -62,6 +62,15 @@ def handed_through(options: ServingOptions, loader: str) -> dict[str, Any]:
     return written
 
 
+def override(config: dict[str, Any], options: ServingOptions) -> None:
+    """Add the keywords of `override_neuron_config`, those of an object to the keywords that it has."""
+    for keyword, value in (options.override_neuron_config or {}).items():
+        if isinstance(own := config.get(keyword), dict) and isinstance(value, dict):
+            config[keyword] = {**own, **value}
+        else:
+            config[keyword] = value
+
+
 def environment_of(options: ServingOptions) -> dict[str, str]:
     """Return the variables that every library reads."""
     cache = options.compiled_graph_path

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.tnx.fields import TNX_FIELDS
 
 _NOTHING: Final[Mapping[str, str]] = {}
+_NO_FIELDS: Final[Mapping[str, Field]] = {}
 _LOADER = ("model_loader",)
 
 
@@ -23,7 +26,7 @@ class Defect:
     """Something that a library computes wrong, or stops at, with some options or models."""
 
     problem: str
-    applies: Callable[[ServingOptions, ModelFacts], object]
+    applies: Callable[[ServingOptions, ModelFacts], object] = lambda _options, _model: True
     """Whether it matters with these options, which are filled in, and this model."""
     names: tuple[str, ...] = _LOADER
     """Options that decide whether it matters; `model_loader`: the model alone decides."""
@@ -65,6 +68,8 @@ class Capability:
     bsh_collectives: str = ""
     """Why `collectives_layout=BSH` needs `attention_layout=BSH`; empty: it does not."""
     defects: tuple[Defect, ...] = ()
+    fields: Mapping[str, Field] = field(default_factory=lambda: _NO_FIELDS)
+    """Every field of `config.json` that changes a number; empty: not listed yet."""
 
     def supports(self, name: str) -> bool:
         """Return whether an option of the library takes effect."""
@@ -95,56 +100,6 @@ def sequences_beyond_window(options: ServingOptions, model: ModelFacts) -> bool:
     return model.sliding_window is not None and (options.max_model_len or 0) > model.sliding_window
 
 
-def _other_head_size(model: ModelFacts) -> bool:
-    hidden, heads, size = model.hidden_size, model.num_heads, model.head_dim
-    return bool(hidden and heads and size) and size != (hidden or 0) // (heads or 1)
-
-
-def _config_defect(
-    applies: Callable[[ModelFacts], object], problem: str, *backends: str, stops: bool = False
-) -> Defect:
-    """A value of `config.json` that the library cannot compute; `backends` can."""
-    return Defect(problem, lambda _options, model: applies(model), backends=backends, stops=stops)
-
-
-_NXDI, _CPU = ("nxdi", "cpu"), ("cpu",)
-_ODD_HEADS = _config_defect(
-    _other_head_size,
-    "transformers-neuronx takes heads of hidden_size / num_attention_heads, which config.json's head_dim is not",
-    *_NXDI,
-    stops=True,
-)
-_OTHER_ACTIVATION = _config_defect(
-    lambda model: model.activation not in {None, "silu", "swish"},
-    "transformers-neuronx computes silu, whatever hidden_act in config.json is",
-    *_NXDI,
-)
-_SCALED_POSITIONS = _config_defect(
-    lambda model: model.rope_type is not None,
-    "transformers-neuronx ignores rope_scaling in config.json",
-    *_CPU,
-)
-_LLAMA_DEFECTS = (
-    _config_defect(
-        lambda model: model.attention_bias,
-        "transformers-neuronx drops the biases that attention_bias=true in config.json stands for",
-        *_NXDI,
-    ),
-    _config_defect(
-        lambda model: model.mlp_bias,
-        "transformers-neuronx drops the biases that mlp_bias=true in config.json stands for",
-        *_NXDI,
-    ),
-    _OTHER_ACTIVATION,
-    _ODD_HEADS,
-    _config_defect(
-        lambda model: model.rope_type not in {None, "llama3"},
-        "transformers-neuronx scales positions like llama3 or not at all, and config.json has another rope_scaling",
-        *_CPU,
-        stops=True,
-    ),
-)
-_MISTRAL_DEFECTS = (_ODD_HEADS, _OTHER_ACTIVATION, _SCALED_POSITIONS)
 _GROUP_DEFECTS = (
     Defect(
         "transformers-neuronx cuts the KV cache's values off to whole numbers, without a scale",
@@ -164,6 +119,17 @@ _WINDOW_PREFILL = Defect(
     _prompts_beyond_window,
     ("n_positions", "context_length_estimate"),
     "set context_length_estimate, for static batches n_positions, to the window at most",
+)
+_WINDOW_DECODE = Defect(
+    "transformers-neuronx moves the model's window over a BSH cache only, in continuous batching",
+    lambda options, model: (
+        options.continuous_batching
+        and options.cache_layout != "BSH"
+        and sequences_beyond_window(options, model)
+    ),
+    ("n_positions", "cache_layout"),
+    "set n_positions to the window at most, or cache_layout=BSH",
+    stops=True,
 )
 
 
@@ -233,6 +199,7 @@ _GPT2 = Capability(
     ignored_options=_WITHOUT_GROUPS,
     unsupported_options=_NO_CACHE,
     bsh_collectives=_COLLECTIVES,
+    fields=TNX_FIELDS["gpt2"],
 )
 _GPT_NEOX = Capability(
     continuous_batching=False,
@@ -243,14 +210,7 @@ _GPT_NEOX = Capability(
     degree_divides=("intermediate_size",),
     ignored_options=_LLAMA_ONLY | _DECODER | {"unroll"},
     unsupported_options=_NO_WEIGHTS,
-    defects=(
-        _config_defect(
-            lambda model: not model.parallel_residual,
-            "transformers-neuronx has no use_parallel_residual=false, which config.json has",
-            *_CPU,
-            stops=True,
-        ),
-    ),
+    fields=TNX_FIELDS["gpt_neox"],
 )
 
 TNX: Final[Mapping[str, Capability]] = {
@@ -260,6 +220,7 @@ TNX: Final[Mapping[str, Capability]] = {
         ignored_options=_WITHOUT_GROUPS,
         unsupported_options=_NO_CACHE,
         bsh_collectives=_COLLECTIVES,
+        fields=TNX_FIELDS["bloom"],
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(
@@ -270,21 +231,25 @@ TNX: Final[Mapping[str, Capability]] = {
             "attention_layout": "transformers-neuronx has no BSH layout for it",
             "collectives_layout": _COLLECTIVES,
         },
+        bsh_collectives="",
+        fields=TNX_FIELDS["gpt_bigcode"],
     ),
     "gpt_neox": _GPT_NEOX,
-    "gptj": replace(_GPT_NEOX, defects=()),
-    "llama": Capability(defects=(*_GROUP_DEFECTS, *_LLAMA_DEFECTS)),
+    "gptj": replace(_GPT_NEOX, fields=TNX_FIELDS["gptj"]),
+    "llama": Capability(defects=_GROUP_DEFECTS, fields=TNX_FIELDS["llama"]),
     "mistral": Capability(
         speculation=False,
         ignored_options=_LLAMA_ONLY,
-        defects=(*_GROUP_DEFECTS, _WINDOW_PREFILL, *_MISTRAL_DEFECTS),
+        defects=(*_GROUP_DEFECTS, _WINDOW_PREFILL, _WINDOW_DECODE),
+        fields=TNX_FIELDS["mistral"],
     ),
     "mixtral": Capability(
         speculation=False,
         whole_experts=True,
         ignored_options=_LLAMA_ONLY | {"weight_tiling"},
         unsupported_options=_NO_MOE_WEIGHTS,
-        defects=(*_GROUP_DEFECTS, window_ignored("transformers-neuronx"), *_MISTRAL_DEFECTS),
+        defects=(*_GROUP_DEFECTS, window_ignored("transformers-neuronx")),
+        fields=TNX_FIELDS["mixtral"],
     ),
     "opt": Capability(
         continuous_batching=False,
@@ -295,14 +260,7 @@ TNX: Final[Mapping[str, Capability]] = {
             "attention_layout": "transformers-neuronx has no BSH layout for it",
             "collectives_layout": _COLLECTIVES,
         },
-        defects=(
-            _config_defect(
-                lambda model: not model.norm_first,
-                "transformers-neuronx has no do_layer_norm_before=false, which config.json has",
-                *_CPU,
-                stops=True,
-            ),
-        ),
+        fields=TNX_FIELDS["opt"],
     ),
 }
 """Architectures of transformers-neuronx, by `model_type`."""

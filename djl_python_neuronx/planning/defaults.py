@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
+from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.case import Case
@@ -16,7 +17,6 @@ MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows by default, so fewer slots would leave rows waiting."""
 MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
-SMALLEST_BUCKET = 128
 MOST_BLOCKS = 256
 """transformers-neuronx unrolls a loop over all blocks: 48 instructions for each, where a layer has 154 (seen, tp 1).
 Large blocks cost little, for none is shared: the last of a sequence lies half empty, and is read all the same."""
@@ -101,6 +101,12 @@ class _Room:
             return self._fits_on_host(positions, slots)
         return self.on_core(degree, positions, slots).roomy
 
+    def cost(self, degree: int, positions: int) -> tuple[bool, int, int]:
+        """Return the order of preference: whether it cannot hold the model, what a step reads on each core, degree."""
+        slots, least = self.case.options.max_rolling_batch_size, min(positions, SMALLEST_BUCKET)
+        read = self.on_core(degree, positions, slots or MAX_ROLLING_BATCH_SIZE).read
+        return not self.fits(degree, least, slots or 1), read, degree
+
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
@@ -133,9 +139,9 @@ def dtype_of(model: ModelFacts, backend: str) -> str:
 
 
 def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
-    """Return the largest documented degree that the library takes.
+    """Return the documented degree with the shortest estimated decode step, of those that hold the model.
 
-    Unless the `largest` is asked for, a smaller one if each core then needs less memory.
+    The estimate is what a core reads (`CoreMemory.read`). With the `largest`, or if sizes are not known, the largest.
     """
     case = room.case
     if case.on_cpu:
@@ -150,15 +156,9 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
         why += f" and that the library takes: {legal[-1]} does not divide {size}"
     chosen = degrees[-1]
     if not largest and room.known:
-        chosen = min(
-            degrees,
-            key=lambda degree: (
-                room.on_core(degree, positions, MAX_ROLLING_BATCH_SIZE).needed,
-                -degree,
-            ),
-        )
+        chosen = min(degrees, key=lambda degree: room.cost(degree, positions))
         if chosen != degrees[-1]:
-            why = f"{degrees[-1]} would pad the heads so much that each core needs more memory"
+            why = f"{degrees[-1]} would pad the heads so much that each core reads more in a step"
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
         used = set(legal_degrees(family, cores, used=True)).difference(legal)
@@ -244,23 +244,6 @@ def _blocks(case: Case, positions: int, slots: int) -> Filled:
         why = f"a power of two below n_positions, from {SMALLEST_BUCKET} on, for at most {MOST_BLOCKS} blocks"
         filled["pa_block_size"] = min(size, below), why
     return filled
-
-
-def make_buckets(max_len: int, smallest: int = SMALLEST_BUCKET) -> tuple[int, ...]:
-    """Return lengths that double from `smallest` and end with `max_len`.
-
-    At most half of a padded row is padding, for six graphs up to 4096 and one more for each doubling. Steps of four
-    would save two graphs, some minutes of compiling once, and let a row be three quarters padding at every request;
-    below `smallest` a prompt costs what reading the weights costs, however short it is.
-
-    Raises:
-        ValueError: a length is not positive.
-    """
-    if max_len < 1 or smallest < 1:
-        message = f"no buckets from {smallest} to {max_len}; expected positive lengths"
-        raise ValueError(message)
-    doubling = (smallest << power for power in range(max_len.bit_length()))
-    return (*(length for length in doubling if length < max_len), max_len)
 
 
 def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:

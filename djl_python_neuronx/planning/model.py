@@ -7,13 +7,15 @@ and compares with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
+_MISTRAL_WINDOW = 4096
+"""Of a configuration that does not mention it; null means that there is none."""
 _KNOWN_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -51,18 +53,8 @@ class ModelFacts:
     """Parameters of the token and position embeddings; 0 if `num_parameters` is None."""
     cache_values_per_token: int | None = None
     """Numbers in the KV cache for one token of one sequence, over all layers."""
-    attention_bias: bool = False
-    """Whether the configuration enables biases of the attention projections."""
-    mlp_bias: bool = False
-    """The same for the feed-forward network."""
-    activation: str | None = None
-    """Activation of the feed-forward network, such as ``silu``."""
-    rope_type: str | None = None
-    """Scaling of rotary positions, such as ``llama3``; None without scaling."""
-    parallel_residual: bool = True
-    """False: attention and feed-forward network of GPT-NeoX run one after the other."""
-    norm_first: bool = True
-    """False: the layers of OPT normalise their outputs instead of their inputs (opt-350m)."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Content of `config.json`; of a model with images, that of its text model above its own."""
 
     @classmethod
     def from_config(
@@ -101,29 +93,17 @@ class ModelFacts:
             embedding_parameters=tensors.embedding if tensors else 0,
             # Keys and values.
             cache_values_per_token=2 * sizes.layers * sizes.keys or None,
-            attention_bias=config.get("attention_bias") is True,
-            mlp_bias=config.get("mlp_bias") is True,
-            activation=_text(config.get("hidden_act", config.get("activation_function"))),
-            rope_type=_rope_type(config),
-            parallel_residual=config.get("use_parallel_residual") is not False,
-            norm_first=config.get("do_layer_norm_before") is not False,
+            config=config,
         )
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    kind = model_type(config)
+    if kind == "mistral":
+        return first_size({"sliding_window": _MISTRAL_WINDOW, **config}, "sliding_window")
     # Qwen2's configurations carry the size of a window that they do not use.
-    return (
-        None if config.get("use_sliding_window") is False else first_size(config, "sliding_window")
-    )
-
-
-def _rope_type(config: Mapping[str, Any]) -> str | None:
-    # transformers 5 writes rope_parameters.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, Mapping):
-        return None
-    kind = _text(scaling.get("rope_type", scaling.get("type")))
-    return None if kind == "default" else kind
+    unused = kind != "mixtral" and config.get("use_sliding_window") is False
+    return None if unused else first_size(config, "sliding_window")
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from djl_python_neuronx.config.findings import Finding, is_set
-from djl_python_neuronx.config.keywords import DERIVED, RESERVED
+from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import Capability, Defect
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
+from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
@@ -22,7 +24,6 @@ DJL_ROWS = 32
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
-_OVERRIDES = ("override_neuron_config",)
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
 _MOST_THREADS_PER_CPU = 4
 """Some thousand threads exhaust the process's limit, and torch then crashes."""
@@ -91,18 +92,10 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
 
 
 def overrides(options: ServingOptions) -> Iterator[Finding]:
-    """Yield what is wrong with the keywords in `override_neuron_config`, as far as it is known without the library."""
-    names = options.override_neuron_config or {}
-    if others := [name for name in names if name not in {*DERIVED, *RESERVED}]:
-        problem = f"{', '.join(others)}: checked when the model loads"
-        yield Finding(_OVERRIDES, problem, "note")
-    for name in names:
-        if source := DERIVED.get(name):
-            yield Finding(
-                _OVERRIDES, f"{name}: it follows from {source}; set option.{source} instead"
-            )
-        elif reason := RESERVED.get(name):
-            yield Finding(_OVERRIDES, f"{name}: it cannot be set: {reason}; remove it")
+    """Yield a note with the keywords in `override_neuron_config` that have no option."""
+    for name in options.override_neuron_config or {}:
+        problem = f"{name}: checked when the model loads{did_you_mean(name, OPTIONS)}"
+        yield Finding((OVERRIDE,), problem, "note")
 
 
 def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...]:
@@ -407,6 +400,12 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
     for defect in capability.defects:
         if defect.applies(case.options, case.model):
             yield _defect(case, defect)
+    for has, field, near in unusual_fields(capability.fields, case.model):
+        problem = f"{has}, and {case.library} {field.does}"
+        if near:
+            yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
+        else:
+            yield _defect(case, Defect(problem, backends=field.backends, stops=field.stops))
 
 
 def _defect(case: Case, defect: Defect) -> Finding:

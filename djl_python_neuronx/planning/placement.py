@@ -12,6 +12,7 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
 from djl_python_neuronx.planning.memory import (
+    CoreMemory,
     Load,
     blocks_of,
     can_split,
@@ -140,16 +141,27 @@ def _padding(case: Case) -> Iterator[Finding]:
         return
     more = f"{memory.padding / GIB:.2f}" if memory.padding >= GIB / 100 else "less than 0.01"
     problem += f": {more} GiB more on each core"
-    better = [
-        smaller
-        for smaller in legal_degrees(case.device.family, degree - 1)
-        if can_split(model, smaller, case.backend)
-        and (less := core_memory(case.with_options(tensor_parallel_degree=smaller))) is not None
-        and less.needed <= memory.needed
-    ]
+    smaller = {
+        lower: less
+        for lower in legal_degrees(case.device.family, degree - 1)
+        if can_split(model, lower, case.backend)
+        and (less := core_memory(case.with_options(tensor_parallel_degree=lower))) is not None
+    }
+    better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]
     if better:
         problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
+    problem += f". A decode step {_reading(memory, case.device)}"
+    for lower in [*smaller][-1:]:
+        unfit = "" if smaller[lower].fits else ", which does not fit"
+        problem += f"; with {lower} cores it {_reading(smaller[lower], case.device)}{unfit}"
     yield Finding((_DEGREE,), problem, "warning" if better else "note")
+
+
+def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
+    """What a core reads in a decode step, and the least time that this takes."""
+    speed = device.core_bytes_per_s
+    least = f", at least {1000 * memory.read / speed:.1f} ms" if speed else ""
+    return f"reads up to {memory.read / GIB:.2f} GiB on each{least}"
 
 
 def _flash_decoding(case: Case) -> Iterator[Finding]:

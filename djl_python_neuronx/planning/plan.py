@@ -97,7 +97,10 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     )
     origins = {
         **resolved.origins,
-        **{name: f"{_DEFAULT}: {why}" for name, (_, why) in filled.items()},
+        **{
+            name: f"{resolved.origins.get(name, _DEFAULT)}: {why}"
+            for name, (_, why) in filled.items()
+        },
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = compile_minutes(graphs(case), case.model, case.draft)

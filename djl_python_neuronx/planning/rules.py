@@ -201,6 +201,9 @@ _FILES = (
     when(partition_schema="optimum", save_mp_checkpoint_path=SET).refuse(
         "the layout of optimum-neuron can be read but not written; set safetensors or compile_only"
     ),
+    when(partition_schema="optimum", save_mp_checkpoint_path=UNSET).warn(
+        "no effect: the layout of a model's folder is detected, and this one cannot be written; leave it out"
+    ),
     when(load_split_model=True, partition_schema="safetensors").refuse(
         "weights are stored either split or as safetensors; leave one of them out"
     ),

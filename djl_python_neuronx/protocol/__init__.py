@@ -41,25 +41,42 @@ def detect(payload: Mapping[str, Any]) -> WireProtocol:
 
 
 def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
-    """Parse a JSON body.
+    """Parse a JSON body, or one of type text/plain, which is a prompt.
 
     Raises:
-        RequestError: the body is too large, not JSON, not an object, or not a request that its protocol accepts.
+        RequestError: the body is too large, not UTF-8, not JSON, not an object, or not a request that its protocol
+            accepts.
     """
+    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
+    if content_type == "text/plain":
+        return _parse_text(body, context)
     _check_structure(body)
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         msg = f"the body is not valid JSON (UTF-8, no gzip): {error.msg} at line {error.lineno} column {error.colno}"
+        if content_type not in {"", "application/json"}:
+            msg += f"; its Content-Type is {reprlib.repr(content_type)}, expected application/json or text/plain"
         raise RequestError(msg) from error
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
     return detect(payload).parse(payload, context)
+
+
+def _parse_text(body: bytes, context: ParseContext) -> ParsedRequest:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        msg = f"the body of type text/plain is not UTF-8: {error.reason} at byte {error.start}"
+    else:
+        return LmiProtocol().parse({"inputs": text}, context)
+    # Outside the except clause: the cause holds the body.
+    raise RequestError(msg)
 
 
 def _check_structure(body: bytes) -> None:

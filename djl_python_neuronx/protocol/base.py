@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +26,10 @@ BESIDE_PROMPT_BYTES = 2**20
 """Most bytes of a body beside its prompt: more than `MAX_STOP_STRINGS` of them need."""
 
 
+MAX_SEQUENCES = 128
+"""Most sequences of one request: one client must not fill the queue with one body."""
+
+
 class Formatter(Protocol):
     """The response of one request as it grows: deltas in, bytes out. Used by one thread at a time."""
 
@@ -38,14 +43,43 @@ class Formatter(Protocol):
         """
 
 
+class ListFormatter:
+    """The answers of several sequences as one JSON list, in the order of `formatters`: request id to its formatter."""
+
+    content_type = "application/json"
+
+    def __init__(self, formatters: Mapping[str, Formatter]) -> None:
+        self._formatters = formatters
+        self._answers: dict[str, bytes] = {}
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        if delta.error is not None:
+            return error_body(delta.error)
+        if answer := self._formatters[delta.request_id].feed(delta):
+            self._answers[delta.request_id] = answer
+        if len(self._answers) < len(self._formatters):
+            return b""
+        return b"[" + b",".join(self._answers[request_id] for request_id in self._formatters) + b"]"
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed and validated request, with the formatter for its response."""
+    """A parsed and validated request, with the formatter for its response.
 
-    request: GenerationRequest
+    It may have several sequences, each a request to the engine. The answer ends with the last of them, or with an error
+    of one.
+    """
+
+    requests: Sequence[GenerationRequest]
     formatter: Formatter
     stream: bool
     """Whether the client reads the response as a stream."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The first sequence: the only one, or the one that names the request in logs."""
+        return self.requests[0]
 
 
 @dataclass(frozen=True)
@@ -54,6 +88,7 @@ class ParseContext:
 
     tokenizer: Tokenizer
     request_id: str
+    arrived_s: float = field(default_factory=time.monotonic)
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers by lower-case name."""
@@ -87,19 +122,37 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt.
+    def encode(self, text: str, name: str = "the prompt") -> list[int]:
+        """The token ids of a prompt; `name` is its name in the error.
 
         Raises:
             PromptTooLongError: the text is longer than any prompt that fits.
         """
         if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
             msg = (
-                f"the prompt has {len(text)} characters, more than any prompt that fits this deployment; "
+                f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
                 "shorten it, or raise option.n_positions or option.context_length_estimate"
             )
             raise PromptTooLongError(msg)
         return self.tokenizer.encode(text)
+
+    def requests(
+        self, common: GenerationRequest, prompts: Sequence[str]
+    ) -> list[GenerationRequest]:
+        """One request for each prompt, otherwise as `common`; the first one has its id.
+
+        Raises:
+            PromptTooLongError: a text is longer than any prompt that fits.
+        """
+        found = []
+        for i, prompt in enumerate(prompts):
+            name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
+            request_id = f"{common.request_id}.{i}" if i else common.request_id
+            prompt_ids = self.encode(prompt, name)
+            found.append(
+                replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
+            )
+        return found
 
 
 def over_limit(limit: int) -> str:
@@ -148,7 +201,7 @@ async def generate(
     """
     parse = partial(service.parse, body, request_id=request_id, headers=headers)
     parsed = parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
-    return parsed, service.loop.generate(parsed.request)
+    return parsed, service.loop.generate(*parsed.requests)
 
 
 def error_fields(error: ServingError) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.errors import QueueFullError, ServingError
+from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Record(NamedTuple):
     def of(error: ServingError) -> Record:
         """The only record of a request that failed before its first bytes. Java answers ``{"code", "error"}``."""
         headers = {"Content-Type": _JSON}
-        if isinstance(error, QueueFullError):
+        if error.retry_after_s is not None:
             headers["Retry-After"] = str(error.retry_after_s)
         return Record(b"", True, headers, error)
 
@@ -74,7 +74,9 @@ class Reply:
     """
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
-        self.request_id = parsed.request.request_id
+        self.label = parsed.request.label
+        self.open_ids = {request.request_id for request in parsed.requests}
+        """Sequences of the answer that have not ended."""
         self.stream = parsed.stream
         self.finished = False
         """Whether the answer is complete."""
@@ -93,18 +95,20 @@ class Reply:
         return self.finished or any(self._pending) or time.monotonic() >= self._blank_s
 
     def feed(self, delta: Delta) -> bool:
-        """Add a delta. Returns whether the answer has ended.
+        """Add a delta. Returns whether the answer has ended: with the last of its sequences, or an error of one.
 
         An error before the first bytes becomes the status; after them it is written in the format.
         """
-        self.finished = delta.finished
+        if delta.finished:
+            self.open_ids.discard(delta.request_id)
+        self.finished = delta.error is not None or not self.open_ids
         if delta.error is not None and not self._started:
             self.error = delta.error
             return True
         try:
             self._pending.append(self._formatter.feed(delta))
         except Exception as error:
-            logger.exception("format_failed request_id=%s", self.request_id)
+            logger.exception("format_failed request_id=%s", self.label)
             self.fail(unexpected(error))
         return self.finished
 
@@ -164,7 +168,7 @@ class Replies:
         try:
             body, headers = read(row)
             parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
-            self._service.loop.submit(parsed.request, self._inbox)
+            self._service.loop.submit_all(parsed.requests, self._inbox)
             self.rows.append(Reply(parsed, self._silence_s))
         except ServingError as error:
             self.rows.append(Rejection(error))
@@ -175,7 +179,10 @@ class Replies:
     def collect(self, timeout_s: float) -> None:
         """Wait for deltas of unfinished requests, at most `timeout_s`, and feed them to their replies."""
         live = {
-            row.request_id: row for row in self.rows if isinstance(row, Reply) and not row.finished
+            request_id: row
+            for row in self.rows
+            if isinstance(row, Reply) and not row.finished
+            for request_id in row.open_ids
         }
         if not live:
             return
@@ -183,15 +190,20 @@ class Replies:
             reply = live.get(delta.request_id)
             if reply is None or reply.finished:
                 continue
-            if reply.feed(delta) and not delta.finished:
-                self._service.loop.abort(reply.request_id)
+            if reply.feed(delta):
+                self._abort(reply)
 
     def fail(self, error: ServingError) -> None:
         """End all unfinished answers."""
         for row in self.rows:
             if isinstance(row, Reply) and not row.finished:
-                self._service.loop.abort(row.request_id)
+                self._abort(row)
                 row.fail(error)
+
+    def _abort(self, reply: Reply) -> None:
+        """Abort what still runs of an answer."""
+        for request_id in reply.open_ids:
+            self._service.loop.abort(request_id)
 
 
 def read(row: Input) -> tuple[bytes, dict[str, str]]:

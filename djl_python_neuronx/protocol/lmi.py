@@ -1,14 +1,15 @@
 """LMI: ``{"inputs": "…", "parameters": {…}, "stream": false}``.
 
 The answer is ``{"generated_text": "…"}``, one line of JSON per token (jsonlines), or the same lines as server-sent
-events. Source: djl-serving 0.31 LMI input and output schema. Where the old engine differed from its documentation,
-this follows the documentation (docs/protocols.md).
+events. The answer to a list of prompts is the list of their answers. Source: djl-serving 0.31 LMI input and output
+schema. Where the old engine differed from its documentation, this follows the documentation (docs/protocols.md).
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from math import inf
 from typing import Annotated, Any
 
 import orjson
@@ -22,14 +23,16 @@ from djl_python_neuronx.errors import (
     json_type,
 )
 from djl_python_neuronx.protocol.base import (
+    MAX_SEQUENCES,
     Formatter,
+    ListFormatter,
     ParseContext,
     ParsedRequest,
     error_body,
     error_fields,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import GenerationRequest
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
@@ -49,6 +52,15 @@ _NEUTRAL: dict[str, object] = {
     "best_of": 1,
     "n": 1,
     "num_beams": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "min_length": 1,
+    "bad_sequences": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
     "watermark": False,
     "typical_p": 1,
     "frequency_penalty": 0,
@@ -85,7 +97,12 @@ class _Parameters(BaseModel):
     details: _Flag = False
     do_sample: _Flag = False
     ignore_eos: _Flag = False
+    ignore_eos_token: _Flag = False
+    include_stop_str_in_output: _Flag = False
     max_new_tokens: Annotated[int, Field(ge=1, description="an integer of at least 1")] = 30
+    max_time: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
+    ] = inf
     return_full_text: _Flag = False
     stop: _Strings = []
     stop_sequences: _Strings = []
@@ -109,34 +126,47 @@ class LmiProtocol:
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
         inputs, values = _fields(payload)
+        prompts = _prompts(inputs)
         given = _validated(values)
-        stops = _stop_strings(given)
-        # A special token has no text in which its name could be found, so its id stops as well.
-        special_ids = [context.tokenizer.special_id(text) for text in stops]
         output = _output_format(given.stream, context)
-        request = GenerationRequest(
+        streams = output != "json"
+        if streams and isinstance(inputs, list):
+            msg = (
+                "inputs is a list, and a list is not answered by a stream; send one request for each prompt, or leave "
+                f"out {'stream' if given.stream else 'option.output_formatter'}"
+            )
+            raise UnsupportedParameterError(msg)
+        common = GenerationRequest(
             request_id=context.request_id,
-            prompt_ids=context.encode(inputs),
+            prompt_ids=(),
             sampling=_sampling(values, given),
             max_new_tokens=given.max_new_tokens,
-            stop_token_ids=frozenset(
-                [*given.stop_token_ids, *(i for i in special_ids if i is not None)]
-            ),
-            stop_strings=stops,
-            ignore_eos=given.ignore_eos,
-            logprobs=given.details or (output != "json" and context.has_logprobs),
+            stop_token_ids=frozenset(given.stop_token_ids),
+            stop_strings=_stop_strings(given),
+            include_stop=given.include_stop_str_in_output,
+            ignore_eos=given.ignore_eos or given.ignore_eos_token,
+            logprobs=given.details or (streams and context.has_logprobs),
+            max_seconds=given.max_time,
+            arrived_s=context.arrived_s,
             client_id=context.client_id,
             protocol=self.name,
         )
-        answer = _Answer(inputs, details=given.details, full_text=given.return_full_text)
-        formatter: Formatter = JsonFormatter(answer)
-        if output != "json":
-            formatter = LinesFormatter(answer, sse=output == "sse")
-        return ParsedRequest(request, formatter, stream=output != "json")
+        requests = context.requests(common, prompts)
+        formatters: dict[str, Formatter] = {}
+        for request, prompt in zip(requests, prompts, strict=True):
+            details = given.details or streams
+            answer = _Answer(prompt, details=details, full_text=given.return_full_text)
+            formatters[request.request_id] = (
+                LinesFormatter(answer, sse=output == "sse") if streams else JsonFormatter(answer)
+            )
+        formatter = formatters[common.request_id]
+        if isinstance(inputs, list):
+            formatter = ListFormatter(formatters)
+        return ParsedRequest(requests, formatter, stream=streams)
 
 
-def _fields(payload: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The prompt, and the parameters without nulls; `stream` beside `inputs` takes precedence over the parameter."""
+def _fields(payload: Mapping[str, Any]) -> tuple[object, dict[str, Any]]:
+    """`inputs`, and the parameters without nulls; `stream` beside `inputs` takes precedence over the parameter."""
     for name in [name for name in payload if name not in _FIELDS]:
         hint = did_you_mean(name, [*_FIELDS, *_PARAMETERS])
         if name in _PARAMETERS:
@@ -149,14 +179,6 @@ def _fields(payload: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         msg = "inputs is missing; expected a prompt"
         raise RequestError(msg)
     inputs, parameters, stream = map(payload.get, _FIELDS)
-    if not isinstance(inputs, str):
-        msg = (
-            f"inputs is {json_type(inputs)}; expected one string (send one request for each prompt)"
-        )
-        raise RequestError(msg)
-    if not inputs:
-        msg = "inputs is empty; expected a prompt"
-        raise RequestError(msg)
     if not isinstance(parameters, (dict, type(None))):
         msg = f"parameters is {json_type(parameters)}; expected an object"
         raise RequestError(msg)
@@ -164,6 +186,19 @@ def _fields(payload: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for name, value in values.items():
         _check_supported(name, value)
     return inputs, {name: value for name, value in values.items() if value is not None}
+
+
+def _prompts(inputs: object) -> list[str]:
+    prompts: list[Any] = inputs if isinstance(inputs, list) else [inputs]
+    if not 1 <= len(prompts) <= MAX_SEQUENCES:
+        msg = f"inputs has {len(prompts)} prompts; expected 1 to {MAX_SEQUENCES}"
+        raise RequestError(msg)
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) or not prompt:
+            name = f"inputs[{i}]" if isinstance(inputs, list) else "inputs"
+            msg = f"{name} is {json_type(prompt)}; expected inputs to be a prompt or a list of prompts"
+            raise RequestError(msg)
+    return prompts
 
 
 def _check_supported(name: str, value: object) -> None:
@@ -249,7 +284,7 @@ class JsonFormatter:
 
 
 class LinesFormatter:
-    """One JSON object per token; the last one also has `generated_text` and, on request, `details`."""
+    """One JSON object per token; the last one also has `generated_text` and `details`."""
 
     def __init__(self, answer: _Answer, *, sse: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
@@ -282,7 +317,7 @@ class _Answer:
 
     def summary(self, delta: Delta) -> dict[str, Any]:
         body: dict[str, Any] = {"generated_text": "".join(self._texts)}
-        if self.details or delta.finish_reason is FinishReason.ERROR:
+        if self.details:
             body["details"] = {
                 "finish_reason": delta.finish_reason,
                 "generated_tokens": delta.num_generated_tokens,

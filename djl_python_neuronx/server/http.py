@@ -240,7 +240,8 @@ class LimitedProtocol(H11Protocol):
         self._send(status, {"code": status, "error": text, "type": "http_error"})
 
     def _answer(self, error: ServingError) -> None:
-        more = "retry-after: 1\r\n" if isinstance(error, QueueFullError) else ""
+        wait_s = error.retry_after_s
+        more = "" if wait_s is None else f"retry-after: {wait_s}\r\n"
         self._send(error.status, error_fields(error), more)
 
     def _send(self, status: int, fields: dict[str, Any], more: str = "") -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import reprlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -13,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import QueueFullError, RequestAbortedError, ServingError
+from djl_python_neuronx.errors import RequestAbortedError, ServingError
 from djl_python_neuronx.protocol.base import ParsedRequest, error_fields
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ async def generation_response(
         raise ClientDisconnect
     delta, chunk = first
     headers, media_type = {"x-request-id": request_id}, parsed.formatter.content_type
-    if not delta.finished:
+    if not generation.finished:
         return StreamingResponse(_stream(chunk, chunks), headers=headers, media_type=media_type)
     await chunks.aclose()
     if delta.error is not None:
@@ -51,7 +53,7 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
     try:
         async for delta in generation:
             chunk = parsed.formatter.feed(delta)
-            if chunk or delta.finished:
+            if chunk or generation.finished:
                 yield delta, chunk
     finally:
         watch.cancel()
@@ -78,7 +80,7 @@ async def _stream(first: bytes, chunks: _Chunks) -> AsyncGenerator[bytes, None]:
 def error_response(error: ServingError, request_id: str | None = None) -> Response:
     """The response to a request that failed."""
     headers = {} if request_id is None else {"x-request-id": request_id}
-    if isinstance(error, QueueFullError):
+    if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     return JSONResponse(error_fields(error), status_code=error.status, headers=headers)
 
@@ -94,10 +96,19 @@ async def on_client_disconnect(_request: Request, _error: Exception) -> Response
     return error_response(RequestAbortedError("the client closed the connection"))
 
 
-async def on_http_error(_request: Request, error: Exception) -> Response:
-    """An unknown route or method, as JSON like every other error."""
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """An unknown route or method, as JSON like every other error, with the routes that exist."""
     assert isinstance(error, HTTPException)  # noqa: S101
-    body = {"code": error.status_code, "error": error.detail, "type": "http_error"}
+    text = error.detail
+    if text == HTTPStatus(error.status_code).phrase:  # starlette's own
+        routes = [
+            f"{method} {route.path}"
+            for route in request.app.routes
+            for method in route.methods - {"HEAD"}
+        ]
+        asked = reprlib.repr(f"{request.method} {request.url.path}")
+        text = f"no route {asked}; expected {', '.join(routes)}"
+    body = {"code": error.status_code, "error": text, "type": "http_error"}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

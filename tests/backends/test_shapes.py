@@ -15,8 +15,8 @@ from djl_python_neuronx.backends.shapes import (
     choose_bucket,
     pad_to_bucket,
 )
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.errors import StepError
-from djl_python_neuronx.planning.defaults import make_buckets
 from tests.device_driver import make_rows
 
 SPEC = ModelSpec(num_slots=3, max_model_len=16, prefill_buckets=(8,), vocab_size=10)

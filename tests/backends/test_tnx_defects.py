@@ -1,4 +1,4 @@
-"""What the library gets wrong, as `config/capabilities.py` states it: refused unless accepted, and wrong that way."""
+"""What the library gets wrong, as `planning/capabilities.py` states it: refused unless accepted, and wrong that way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step  # noqa: E402
-from djl_python_neuronx.errors import ConfigError  # noqa: E402
+from djl_python_neuronx.errors import BackendError, ConfigError  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
@@ -66,3 +66,20 @@ def test_mistral_s_prompts_look_back_one_token_too_far(tmp_path: Path) -> None:
         model.config.sliding_window = WINDOW + 1
         wrong = model(torch.tensor([ids])).logits[0, -1].numpy()
     assert np.abs(found - wrong).max() < 1e-4 < np.abs(found - right).max()
+
+
+def test_a_window_moves_over_a_bsh_cache_only(tmp_path: Path) -> None:
+    save_tiny_model("mistral", tmp_path, sliding_window=10)
+    with pytest.raises(BackendError, match="unmatched batch_sizes"):
+        backends.get("tnx").load(tnx_plan(tmp_path))
+    plan = tnx_plan(tmp_path, prefill_buckets=(48,), token_buckets=(48,), cache_layout="BSH")
+    backend = backends.get("tnx").load(plan)
+    ids = [3 + i * i % 83 for i in range(30)]
+    backend.acquire(2, ids[:9], 0)
+    steps = [Step(prefill=make_rows({2: ids[:9]}))]
+    steps += [Step(decode=make_rows({2: [ids[i]]}, {2: i})) for i in range(9, len(ids))]
+    found = np.stack([logits_of(backend, step)[0, 0] for step in steps])
+    backend.close()
+    with torch.no_grad():
+        wanted = load_reference(tmp_path)(torch.tensor([ids])).logits[0, 8:].numpy()
+    assert np.abs(found - wanted).max() < 1e-4

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
-from safetensors.torch import load_file, save_file
 
-from djl_python_neuronx import backends
-from djl_python_neuronx.backends import tnx
-from djl_python_neuronx.backends.base import Step
-from djl_python_neuronx.backends.tnx.static import StaticBackend
-from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.errors import ArtifactError, StepError
-from djl_python_neuronx.types import GenerationRequest
-from tests.backends.tnx_engine import assert_like_alone, reference
-from tests.backends.tnx_plans import VARIANTS, tnx_plan
-from tests.device_driver import Driver, assert_same, logits_of, make_rows
-from tests.tiny_models import load_reference, poison, save_tiny_model
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.backends import tnx  # noqa: E402
+from djl_python_neuronx.backends.base import Step  # noqa: E402
+from djl_python_neuronx.backends.tnx.static import StaticBackend  # noqa: E402
+from djl_python_neuronx.engine.core import Engine  # noqa: E402
+from djl_python_neuronx.errors import ArtifactError, StepError  # noqa: E402
+from djl_python_neuronx.types import GenerationRequest  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
+from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
+from tests.device_driver import Driver, assert_same, logits_of, make_rows  # noqa: E402
+from tests.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

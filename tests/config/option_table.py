@@ -231,6 +231,7 @@ BATCHING = {
 
 SECONDS = Row((("2.5", 2.5), (1, 1.0)), ("0", "-1", "inf", "nan", "soon", [1]))
 LIMITS = {
+    "max_request_seconds": SECONDS,
     "max_body_bytes": count(),
     "request_head_timeout": SECONDS,
     "request_body_timeout": SECONDS,

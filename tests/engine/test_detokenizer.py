@@ -34,6 +34,7 @@ class WithoutPieces:
 
     def __init__(self, tokenizer):
         self.special_ids = tokenizer.special_ids
+        self.special_id = tokenizer.special_id
         self.pieces = None
         self.decode = tokenizer.decode
 
@@ -43,6 +44,7 @@ class WithoutDecode:
 
     def __init__(self, tokenizer):
         self.special_ids = tokenizer.special_ids
+        self.special_id = tokenizer.special_id
         self.pieces = tokenizer.pieces
 
 
@@ -58,8 +60,8 @@ def tokenizers(tmp_path_factory):
     }
 
 
-def request_for(prompt_ids, *stop_strings):
-    return GenerationRequest("r", prompt_ids, stop_strings=stop_strings)
+def request_for(prompt_ids, *stop_strings, **fields):
+    return GenerationRequest("r", prompt_ids, stop_strings=stop_strings, **fields)
 
 
 def feed_all(stream, ids, sizes=(), reason=FinishReason.LENGTH):
@@ -188,12 +190,15 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizers):
     assert (text, tokens[0].text) == (MADE["byte_level"].decode([40]), "")
 
 
-def cut(text, stops):
-    """What stays of a text: up to the stop string that ends first, of those the longest; a plain search."""
+def cut(text, stops, include=False):
+    """What stays of a text: up to the stop string that ends first, of those the longest; a plain search.
+
+    `include`: with the stop string.
+    """
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            return text[: end - max(map(len, found))], True
+            return text[: end if include else end - max(map(len, found))], True
     return text, False
 
 
@@ -202,17 +207,20 @@ def cut(text, stops):
     stops=st.lists(st.text("ab\n", min_size=1, max_size=6), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 6)),
     reason=st.sampled_from([FinishReason.LENGTH, FinishReason.EOS]),
+    include=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_cut_like_a_search_in_the_whole_text(tokenizers, text, stops, sizes, reason):
+def test_stop_strings_cut_like_a_search_in_the_whole_text(
+    tokenizers, text, stops, sizes, reason, include
+):
     made = MADE["byte_level"]
     ids = made.encode(text, add_special_tokens=False).ids
     if reason is FinishReason.EOS:
         ids.append(made.token_to_id("</s>"))
     assume(ids)
-    stream = TextStream(request_for([5], *stops), tokenizers["byte_level"])
+    stream = TextStream(request_for([5], *stops, include_stop=include), tokenizers["byte_level"])
     shown, tokens, last = summary(feed_all(stream, ids, sizes, reason))
-    expected, stopped = cut(text, stops)
+    expected, stopped = cut(text, stops, include)
     assert shown == expected
     if not stopped:
         assert (last.finish_reason, len(tokens)) == (reason, len(ids))
@@ -257,6 +265,38 @@ def test_a_stop_string_over_several_tokens(tokenizers, name):
     assert last.num_generated_tokens == len(tokens) < len(ids)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stop_token_is_shown_only_where_it_is_asked_for(tokenizers, name):
+    made = MADE[name.split(",")[0]]
+    prompt_ids, eos = made.encode("The").ids, made.token_to_id("</s>")
+    fox = folders.continuation(made, " fox")
+    word = fox[-1]
+    cases = [
+        # a special token that is a stop string; one that is not; a stop token with a text; the model's own eos
+        (("</s>",), {}, [*fox, eos], " fox</s>"),
+        ((), {"stop_token_ids": frozenset({eos})}, [*fox, eos], " fox"),
+        ((), {"stop_token_ids": frozenset({word})}, fox, " fox"),
+        ((), {}, [*fox, word], " fox"),
+    ]
+    for stops, fields, ids, shown in cases:
+        for include in (True, False):
+            request = request_for(prompt_ids, *stops, include_stop=include, **fields)
+            stream = TextStream(request, tokenizers[name])
+            assert stream.stop_tokens == ({eos: "</s>"} if stops else {})
+            text, tokens, last = summary(feed_all(stream, ids, reason=FinishReason.EOS))
+            hidden = made.decode(prompt_ids + ids[:-1]).removeprefix(made.decode(prompt_ids))
+            assert text == (shown if include else hidden)
+            assert last.finish_reason is FinishReason.EOS
+            assert len(tokens) == len(ids)
+
+
+def test_text_that_is_shown_with_its_stop_string_is_not_held_back(tokenizers):
+    made = MADE["byte_level"]
+    stream = TextStream(request_for([5], "END", include_stop=True), tokenizers["byte_level"])
+    ids = made.encode("xE", add_special_tokens=False).ids
+    assert stream.feed(TokenOutput("r", tuple(ids))).text == "xE"
+
+
 def test_a_long_stop_string_that_almost_comes_is_released(tokenizers):
     stop = "a" * 2000 + "b"
     a = MADE["byte_level"].encode("a", add_special_tokens=False).ids[0]
@@ -267,6 +307,14 @@ def test_a_long_stop_string_that_almost_comes_is_released(tokenizers):
     assert summary(deltas)[0] == "a" * 2100
 
 
+def test_a_stop_string_is_prepared_as_far_as_the_text_has_matched(tokenizers):
+    """All of it for each of many sequences would keep the event loop for a second."""
+    stream = TextStream(request_for([5], "ab" * 500, "b" * 1000), tokenizers["byte_level"])
+    made = MADE["byte_level"].encode("abab", add_special_tokens=False).ids
+    stream.feed(TokenOutput("r", tuple(made)))
+    assert all(len(stop._borders) <= 5 for stop in stream._stops)
+
+
 def test_an_end_without_a_token_releases_what_is_held(tokenizers):
     made = MADE["byte_level"]
     stream = TextStream(request_for([5], "END"), tokenizers["byte_level"])
@@ -274,7 +322,7 @@ def test_an_end_without_a_token_releases_what_is_held(tokenizers):
         stream.feed(TokenOutput("r", tuple(made.encode("xE", add_special_tokens=False).ids))).text
         == "x"
     )
-    last = stream.feed(TokenOutput("r", (), FinishReason.LENGTH))
+    last = stream.feed(TokenOutput("r", (), FinishReason.TIME))
     assert (last.text, last.tokens, last.finished) == ("E", (), True)
     assert stream.feed(TokenOutput("r", (5,))) is None
 

@@ -411,6 +411,9 @@ def test_waiting_too_long_is_an_error() -> None:
         ({"prompt_ids": [-1]}, RequestError, "vocabulary"),
         ({"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
         ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
+        ({"stop_token_ids": frozenset({2, 300})}, RequestError, "300; expected.*from 0 to 299"),
+        ({"stop_token_ids": frozenset({2**40})}, RequestError, "expected ids of the model"),
+        ({"stop_token_ids": frozenset({-1})}, RequestError, "expected ids of the model"),
     ],
 )
 def test_check_refuses(fields: dict[str, object], error: type[Exception], says: str) -> None:

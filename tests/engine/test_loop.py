@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import socket
 import threading
@@ -24,7 +25,6 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
     QueueFullError,
-    RequestAbortedError,
     RequestError,
     RequestTimeoutError,
     ServingError,
@@ -189,6 +189,125 @@ def test_the_queue_is_bounded() -> None:
         assert_idle(loop, backend)
 
 
+def test_a_group_is_queued_whole_or_not_at_all() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    backend.hang_at = {0}
+    with running(backend, max_waiting=2) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        group = [request(name, [6, ord(name)]) for name in "bcde"]
+        with pytest.raises(QueueFullError, match=r"option\.max_waiting"):
+            loop.submit_all(group[:3], inbox)
+        with pytest.raises(
+            RequestError, match="4 prompts; this deployment takes at most 3"
+        ) as found:
+            loop.submit_all(group, inbox)
+        assert found.value.status == 400
+        with pytest.raises(RequestError, match="'a' is already in use"):
+            loop.submit_all([group[0], request("a", [5])], inbox)
+        with pytest.raises(PromptTooLongError, match="has 100 tokens"):
+            loop.submit_all([group[0], request("z", [5] * 100)], inbox)
+        assert len(loop.streams) == 1
+        loop.submit_all(group[:2], inbox)
+        backend.resume.set()
+        found = collect(inbox, "a", "b", "c")
+        for name in "bc":
+            assert text(found[name]) == shown(expected([6, ord(name)], 5))
+        assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize("ends_by", ["error", "close"])
+def test_a_group_that_is_not_read_to_its_end_leaves_nothing(ends_by: str) -> None:
+    backend = ToyBackend(replace(LONG, num_slots=2), step_s=0.002)
+
+    async def read(loop: ThreadLoop) -> list[Delta]:
+        # Two run and two wait. The prefills come one after the other, so the first one fails alone.
+        backend.fail_at = {0: RuntimeError("no")} if ends_by == "error" else {}
+        generation = loop.generate(*(request(name, [5, 6], ENDLESS) for name in "abcd"))
+        if ends_by == "close":
+            asyncio.get_running_loop().call_later(0.05, generation.close)
+        deltas = [delta async for delta in generation]
+        assert generation.finished
+        return deltas
+
+    with running(backend) as loop:
+        deltas = asyncio.run(asyncio.wait_for(read(loop), PATIENCE_S))
+        assert [delta.finished for delta in deltas].count(True) == (ends_by == "error")
+        assert len(loop.streams) == 0
+        wait_until(lambda: not loop.engine.has_work)
+        assert backend.num_steps < ENDLESS
+        assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize(("own", "general"), [(1.0, 3600.0), (3600.0, 1.0), (1.0, math.inf)])
+def test_at_its_deadline_a_request_ends_with_what_there_is(own: float, general: float) -> None:
+    backend = ToyBackend(LONG, step_s=0.005)
+    with running(backend, max_request_s=general) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], ENDLESS, max_seconds=own), inbox)
+        deltas = collect(inbox, "a")["a"]
+        last, count = deltas[-1], sum(len(delta.tokens) for delta in deltas)
+        assert (last.finish_reason, last.error) == (FinishReason.TIME, None)
+        assert 0 < last.num_generated_tokens == count < ENDLESS
+        assert text(deltas) == shown(expected([5, 6], count))
+        assert_idle(loop, backend)
+        loop.submit(request("b", [5, 6], 3), inbox)
+        assert text(collect(inbox, "b")["b"]) == shown(expected([5, 6], 3))
+        assert_idle(loop, backend)
+
+
+def test_a_deadline_counts_from_the_arrival() -> None:
+    backend = ToyBackend(LONG, step_s=0.005)
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        arrived_s = time.monotonic() - 3600
+        loop.submit(request("a", [5, 6], ENDLESS, max_seconds=3601.0, arrived_s=arrived_s), inbox)
+        assert collect(inbox, "a")["a"][-1].finish_reason is FinishReason.TIME
+
+
+def test_a_deadline_holds_while_a_device_call_hangs() -> None:
+    backend = ToyBackend(LONG)
+    backend.hang_at = {3}
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], ENDLESS, max_seconds=1.0), inbox)
+        deltas = collect(inbox, "a")["a"]
+        assert backend.hanging.is_set()
+        assert deltas[-1].finish_reason is FinishReason.TIME
+        assert deltas[-1].num_generated_tokens == 3
+        assert text(deltas) == shown(expected([5, 6], 3))
+        backend.resume.set()
+        assert_idle(loop, backend)
+        assert inbox.drain(0.0) == []
+
+
+def test_a_request_that_has_no_slot_at_its_deadline_gets_an_error() -> None:
+    backend = ToyBackend(LONG, step_s=0.005)
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], ENDLESS), BlockingQueue())
+        wait_until(lambda: backend.num_steps)
+        loop.submit(request("b", [5, 6], 4, max_seconds=0.3), inbox)
+        error = collect(inbox, "b")["b"][-1].error
+        assert isinstance(error, RequestTimeoutError)
+        assert "no slot within its 0.3 s" in str(error)
+        loop.abort("a")
+        assert_idle(loop, backend)
+
+
+def test_at_the_deadline_of_a_group_what_waits_ends_like_what_runs() -> None:
+    backend = ToyBackend(LONG, step_s=0.005)
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        group = [request(name, [5, 6], ENDLESS, max_seconds=1.0) for name in "ab"]
+        loop.submit_all(group, inbox)
+        found = collect(inbox, "a", "b")
+        assert [found[name][-1].finish_reason for name in "ab"] == [FinishReason.TIME] * 2
+        assert [found[name][-1].num_generated_tokens > 0 for name in "ab"] == [True, False]
+        assert text(found["b"]) == ""
+        assert_idle(loop, backend)
+
+
 def test_what_the_model_cannot_serve_is_refused_at_the_door() -> None:
     with running(ToyBackend()) as loop, pytest.raises(PromptTooLongError):
         loop.submit(request("a", [5] * 100), BlockingQueue())
@@ -319,7 +438,8 @@ def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
         inbox.drain(PATIENCE_S)
         loop.close()
         last = collect(inbox, "a")["a"][-1]
-        assert isinstance(last.error, RequestAbortedError)
+        assert isinstance(last.error, BackendUnavailableError)
+        assert last.error.retry_after_s
         assert last.num_generated_tokens > 0
         assert backend.acquired == frozenset()
     assert not any(thread.is_alive() for thread in loop._threads)
@@ -477,6 +597,7 @@ class Parts:
     """An engine's end of a link in the hands of the test: it answers what it likes, and ends when it likes."""
 
     restartable = True
+    loads = True
 
     def __init__(self, log: list[str]) -> None:
         front, end = socket.socketpair()
@@ -484,7 +605,8 @@ class Parts:
         self.ended = threading.Event()
         self._log = log
         log.append("started")
-        self.engine.send("ready", SPEC.dump_python(LONG, mode="json"), None)
+        if self.loads:
+            self.engine.send("ready", SPEC.dump_python(LONG, mode="json"), None)
 
     def receive(self, kind: str) -> Any:
         """The next message, which must be of a kind."""
@@ -605,6 +727,26 @@ def test_a_hang_during_the_drain_is_noticed() -> None:
         hosts[0].ended.set()
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
+
+
+def test_a_deadline_holds_while_the_engine_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], max_seconds=0.6), inbox)
+        monkeypatch.setattr(Parts, "loads", False)
+        hosts[0].ended.set()
+        hosts[0].engine.close()
+        assert isinstance(collect(inbox, "a")["a"][-1].error, RequestTimeoutError)
+        assert not loop.alive
+
+
+def test_a_stop_string_that_is_a_special_token_also_stops_at_the_token() -> None:
+    with in_parts() as (loop, hosts, _):
+        stops = {"stop_strings": ("<eos>", "end"), "stop_token_ids": frozenset({7})}
+        loop.submit(request("a", [5, 6], **stops), BlockingQueue())
+        assert sorted(hosts[0].receive("add")["stop_token_ids"]) == [2, 7]
 
 
 def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:

@@ -71,7 +71,7 @@ def test_no_finding_names_a_loader_that_cannot_load(loader):
     assert sum(is_set(everything, name) for name in rows) > 100
     every = {kind for library in CAPABILITIES.values() for kind in library}
     for kind in sorted(every | {"t5"}):
-        facts = ModelFacts(model_type=kind, attention_bias=True, activation="gelu")
+        facts = ModelFacts(model_type=kind, config={"attention_bias": True, "hidden_act": "relu"})
         for found in findings(Case(everything, facts, named("inf2.48xlarge"), loader)):
             for other in NOT_SERVED:
                 assert f"model_loader={other}" not in found.problem

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.planning import defaults
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import fill, make_buckets, make_steps
+from djl_python_neuronx.planning.defaults import fill, make_steps
 from djl_python_neuronx.planning.machines import (
     GIB,
     INSTANCES,
@@ -20,7 +21,7 @@ from djl_python_neuronx.planning.machines import (
     legal_degrees,
     named,
 )
-from djl_python_neuronx.planning.memory import Load, needed
+from djl_python_neuronx.planning.memory import Load, can_split, needed
 from djl_python_neuronx.planning.model import ModelFacts
 
 CPU = DeviceInfo(None, 0, 0, 2**40, 6, "")
@@ -201,6 +202,60 @@ class TestDegree:
         facts = replace(facts, num_parameters=facts.embedding_parameters * 2 + 10**6)
         assert filled(facts, device).tensor_parallel_degree == 2
         assert filled(facts, device, tensor_parallel_degree="max").tensor_parallel_degree == 4
+
+    def copied(self, billions):
+        """10 KV heads: 2 cores hold 5 each; on 4 the library copies them for each of the 40 query heads, 10 each."""
+        return replace(
+            facts_of("llama-3-8b"),
+            num_heads=40,
+            num_kv_heads=10,
+            cache_values_per_token=2 * 32 * 10 * 128,
+            num_parameters=billions * 10**9,
+        )
+
+    def test_one_that_cannot_hold_the_model_is_not_taken_for_its_short_step(self):
+        device = replace(named("inf2.48xlarge"), visible_cores=4)
+        # With 32 slots 2 cores would read less each, but they do not even hold the weights.
+        options = filled(self.copied(19), device)
+        assert options.tensor_parallel_degree == 4
+        load = Load(options.n_positions, options.max_rolling_batch_size, options.dtype)
+        core = device.core_memory_bytes
+        assert needed(self.copied(19), load, degree=4, core_memory_bytes=core, backend="tnx").roomy
+
+    def test_slots_that_are_set_decide(self):
+        device = replace(named("inf2.48xlarge"), visible_cores=4)
+        few, many = (
+            filled(self.copied(8), device, max_rolling_batch_size=slots, n_positions=4096)
+            for slots in (1, 32)
+        )
+        assert (few.tensor_parallel_degree, many.tensor_parallel_degree) == (4, 2)
+
+    @pytest.mark.parametrize("slots", [None, 1, 32])
+    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
+    @pytest.mark.parametrize("visible", [1, 2, 8, 13, 24])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_no_other_that_holds_the_model_reads_less_in_a_step(self, name, visible, loader, slots):
+        device = replace(named("inf2.48xlarge"), visible_cores=visible)
+        facts, given = facts_of(name), {} if slots is None else {"max_rolling_batch_size": slots}
+        options = filled(facts, device, loader, **given)
+        load = Load.of(Case(options, facts, device, loader))
+        wanted = min(facts.max_positions or 4096, 4096)
+
+        def on(degree, positions, rows):
+            whole = replace(load, max_model_len=positions, num_slots=rows)
+            core = device.core_memory_bytes
+            return needed(facts, whole, degree=degree, core_memory_bytes=core, backend=loader)
+
+        chosen = options.tensor_parallel_degree
+        able = [
+            degree
+            for degree in legal_degrees("inf2", visible)
+            if can_split(facts, degree, loader) and on(degree, 128, slots or 1).roomy
+        ]
+        steps = {degree: on(degree, wanted, slots or 32) for degree in {*able, chosen}}
+        reads = {n: m.weights + m.kv_cache + m.padding for n, m in steps.items()}
+        assert chosen in able or not able
+        assert all(reads[chosen] <= reads[degree] for degree in able)
 
     def test_pipeline_stages_have_cores_of_their_own(self):
         options = filled("llama-3-8b", "trn1.32xlarge", "nxdi", pipeline_parallel_degree=2)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from djl_python_neuronx.config.keywords import DERIVED, RESERVED
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.keywords import OPTIONS, RESERVED
+from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
+from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.model_rules import overrides, unsupported_options
+from djl_python_neuronx.planning.plan import assess, examine, make_plan
 from tests.config import library_names as real
 from tests.config.option_table import ANYWAY, BACKEND, BASE, LEFT_OUT, OURS, REFUSED, TABLE
 from tests.planning.settings import library_arguments
 
 LIBRARIES = ("tnx", "nxdi")
+LLAMA = ModelFacts.from_config(
+    json.loads((Path(__file__).parent / "models" / "llama-3-8b.json").read_text())
+)
 PARTS = ("constructor", "neuron_config", "compiler_flags", "environment")
 KEYWORDS = {
     "tnx": real.TNX_CONSTRUCTOR | real.TNX_NEURON_CONFIG,
@@ -43,10 +52,31 @@ LEFT_TO_OVERRIDES = {
     "hidden_act_scaling_factor gate_clamp_lower_limit gate_clamp_upper_limit up_clamp_lower_limit "
     "up_clamp_upper_limit padded_hidden_size padded_intermediate_size is_full_model_shuffled attn_cls",
     "vision only": "enable_ve_data_parallel",
-    "deprecated by the library": "attn_block_cte_nki_kernel_enabled attn_tkg_builtin_kernel_enabled "
-    "attn_tkg_nki_kernel_enabled mlp_tkg_nki_kernel_enabled",
+    "deprecated by the library": "attn_block_cte_nki_kernel_enabled",
     "debugging only": "tensor_capture_config tensor_replacement_config enable_output_completion_notifications",
+    "part of a feature that has an option": "quant.dequant_dtype quant.quantize_method quant.quantize_attn "
+    "quant.no_quantize_list kv_cache_quant.dequant_dtype kv_cache_quant.quantize_method "
+    "kv_quant_config.direct_cast kv_quant_config.k_quant_method kv_quant_config.v_quant_method "
+    "on_device_sampling_config.on_device_sampling_config on_device_sampling_config.top_k_kernel_enabled "
+    "on_device_sampling_config.sampling_dp_degree",
+    "an object in one library, a compiler flag in the other": "kv_cache_quant quant kv_quant_config "
+    "continuous_batching chunked_prefill_config",
 }
+SAMPLES = {
+    "quantized": True,
+    **{
+        f"{outer}.{inner}": 1
+        for outer in ("on_device_generation", "on_device_sampling_config")
+        for inner in ("do_sample", "dynamic", "per_batch_line", "deterministic", "top_p")
+    },
+}
+"""Values that are neither refused nor the library's own, where "7" is one of these."""
+COMPUTED = {
+    *("multi_node", "draft_model_tp_size", "load_split_model", "speculative_draft_model"),
+    *("override_neuron_config", "on_device_generation"),
+}
+"""Options that turn on what has an option of its own, or have less in the library."""
+DRAFT = ("option.speculative_draft_model=org/draft",)
 
 
 def given(**changes):
@@ -132,22 +162,77 @@ def test_everything_at_once_uses_real_names_and_plain_values(loader):
     assert again == {**parts, "compiler_flags": list(arguments.compiler_flags)}
 
 
-def test_each_keyword_of_the_libraries_is_accounted_for():
-    """An option, something that follows from one, refused with a reason, or left to overrides on purpose."""
-    through_options = {name.partition(".")[0] for row in TABLE for name in option(row).to.values()}
-    left = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
-    known = through_options | set(DERIVED) | set(RESERVED) | left
-    keywords = real.TNX_NEURON_CONFIG | real.NXDI_MOE_NEURON_CONFIG
-    assert keywords - known == set()
-    assert left <= keywords
-    assert not left & (through_options | set(DERIVED) | set(RESERVED))
+def with_override(keywords, written=(), **overrides):
+    """Options, origins, errors and warnings of a file with these keywords; `written` are further lines of it."""
+    problems = Problems()
+    with TemporaryDirectory() as folder:
+        lines = [f"option.override_neuron_config={json.dumps(keywords)}", "option.model_id=org/m"]
+        (Path(folder) / "serving.properties").write_text("\n".join([*lines, *written]))
+        resolved = examine(None, Path(folder), {}, problems, overrides)
+    texts = {level: problems.messages(level) for level in ("error", "warning")}
+    return resolved.options, resolved.origins, texts
 
 
-def test_what_follows_from_options_names_keywords_and_options_that_exist():
-    keywords = real.TNX_CONSTRUCTOR | real.TNX_NEURON_CONFIG | real.NXDI_MOE_NEURON_CONFIG
-    assert set(DERIVED) | set(RESERVED) <= keywords
-    assert set(DERIVED.values()) <= set(TABLE)
-    assert not set(DERIVED) & set(RESERVED)
+def every_keyword():
+    """Each keyword of the libraries' configuration classes; those of an object as ``keyword.inner``."""
+    yield from real.TNX_CONSTRUCTOR - {"neuron_config", "context_unroll", "prefixed_length"}
+    for loader in LIBRARIES:
+        yield from NEURON_CONFIG[loader]
+        for keyword, names in NESTED[loader].items():
+            yield from (f"{keyword}.{inner}" for inner in names)
+
+
+SAMPLED = ("on_device_generation", "on_device_sampling_config")
+"""Keywords whose whole object is one option."""
+
+
+def outcome(keyword):
+    """What becomes of a keyword with a value that is not the library's: an option, refused or handed through."""
+    _, _, inner = keyword.partition(".")
+    if inner in OnDeviceGeneration.model_fields or inner == "global_topk":
+        return "option"
+    if keyword in RESERVED or inner in {"max_length", "eos_token_id"}:
+        return "refused"
+    return "option" if keyword in OPTIONS else "through"
+
+
+@pytest.mark.parametrize("keyword", sorted(set(every_keyword())))
+def test_each_keyword_of_the_libraries_is_accounted_for(keyword):
+    """An option, refused with a reason, or left to the library on purpose."""
+    outer, _, inner = keyword.partition(".")
+    value = SAMPLES.get(keyword, "7")
+    _, origins, texts = with_override({outer: {inner: value} if inner else value})
+    mine = [name for name, origin in origins.items() if origin.endswith(f": {keyword}")]
+    if inner and outer in SAMPLED:
+        mine = [name for name, origin in origins.items() if origin.endswith(f": {outer}")]
+    mine += [text for text in texts["error"] if f": {keyword})" in text]
+    expected = outcome(keyword)
+    assert bool(mine) == (
+        expected == "option" or (inner != "" and expected == "through" and outer in SAMPLED)
+    )
+    assert any(f"{inner or outer}: " in text for text in texts["error"]) == (expected == "refused")
+    handed = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
+    assert (keyword in handed) == (expected == "through")
+
+
+def test_every_name_in_the_tables_is_a_keyword():
+    nested = {keyword for keyword in OPTIONS if keyword.endswith(".")}
+    inner = {"chunked_prefill_config.max_num_seqs", "fused_spec_config.draft_model_path"}
+    assert OPTIONS.keys() | RESERVED.keys() <= {*every_keyword(), *nested, *inner}
+
+
+@pytest.mark.parametrize("loader", LIBRARIES)
+@pytest.mark.parametrize("name", TABLE)
+def test_what_an_option_hands_to_a_library_is_that_option_as_an_override(name, loader):
+    written = given(**{name: TABLE[name].good[0][0]})
+    config = gained(written, loader).get("neuron_config", {})
+    keywords = {key: value for key, value in config.items() if value is not None}
+    if not keywords or name in COMPUTED:
+        return
+    options, origins, texts = with_override(keywords, DRAFT if "specul" in name else ())
+    assert not texts["error"]
+    assert getattr(options, name) == getattr(written, name)
+    assert "override_neuron_config in" in origins[name]
 
 
 def test_nothing_set_gives_nothing():
@@ -198,14 +283,8 @@ class TestTnx:
         static = library_arguments(prompts, "tnx", continuous=False).constructor
         assert static["context_length_estimate"] == [64, 128, 2048]
 
-    @pytest.mark.parametrize(
-        "sharded",
-        [{"shard_over_sequence": True}, {"override_neuron_config": {"shard_over_sequence": True}}],
-    )
-    def test_a_cache_divided_by_tokens_has_one_length_where_rows_have_positions_of_their_own(
-        self, sharded
-    ):
-        options = given(n_positions="512,1024,2048", **sharded)
+    def test_a_cache_divided_by_tokens_has_one_length_where_rows_have_positions_of_their_own(self):
+        options = given(n_positions="512,1024,2048", shard_over_sequence=True)
         assert library_arguments(options, "tnx").constructor["n_positions"] == [2048]
         static = library_arguments(options, "tnx", continuous=False)
         assert static.constructor["n_positions"] == [512, 1024, 2048]
@@ -360,42 +439,155 @@ class TestNxdi:
 
 
 class TestOverrides:
-    def problems(self, **keywords):
-        found = list(overrides(given(override_neuron_config=keywords)))
-        assert {finding.names for finding in found} <= {("override_neuron_config",)}
-        return [finding.problem for finding in found if finding.level == "error"]
-
     def test_they_are_merged_last_and_only_there(self):
         options = given(fuse_qkv=True, override_neuron_config={"fused_qkv": False, "new": [1]})
         assert gained(options, "nxdi") == {"neuron_config": {"fused_qkv": False, "new": [1]}}
+
+    def test_keywords_of_an_object_join_those_of_the_options(self):
+        options = given(quantize="int8", override_neuron_config={"quant": {"quantize_attn": False}})
+        assert gained(options, "tnx")["neuron_config"]["quant"] == {
+            "quant_dtype": "s8",
+            "dequant_dtype": "bf16",
+            "quantize_attn": False,
+        }
 
     def test_the_options_are_not_changed_by_it(self):
         options = given(override_neuron_config={"new": 1})
         library_arguments(options, "nxdi").neuron_config["new"] = 2
         assert library_arguments(options, "nxdi").neuron_config["new"] == 1
 
-    def test_other_names_are_the_librarys_to_judge(self):
-        assert self.problems(qk_layernorm=True, something_new=1) == []
-        note, _ = overrides(given(override_neuron_config={"new": 1, "tp_degree": 2}))
-        assert (note.level, "new: checked when the model loads" in note.problem) == (
-            "note",
-            True,
-        )
-        assert self.problems() == []
+    def test_what_has_no_option_is_the_librarys_to_judge(self):
+        note, other = overrides(given(override_neuron_config={"new": 1, "sequence_len": 2}))
+        assert (note.level, note.problem) == ("note", "new: checked when the model loads")
+        assert "did you mean 'seq_len'" in other.problem
 
-    @pytest.mark.parametrize("name", sorted(DERIVED))
-    def test_what_follows_from_an_option_names_it(self, name):
-        (problem,) = self.problems(**{name: 1})
-        assert problem.startswith(f"{name}: ")
-        assert f"option.{DERIVED[name]}" in problem
+    @pytest.mark.parametrize("keyword", sorted(RESERVED))
+    def test_what_nobody_may_set_says_why_but_the_librarys_own_value_is_nothing(self, keyword):
+        harmless, reason = RESERVED[keyword]
+        _, _, texts = with_override({keyword: "7"})
+        assert any(reason in text and "override_neuron_config" in text for text in texts["error"])
+        options, _, texts = with_override({keyword: harmless, "new": 1})
+        assert (options.override_neuron_config, texts["error"]) == ({"new": 1}, ())
 
-    @pytest.mark.parametrize("name", sorted(RESERVED))
-    def test_what_nobody_may_set_says_why(self, name):
-        (problem,) = self.problems(**{name: 1})
-        assert RESERVED[name] in problem
+    @pytest.mark.parametrize("lines", [(), ("option.n_positions=128",)])
+    def test_the_files_of_the_old_ci(self, lines):
+        """Source: djl-serving 1132e3ab^, tests/integration/llm/prepare.py."""
+        sampling = {"global_topk": 64, "dynamic": True, "deterministic": False}
+        lines += ("option.rolling_batch=vllm", "option.max_rolling_batch_size=1")
+        options, _, texts = with_override({"on_device_sampling_config": sampling}, lines)
+        generation = options.on_device_generation
+        assert (generation.dynamic, generation.global_top_k) == (True, 64)
+        assert (options.override_neuron_config, texts["error"]) == (None, ())
 
-    def test_each_name_has_its_own_finding(self):
-        assert len(self.problems(batch_size=1, sparse_attn=1, tp_degree=2)) == 3
+    @pytest.mark.parametrize(
+        ("keywords", "expected"),
+        [
+            ({"skip_sharding": True}, {"save_sharded_checkpoint": False}),
+            ({"lhs_aligned": True}, {"padding_side": "right"}),
+            ({"is_continuous_batching": False}, {"rolling_batch_strategy": "naive_rolling_batch"}),
+            ({"quantized": True}, {"quantize": "static_int8"}),
+            ({"quantized": False, "quantization_dtype": "int8"}, {"quantize": None}),
+            ({"speculation_length": 7}, {"speculative_length": 6}),
+            ({"async_mode": True}, {"async_execution": True, "async_mode": False}),
+            ({"batch_size": 4}, {"max_rolling_batch_size": 4, "batch_size": 1}),
+            ({"seq_len": 256, "token_generation_buckets": [128]}, {"n_positions": (128, 256)}),
+            ({"max_context_length": 300}, {"context_length_estimate": (128, 256, 300)}),
+            (
+                {"enable_bucketing": False, "seq_len": 512, "max_context_length": 300},
+                {"n_positions": (512,), "context_length_estimate": (300,)},
+            ),
+            (
+                {"continuous_batching": {"max_num_seqs": 3, "enable_chunked_prefill": True}},
+                {"max_rolling_batch_size": 3, "enable_chunked_prefill": True},
+            ),
+            ({"chunked_prefill_config": {}}, {"enable_chunked_prefill": True}),
+            ({"kv_quant_config": {"direct_cast": True}}, {"kv_cache_quantize": "fp8"}),
+            ({"quant": None, "on_device_sampling_config": None}, {"quantize": None}),
+            ({"attn_tkg_nki_kernel_enabled": False}, {"attn_block_tkg_nki_kernel_enabled": None}),
+            (
+                {"on_device_sampling_config": {"do_sample": True, "sampling_dp_degree": 2}},
+                {
+                    "override_neuron_config": {
+                        "on_device_sampling_config": {"sampling_dp_degree": 2}
+                    }
+                },
+            ),
+        ],
+    )
+    def test_values_are_translated(self, keywords, expected):
+        options, _, texts = with_override(keywords)
+        assert {name: getattr(options, name) for name in expected} == expected
+        assert not texts["error"]
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"seq_len": 512, "max_length": 1024},
+            {"seq_len": 512, "n_positions": 1024, "token_generation_buckets": [512]},
+            {"batch_size": 2, "tkg_batch_size": 4},
+            {"skip_sharding": True, "save_sharded_checkpoint": True},
+        ],
+    )
+    def test_names_of_one_thing_agree(self, keywords):
+        _, _, texts = with_override(keywords)
+        assert "are two values of one option; keep one" in "".join(texts["error"])
+
+    @pytest.mark.parametrize("draft", [True, False])
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_fused_speculation_is_what_a_draft_model_means(self, draft, fused):
+        lines = ("option.speculative_draft_model=org/draft",) if draft else ()
+        _, _, texts = with_override({"enable_fused_speculation": fused}, lines)
+        assert bool(texts["error"]) == (draft != fused)
+
+    def test_they_override_options_of_the_file_with_a_warning_and_not_those_of_the_command_line(
+        self,
+    ):
+        lines = ["option.n_positions=1024"]
+        options, origins, texts = with_override({"seq_len": 512}, lines)
+        assert options.n_positions == 512
+        assert origins["n_positions"].endswith("line 1: seq_len")
+        assert "overrides n_positions=1024" in "".join(texts["warning"])
+        options, _, texts = with_override({"seq_len": 512}, lines, n_positions="2048")
+        assert (options.n_positions, texts["error"]) == (2048, ())
+
+    def test_a_value_that_the_option_does_not_allow_is_refused_where_it_stands(self):
+        _, _, texts = with_override({"batch_size": "many"})
+        assert "line 1: batch_size" in texts["error"][0]
+
+    @pytest.mark.parametrize(
+        ("keywords", "line"),
+        [
+            (
+                {"group_query_attention": "shard-over-batch"},
+                "group_query_attention=shard-over-batch",
+            ),
+            ({"seq_len": 512}, "n_positions=512"),
+            ({"batch_size": 2}, "max_rolling_batch_size=2"),
+            ({"context_encoding_buckets": [256]}, "context_length_estimate=256"),
+            ({"torch_dtype": "float32"}, "dtype=float32"),
+            ({"quantized": True}, "quantize=static_int8"),
+            ({"tp_degree": 4}, "tensor_parallel_degree=4"),
+        ],
+    )
+    def test_plan_memory_and_defects_are_those_of_the_option(self, keywords, line):
+        """What is known to be wrong is refused, whichever way it is set; memory is counted all the same."""
+        found = []
+        for text in ("model_type", f"override_neuron_config={json.dumps(keywords)}", line):
+            problems = Problems()
+            with TemporaryDirectory() as folder:
+                lines = f"option.model_id=org/m\noption.tensor_parallel_degree=8\noption.{text}\n"
+                if "tensor_parallel_degree" in line:
+                    lines = lines.replace("option.tensor_parallel_degree=8\n", "")
+                (Path(folder) / "serving.properties").write_text(lines)
+                resolved = examine(None, Path(folder), {}, Problems())
+            case = Case(resolved.options, LLAMA, machines.named("inf2.48xlarge"), "tnx")
+            resolved, case = assess(resolved, case, problems)
+            named = [problem.options for problem in problems if problem.level == "error"]
+            found.append((make_plan(case), named))
+        nothing, override, option = found
+        assert override == option
+        assert override != nothing
+        assert bool(override[1]) == ("group_query_attention" in keywords)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,55 @@ def test_what_is_advised_leaves_a_twentieth():
     assert replace(full, capacity=0).roomy  # not known
 
 
+# AWS Neuron documentation, Inference performance (SDK 2.18): the median time of a token in ms, inf2.48xlarge with 24
+# cores and trn1.32xlarge with 32; both have the same cores.
+MEASURED = (
+    # model, weights, slots, tokens, 24 cores, 32 cores
+    ("llama-3-8b", "int8", 1, 4096, 6.42, 5.86),
+    ("llama-3-8b", "int8", 1, 8192, 7.41, 7.03),
+    ("llama-3-8b", "int8", 8, 4096, 10.45, 7.65),
+    ("llama-3-8b", "int8", 8, 8192, 15.22, 9.95),
+    ("llama-2-7b", None, 1, 8192, 7.34, 6.70),
+    ("llama-2-7b", None, 8, 8192, 16.39, 10.10),
+    ("llama-2-13b", None, 1, 8192, 10.17, 9.84),
+    ("llama-2-13b", None, 1, 16384, 13.50, 13.41),
+    ("llama-2-13b", None, 4, 16384, 21.71, 21.09),
+    ("llama-2-13b", None, 8, 8192, 20.99, 19.86),
+    ("llama-3-70b", None, 1, 256, 32.20, 26.48),
+    ("llama-3-70b", None, 1, 4096, 34.67, 26.20),
+    ("mistral-7b-instruct-v0.2", None, 1, 16384, 10.33, 9.89),
+    ("mistral-7b-instruct-v0.2", None, 8, 16384, 18.01, 15.44),
+)
+
+
+class TestStep:
+    """What a decode step reads on each core, padding included: the measure of the default degree."""
+
+    @staticmethod
+    def least_ms(name, weights, slots, tokens, degree):
+        device = named("inf2.48xlarge" if degree == 24 else "trn1.32xlarge")
+        load = Load(tokens, slots, "bfloat16", weight_dtype=weights)
+        core = device.core_memory_bytes
+        memory = needed(facts_of(name), load, degree=degree, core_memory_bytes=core, backend="tnx")
+        assert memory.fits
+        return 1000 * memory.read / device.core_bytes_per_s
+
+    @pytest.mark.parametrize("row", MEASURED)
+    def test_degrees_are_in_the_order_that_aws_measured(self, row):
+        *load, fewer, more = row
+        with_fewer, with_more = (self.least_ms(*load, degree) for degree in (24, 32))
+        assert (with_more < with_fewer) is (more < fewer)
+        # A lower bound: layers and collectives take time of their own.
+        assert with_fewer < fewer
+        assert with_more < more
+
+    def test_models_are_in_the_order_that_aws_measured(self):
+        alone = [row for row in MEASURED if row[0].startswith("llama-") and row[1:3] == (None, 1)]
+        least = {self.least_ms(*row[:4], 24): row[4] for row in alone}
+        assert len(least) == 5
+        assert [least[ms] for ms in sorted(least)] == sorted(least.values())
+
+
 class TestHeads:
     """Query and KV heads after padding. Source: tests and comments of both libraries, and the rig's runs."""
 

@@ -34,28 +34,7 @@ def test_every_fact_of_a_grouped_query_model():
         num_parameters=8_030_261_248,
         embedding_parameters=128256 * 4096,
         cache_values_per_token=2 * 32 * 8 * 128,
-        activation="silu",
     )
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "value"),
-    [
-        ({"attention_bias": True}, "attention_bias", True),
-        ({"mlp_bias": True}, "mlp_bias", True),
-        ({"hidden_act": "gelu"}, "activation", "gelu"),
-        ({"activation_function": "relu"}, "activation", "relu"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type", "linear"),
-        ({"rope_scaling": {"rope_type": "default"}}, "rope_type", None),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type", "llama3"),
-        ({"rope_scaling": "linear"}, "rope_type", None),
-        ({"use_parallel_residual": False}, "parallel_residual", False),
-        ({"do_layer_norm_before": False}, "norm_first", False),
-    ],
-)
-def test_what_a_library_may_not_be_able_to_do(config, name, value):
-    assert getattr(ModelFacts.from_config({"model_type": "x", **config}), name) == value
-    assert value is None or getattr(ModelFacts.from_config({"model_type": "x"}), name) != value
 
 
 # layers, hidden, intermediate, vocabulary, heads, KV heads, head size, longest sequence: from the model cards

@@ -176,8 +176,9 @@ GENERAL = [
         "partition_schema",
         "error",
         {"partition_schema": "optimum", "save_mp_checkpoint_path": "p"},
-        {"save_mp_checkpoint_path": None},
+        {"partition_schema": None},
     ),
+    ("partition_schema", "warning", {"partition_schema": "optimum"}, {"partition_schema": None}),
     (
         "load_split_model",
         "error",

@@ -293,6 +293,41 @@ def test_a_failed_step_answers_its_rows_and_the_next_request_works(backend, door
     assert json.loads(caller.data(1)) == {"generated_text": text([7], 3)}
 
 
+def test_a_sequence_of_a_list_that_fails_ends_the_others(backend, door, service):
+    backend.fail_at[1] = StepError("the device is unwell")
+    caller = Caller(door)
+    caller.step([several([[5], [6], [7]], 100), body([8], 3)])
+    caller.finish()
+    assert [record.get("code") for record in caller.answers[0]][-1] == "424"
+    assert json.loads(caller.data(1)) == {"generated_text": text([8], 3)}
+    wait_until(lambda: len(service.loop.streams) == 0)
+    assert backend.num_steps < 90
+
+
+def test_reset_gives_up_all_of_a_list(backend, door, service):
+    backend.hang_at.add(1)
+    door.answer(call(0, [several([[5], [6], [7]], 60)]))
+    assert len(service.loop.streams) == 3
+    door.answer(call(0, reset_rollingbatch="true"))
+    assert len(service.loop.streams) == 0
+
+
+def test_a_list_that_finds_no_room_is_refused_whole(backend):
+    service = toy_service(backend, max_waiting=1)
+    door = RollingBatchDoor(service, 60.0)
+    backend.hang_at.add(0)
+    caller = Caller(door)
+    caller.step([body([5]), several([[6], [7], [8]]), several([[6]] * 4), several([[7], [8]])])
+    assert caller.answers[1][-1]["code"] == "503"
+    assert caller.answers[2][-1]["code"] == "400"
+    backend.resume.set()
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([5])}
+    assert json.loads(caller.data(3)) == [{"generated_text": text([i])} for i in (7, 8)]
+    door.close()
+    service.close()
+
+
 def test_an_id_that_comes_again_after_a_reset_gets_none_of_the_old_tokens(backend, door):
     """Ids come from clients, and a client that was cut off tries again with the same."""
     backend.hang_at.add(1)
@@ -365,9 +400,10 @@ async def gather(answer):
     return [output async for output in answer]
 
 
-def answer_of(mode, service, properties):
+def answer_of(mode, service, properties, content=None):
     """Type and bytes of one answer."""
-    request = single(body([5], 9))
+    content = content or body([5], 9)
+    request = single(content)
     if mode == "plain":
         request.properties |= properties
         output = PlainDoor(service, 60.0).answer(request)
@@ -377,7 +413,7 @@ def answer_of(mode, service, properties):
         (output,) = asyncio.run(gather(AsyncDoor(service).answer(request)))
         return output.properties["Content-Type"], decode_record(output.content.value_at(0))["data"]
     door = RollingBatchDoor(service, 60.0)
-    request = call(0, [body([5], 9)])
+    request = call(0, [content])
     request.properties |= {f"batch_000.{name}": value for name, value in properties.items()}
     output = door.answer(request)
     while not output.properties:
@@ -386,7 +422,48 @@ def answer_of(mode, service, properties):
     return output.properties["batch_0_Content-Type"], records(output)[0]["data"]
 
 
-@pytest.mark.parametrize("mode", ["rolling", "plain", "async"])
+MODES = pytest.mark.parametrize("mode", ["rolling", "plain", "async"])
+
+
+def several(prompts, num_tokens=4, **parameters):
+    inputs = ["".join(f"<{i}>" for i in prompt) for prompt in prompts]
+    parameters |= {"max_new_tokens": num_tokens, "ignore_eos": True}
+    return json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+
+
+@MODES
+def test_a_list_is_answered_by_a_list(service, backend, mode):
+    prompts = [[i, i + 1] for i in range(5, 11)]
+    _, answer = answer_of(mode, service, {}, several(prompts))
+    assert json.loads(answer) == [{"generated_text": text(prompt)} for prompt in prompts]
+    assert len(service.loop.streams) == 0
+    assert backend.violations == []
+
+
+@MODES
+def test_a_body_of_text_is_the_prompt(service, mode):
+    _, answer = answer_of(mode, service, {"Content-Type": "text/plain"}, b"<5><6>")
+    ids = expected([1, 5, 6], 30, stop_ids={2})
+    assert json.loads(answer) == {"generated_text": TOKENIZER.decode(ids)}
+
+
+@MODES
+def test_a_deadline_ends_an_answer_with_what_there_is(mode):
+    backend = ToyBackend(replace(TOY_SPEC, max_model_len=4096, token_buckets=(4096,)), step_s=0.005)
+    service = toy_service(backend, max_request_seconds=60.0)
+    content = several([[5], [6]], 4000, max_time=1.0, details=True)
+    _, answer = answer_of(mode, service, {}, content)
+    for one, prompt in zip(json.loads(answer), ([5], [6]), strict=True):
+        details = one["details"]
+        assert (details["finish_reason"], len(details["tokens"])) == (
+            "time",
+            details["generated_tokens"],
+        )
+        assert one["generated_text"] == text(prompt, details["generated_tokens"])
+    service.close()
+
+
+@MODES
 def test_no_property_of_a_request_sets_anything(service, mode):
     options = service.options.model_dump()
     plain = answer_of(mode, service, {})

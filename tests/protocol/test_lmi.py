@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 
 import pytest
@@ -104,15 +105,31 @@ def test_every_parameter_arrives() -> None:
         stop=["a"],
         stop_sequences=["b", "a"],
         stop_token_ids=[4, 5],
+        include_stop_str_in_output=True,
         ignore_eos=True,
+        max_time=2.5,
         details=True,
     ).request
     assert vars(request.sampling) == sampling
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
     assert request.stop_token_ids == {4, 5}
+    assert request.include_stop
     assert request.ignore_eos
+    assert request.max_seconds == 2.5
     assert request.logprobs
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "ignore_eos_token"])
+def test_two_names_of_one_parameter(name: str) -> None:
+    assert with_parameters(**{name: True}).request.ignore_eos
+    assert not with_parameters(**{name: False}).request.ignore_eos
+
+
+def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
+    parsed = parse({"inputs": "<5>", "parameters": {"max_time": 3}}, arrived_s=5.0)
+    assert (parsed.request.arrived_s, parsed.request.max_seconds) == (5.0, 3)
+    assert parse({"inputs": "<5>"}).request.max_seconds == math.inf
 
 
 @pytest.mark.parametrize(
@@ -128,8 +145,13 @@ def test_every_parameter_arrives() -> None:
         (b'{"input": "x"}', "'input'"),
         (b'{"parameters": {}}', "inputs is missing"),
         (b'{"inputs": null}', "null"),
-        (b'{"inputs": ""}', "inputs is empty"),
-        (b'{"inputs": ["x"]}', "a list"),
+        (b'{"inputs": ""}', "inputs is an empty string; expected"),
+        (b'{"inputs": []}', "inputs has 0 prompts; expected 1 to 128"),
+        (b'{"inputs": ["x", ""]}', r"inputs\[1\] is an empty string"),
+        (b'{"inputs": [["x"]]}', r"inputs\[0\] is a list"),
+        (b'{"inputs": [5, 6]}', r"inputs\[0\] is a number"),
+        (b'{"inputs": ["x"], "stream": true}', "not answered by a stream.*leave out stream"),
+        (b'{"inputs": ["x"], "parameters": {"stream": true}}', "not answered by a stream"),
         (b'{"inputs": 3}', "a number"),
         (b'{"inputs": "x", "parameters": []}', "parameters is a list"),
         (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs in "parameters"'),
@@ -167,12 +189,21 @@ def test_bad_bodies(body: bytes, says: str) -> None:
         ({"stop": ["a", 5]}, "stop"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"ignore_eos": "true"}, "ignore_eos"),
+        ({"ignore_eos_token": 1}, "'ignore_eos_token' is 1; expected true or false"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+        ({"max_time": 0}, "'max_time' is 0; expected seconds, a number above 0"),
+        ({"max_time": -1.5}, "max_time"),
+        ({"max_time": True}, "max_time"),
+        ({"max_time": "5"}, "max_time"),
         ({"details": 1}, "details"),
         ({"do_sample": "false"}, "do_sample"),
         ({"do_sample": False, "top_p": 7}, "top_p is 7"),
         ({"n": 2}, "'n' is not supported"),
         ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported"),
         ({"decoder_input_details": True}, "'decoder_input_details' is not supported"),
+        ({"skip_special_tokens": False}, "'skip_special_tokens' is not supported"),
+        ({"length_penalty": 0.5}, "'length_penalty' is not supported"),
+        ({"logprobs": 1}, "'logprobs' is not supported"),
     ],
 )
 def test_bad_parameters(parameters: dict[str, Any], says: str) -> None:
@@ -190,15 +221,106 @@ def test_values_that_change_nothing_are_accepted() -> None:
         top_n_tokens=0,
         typical_p=1.0,
         watermark=False,
+        num_beams=1,
+        num_return_sequences=1,
+        length_penalty=1.0,
+        early_stopping=False,
+        min_length=1,
+        bad_sequences=None,
+        logprobs=None,
+        prompt_logprobs=None,
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
     )
     with pytest.raises(UnsupportedParameterError):
         with_parameters(n=True)
 
 
-def test_a_stop_string_that_is_a_special_token_also_stops_at_the_token() -> None:
-    request = with_parameters(stop=["<eos>", "end"], stop_token_ids=[7]).request
-    assert request.stop_strings == ("<eos>", "end")
-    assert request.stop_token_ids == {2, 7}
+def text_plain(body: bytes, content_type: str = "text/plain", **context: Any) -> ParsedRequest:
+    return parse(body, headers={"content-type": content_type}, **context)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "Text/Plain; charset=utf-8"])
+def test_a_body_of_text_is_the_prompt(content_type: str) -> None:
+    parsed = text_plain(b'<5>{"inputs": "<6>"}', content_type)
+    assert parsed.request.prompt_ids == TOKENIZER.encode('<5>{"inputs": "<6>"}')
+    assert parsed.request.max_new_tokens == 30
+    assert json.loads(feed(parsed, deltas())[-1]) == {"generated_text": "one é"}
+    assert text_plain("[{,:é".encode() * 100_000).request.prompt_ids
+    streamed = text_plain(b"<5>", output_formatter="sse")
+    assert streamed.formatter.content_type == "text/event-stream"
+
+
+@pytest.mark.parametrize(
+    ("body", "context", "says"),
+    [
+        (b"", {}, "empty"),
+        (b"a secret \xff", {}, "not UTF-8: invalid start byte at byte 9"),
+        (b"a" * 21, {"max_body_bytes": 20}, "larger than 20 bytes"),
+        (b"a" * 21, {"max_prompt_chars": 20}, "21 characters"),
+    ],
+)
+def test_bad_bodies_of_text(body: bytes, context: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        text_plain(body, **context)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "application/json; charset=utf-8", "application/x-www-form-urlencoded"]
+)
+def test_every_other_type_is_read_as_json(content_type: str) -> None:
+    assert text_plain(b'{"inputs": "<5>"}', content_type).request.prompt_ids == [1, 5]
+    with pytest.raises(RequestError, match="not valid JSON") as caught:
+        text_plain(b"inputs\n<5>", content_type)
+    named = "expected application/json or text/plain" in str(caught.value)
+    assert named == ("urlencoded" in content_type)
+
+
+def test_a_list_of_prompts_is_answered_by_a_list_in_its_order() -> None:
+    given = {"max_new_tokens": 7, "seed": 3, "details": True, "return_full_text": True}
+    parsed = parse({"inputs": ["<5>", "<6>", "<7>"], "parameters": given}, client_id="mine")
+    assert [one.prompt_ids for one in parsed.requests] == [[1, 5], [1, 6], [1, 7]]
+    ids = [one.request_id for one in parsed.requests]
+    assert (len(set(ids)), ids[0]) == (3, "r")
+    assert {one.client_id for one in parsed.requests} == {"mine"}
+    assert {(one.max_new_tokens, one.sampling.seed) for one in parsed.requests} == {(7, 3)}
+    assert not parsed.stream
+    assert parsed.formatter.content_type == "application/json"
+    parts = [
+        parsed.formatter.feed(delta._replace(request_id=ids[i]))
+        for i in (2, 0, 1)
+        for delta in deltas()
+    ]
+    assert [bool(part) for part in parts] == [False] * 8 + [True]
+    body = json.loads(parts[-1])
+    assert [one["generated_text"] for one in body] == ["<5>one é", "<6>one é", "<7>one é"]
+    assert [one["details"]["inputs"] for one in body] == ["<5>", "<6>", "<7>"]
+    assert [one["details"]["generated_tokens"] for one in body] == [4, 4, 4]
+    assert [len(one["details"]["tokens"]) for one in body] == [4, 4, 4]
+
+
+def test_a_list_of_one_is_answered_by_a_list() -> None:
+    parsed = parse({"inputs": ["<5>"]})
+    assert json.loads(feed(parsed, deltas())[-1]) == [{"generated_text": "one é"}]
+
+
+def test_an_error_of_one_of_a_list_is_the_answer() -> None:
+    parsed = parse({"inputs": ["<5>", "<6>"]})
+    failed = Delta("r", "", (), FinishReason.ERROR, StepError("the device failed"))
+    assert json.loads(parsed.formatter.feed(failed))["type"] == "step_error"
+
+
+def test_a_list_is_bounded_and_its_prompts_are_named() -> None:
+    assert len(parse({"inputs": ["<5>"] * 128}).requests) == 128
+    with pytest.raises(RequestError, match="has 129 prompts; expected 1 to 128"):
+        parse({"inputs": ["<5>"] * 129})
+    with pytest.raises(PromptTooLongError, match="prompt 2 of 2 has 11 characters"):
+        parse({"inputs": ["a", "a" * 11]}, max_prompt_chars=10)
+    for formatter in ("jsonlines", "sse"):
+        with pytest.raises(UnsupportedParameterError, match=r"option\.output_formatter"):
+            parse({"inputs": ["<5>"]}, output_formatter=formatter)
+    assert parse({"inputs": ["<5>"], "stream": True}, output_formatter="json").requests
 
 
 def test_a_text_never_enters_a_message() -> None:
@@ -279,11 +401,12 @@ def test_jsonlines_one_line_a_token() -> None:
     lines = [json.loads(line) for line in b"".join(parts).splitlines()]
     assert "".join(line["token"]["text"] for line in lines) == "one é"
     assert [line.get("generated_text") for line in lines] == [None, None, None, "one é"]
-    assert all("details" not in line for line in lines)
+    assert all("details" not in line for line in lines[:-1])
 
 
-def test_jsonlines_details_come_last_without_tokens() -> None:
-    parsed = parse({"inputs": "<5>", "parameters": {"details": True, "stream": True}})
+@pytest.mark.parametrize("parameters", [{}, {"details": False}, {"details": True}])
+def test_jsonlines_details_come_last_without_tokens(parameters: dict[str, Any]) -> None:
+    parsed = parse({"inputs": "<5>", "parameters": parameters, "stream": True})
     lines = b"".join(feed(parsed, deltas(FinishReason.STOP))).splitlines()
     details = json.loads(lines[-1])["details"]
     assert details == {"finish_reason": "stop_sequence", "generated_tokens": 4, "inputs": "<5>"}
@@ -415,11 +538,11 @@ def test_text_may_hold_any_number_of_brackets_and_commas(text: str) -> None:
 
 def test_the_largest_bodies_that_are_planned_are_within_the_bounds() -> None:
     ids = list(range(131_072))
-    with pytest.raises(RequestError, match="inputs is a list"):
+    with pytest.raises(RequestError, match="inputs has 131072 prompts"):
         parse({"inputs": ids})
     content = [{"type": "text", "text": "hello, {you}"}]
     chat = [{"role": "user", "content": content}] * 4000
-    with pytest.raises(RequestError, match="inputs is a list"):
+    with pytest.raises(RequestError, match="inputs has 4000 prompts"):
         parse({"inputs": chat})
 
 

@@ -291,8 +291,21 @@ def test_a_client_that_goes_away_frees_its_slot(
     [
         (b"{", 400, "bad_request", "not valid JSON"),
         (b"", 400, "bad_request", "empty"),
-        (b'{"inputs": ""}', 400, "bad_request", "inputs is empty"),
-        (b'{"inputs": ["a"]}', 400, "bad_request", "a list"),
+        (b'{"inputs": ""}', 400, "bad_request", "inputs is an empty string"),
+        (b'{"inputs": [[5]]}', 400, "bad_request", "a list"),
+        (
+            b'{"inputs": ["a", "' + b"a" * 100 + b'"]}',
+            413,
+            "prompt_too_long",
+            "prompt 2 of 2 has 101 tokens",
+        ),
+        (
+            b'{"inputs": "a", "parameters": {"stop_token_ids": [300]}}',
+            400,
+            "bad_request",
+            "stop_token_ids has 300; expected.*from 0 to 299",
+        ),
+        (b'{"inputs": ["a", "b", "c", "d", "e"]}', 400, "bad_request", "5 prompts.*at most 4"),
         (
             b'{"inputs": "a", "parameters": {"temprature": 1}}',
             400,
@@ -317,8 +330,18 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
-    assert http.get(server.url + "/invocations").status_code == 405
-    assert http.get(server.url + "/nothing").json()["code"] == 404
+    routes = "GET /ping, GET /metrics, GET /info, POST /invocations, POST /predictions/{model}"
+    wrong = http.get(server.url + "/invocations")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"] == f"no route 'GET /invocations'; expected {routes}"
+    for path in ("/nothing", "/v1/completions", "/predictions", "/" + "x" * 9999):
+        found = http.post(server.url + path, json=body([5]))
+        assert (found.status_code, found.json()["code"], len(found.content) < 500) == (
+            404,
+            404,
+            True,
+        )
+        assert found.json()["error"].endswith(f"; expected {routes}")
 
 
 def test_no_redirect_to_a_host_that_the_client_names(server: Running) -> None:
@@ -552,9 +575,135 @@ def test_what_does_not_end_within_the_drain_time_gets_its_error(
     asking.join(PATIENCE_S)
     (response,) = responses
     last = json.loads(response.text.splitlines()[-1])
-    assert (last["code"], last["type"]) == (499, "request_aborted")
-    assert response.status_code == (200 if stream else 499)
+    assert (last["code"], last["type"]) == (503, "backend_unavailable")
+    assert response.status_code == (200 if stream else 503)
+    assert stream or int(response.headers["retry-after"]) >= 1
+    if stream:
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        count = sum("token" in line for line in lines)
+        assert 0 < last["details"]["generated_tokens"] == count < 100
+        assert last["generated_text"] == answer([5, 6], count)
     assert backend.acquired == frozenset()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_an_answer_with_what_there_is(stream: bool) -> None:
+    spec = replace(TOY_SPEC, max_model_len=4096, token_buckets=(4096,))
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(spec, step_s=0.005), max_request_seconds=1.0)
+    running = Running(application)
+    parameters = {"details": True, "max_time": 60}
+    payload = body([5, 6], 4000, parameters=parameters, stream=stream)
+    response = http.post(running.url + "/invocations", json=payload)
+    assert response.status_code == 200
+    last = json.loads(response.text.splitlines()[-1])
+    count = last["details"]["generated_tokens"]
+    assert last["details"]["finish_reason"] == "time"
+    assert last["generated_text"] == answer([5, 6], count)
+    ended = 'djl_neuronx_requests_total{finish_reason="time",protocol="lmi"} 1.0'
+    assert ended in http.get(running.url + "/metrics").text
+    running.close()
+    application.service.close()
+
+
+def test_a_list_is_answered_by_a_list(server: Running) -> None:
+    prompts = [[5, 6], [7], [8, 9], [5, 6]]
+    payload = body([5])
+    payload["inputs"] = [body(prompt)["inputs"] for prompt in prompts]
+    for path in ("/invocations", "/predictions/toy"):
+        found = http.post(server.url + path, json=payload, headers={"x-request-id": "mine"})
+        assert found.json() == [{"generated_text": answer(prompt)} for prompt in prompts]
+        assert found.headers["x-request-id"] == "mine"
+    refused = http.post(server.url + "/invocations", json={**payload, "stream": True})
+    assert (refused.status_code, "list" in refused.json()["error"]) == (400, True)
+
+
+def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
+    server: Running, backend: ToyBackend
+) -> None:
+    backend.hang_at = {3}
+    loop = server.application.service.loop  # type: ignore[union-attr]
+    connection = HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps({"inputs": ["a", "b", "c", "d"]}))
+    assert backend.hanging.wait(PATIENCE_S)
+    assert len(loop.streams) == 4
+    connection.close()
+    wait_until(lambda: len(loop.streams) == 0)
+    backend.resume.set()
+    wait_until(lambda: loop.state[:2] == (0, 0))
+    assert backend.num_steps < 20
+    assert backend.acquired == frozenset()
+
+
+def test_a_failure_of_one_of_a_list_is_its_answer(server: Running, backend: ToyBackend) -> None:
+    backend.fail_at = {1: RuntimeError("device says no")}
+    payload = {"inputs": ["a", "b", "c"], "parameters": {"max_new_tokens": 100}}
+    response = http.post(server.url + "/invocations", json=payload)
+    assert (response.status_code, response.json()["type"]) == (424, "step_error")
+    loop = server.application.service.loop  # type: ignore[union-attr]
+    wait_until(lambda: len(loop.streams) == 0 and loop.state[:2] == (0, 0))
+    assert backend.num_steps < 90
+    assert backend.violations == []
+
+
+def test_a_body_of_text_is_the_prompt(server: Running) -> None:
+    headers = {"content-type": "text/plain; charset=utf-8"}
+    found = http.post(server.url + "/invocations", content=b"<5><6>", headers=headers)
+    ids = expected([1, 5, 6], 30, stop_ids={2})
+    assert found.json() == {"generated_text": TOKENIZER.decode(ids)}
+
+
+@pytest.mark.parametrize("ends_by", ["length", "eos_token", "stop_id", "stop_sequence", "error"])
+def test_a_streams_details_count_what_it_has_sent(
+    server: Running, backend: ToyBackend, ends_by: str
+) -> None:
+    ids = expected([1, 5, 6], 12)
+    parameters: dict[str, Any] = {"max_new_tokens": 7}
+    prompt = [5, 6]
+    if ends_by == "eos_token":  # the shortest prompt after which the toy comes to its end
+        tries = ([a, b] for a in range(3, 300) for b in range(3, 300))
+        prompt = next(p for p in tries if expected([1, *p], 6, stop_ids={2})[-1] == 2)
+        parameters["ignore_eos"] = False
+    elif ends_by == "stop_id":
+        parameters["stop_token_ids"] = [ids[3]]
+    elif ends_by == "stop_sequence":
+        parameters["stop"] = f"<{ids[2]}><{ids[3]}>"
+    elif ends_by == "error":
+        backend.fail_at = {4: RuntimeError("device says no")}
+    payload = body(prompt, parameters=parameters, stream=True)
+    found = http.post(server.url + "/invocations", json=payload)
+    lines = [json.loads(line) for line in found.text.splitlines()]
+    tokens = [line["token"] for line in lines if "token" in line]
+    assert lines[-1]["details"] == {
+        "finish_reason": "eos_token" if ends_by == "stop_id" else ends_by,
+        "generated_tokens": len(tokens),
+        "inputs": payload["inputs"],
+    }
+    assert lines[-1]["generated_text"] == "".join(token["text"] for token in tokens)
+    known = {"length": 7, "stop_id": 4, "stop_sequence": 4, "error": 4}
+    assert len(tokens) == known.get(ends_by, len(tokens)) > 0
+
+
+def test_a_stream_of_a_device_that_samples_has_details() -> None:
+    with serving(DYNAMIC) as url:
+        found = http.post(url + "/invocations", json=body([5, 6], stream=True))
+        lines = [json.loads(line) for line in found.text.splitlines()]
+    assert {line["token"]["log_prob"] for line in lines} == {None}
+    assert lines[-1]["details"]["generated_tokens"] == len(lines) == 5
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_what_stops_a_text_is_shown_on_request(server: Running, include: bool) -> None:
+    ids = expected([1, 5, 6], 12)
+    stop = f"<{ids[7]}><{ids[8]}>"
+    parameters = {"stop": [stop], "include_stop_str_in_output": include, "details": True}
+    for stream in (False, True):
+        payload = body([5, 6], 50, parameters=parameters, stream=stream)
+        found = http.post(server.url + "/invocations", json=payload)
+        last = json.loads(found.text.splitlines()[-1])
+        assert last["generated_text"] == TOKENIZER.decode(ids[: 9 if include else 7])
+        assert last["details"]["finish_reason"] == "stop_sequence"
+        assert last["details"]["generated_tokens"] == 9
 
 
 def test_gauges_fall_when_the_last_request_is_given_up(

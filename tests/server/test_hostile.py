@@ -229,7 +229,8 @@ def test_bytes_after_the_last_request_are_dropped() -> None:
 def unread_by_server(server: Running, client: socket.socket) -> int:
     """Bytes that the client has sent and the server has not read."""
     connections: set[Any] = server._server.server_state.connections  # type: ignore[assignment]
-    raws = [each._raw for each in connections if each.client == client.getsockname()]
+    now = list(connections)  # in one piece: the server's thread changes the set
+    raws = [each._raw for each in now if each.client == client.getsockname()]
     if not raws:
         return 1  # not accepted yet
     received = ioctl(raws[0].get_extra_info("socket"), FIONREAD, bytes(4))

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -41,13 +42,16 @@ def check_version() -> None:
     Raises:
         BackendUnavailableError: it is older than 4.57.
     """
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMERS:
+    if _version() < _TRANSFORMERS:
         message = (
-            f"transformers {version} is too old for the cpu backend; expected 4.57 or newer. "
+            f"transformers {transformers.__version__} is too old for the cpu backend; expected 4.57 or newer. "
             "Install it: pip install 'djl-python-neuronx[cpu]'"
         )
         raise BackendUnavailableError(message)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
@@ -69,6 +73,8 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
     try:
         with _silent_transformers():
             config = _AUTO_CONFIG.from_pretrained(str(plan.model_dir), **code)
+            if _version() < (5, 0):  # which ignores rope_parameters
+                vars(config.get_text_config()).update(rotary_fields(config.get_text_config()))
             model, loaded = _AUTO_MODEL.from_pretrained(
                 str(plan.model_dir),
                 config=config,

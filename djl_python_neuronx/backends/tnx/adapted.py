@@ -21,7 +21,7 @@ from transformers_neuronx.gptneox.model import GPTNeoXForSampling, GPTNeoXLayer
 from transformers_neuronx.module import LowMemoryModuleList
 
 
-class GptJ(GPTNeoXForSampling):  # type: ignore[misc]  (the library has no types)
+class GptJ(GPTNeoXForSampling):  # type: ignore[misc]
     """GPT-J as GPT-NeoX: one norm for both branches, no biases in attention, the head's bias added on the host.
 
     The library's own GPTJForSampling lets each token attend to the first position alone.
@@ -49,27 +49,30 @@ class GptJ(GPTNeoXForSampling):  # type: ignore[misc]  (the library has no types
         self.transformer, self.lm_head = GPTJTransformer(self.config), self.embed_out
         del self.gpt_neox, self.embed_out
         layers = [_GptJLayer(self.config, block) for block in self.transformer.h]
-        self.gpt_neox = SimpleNamespace(embed_in=self.transformer.wte, layers=layers)
+        self.gpt_neox: Any = SimpleNamespace(embed_in=self.transformer.wte, layers=layers)
         self.ln_lm_head.final_layer_norm = self.transformer.ln_f
 
     def get_tied_parameters(self) -> list[tuple[Parameter, ...]]:
+        """Return the weights that a checkpoint may hold once."""
         return [(self.transformer.wte.weight, self.lm_head.weight)]
 
     def get_base_model(self) -> Any:  # noqa: ANN401
+        """Return the module whose name a checkpoint may leave out."""
         return self.transformer
 
     def to_neuron(self) -> None:
+        """Put the model on the device; the head's bias stays."""
         self.lm_head.materialize()
         self._bias = self.lm_head.bias.detach().float()
         super().to_neuron()
 
     def forward(self, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
         """Return float32[B, V] logits."""
-        return super().forward(*inputs) + self._bias
+        logits: torch.Tensor = super().forward(*inputs)
+        return logits + self._bias
 
 
 class _GptJLayer(GPTNeoXLayer):  # type: ignore[misc]
-
     def __init__(self, config: Any, block: GPTJBlock) -> None:  # noqa: ANN401
         super().__init__(config)
         self.block = block
@@ -79,8 +82,8 @@ class _GptJLayer(GPTNeoXLayer):  # type: ignore[misc]
     def materialize(self) -> None:
         super().materialize()
         mine, theirs = self.attention, self.block.attn
-        weights = [proj.weight.detach() for proj in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
-        fused = fuse_rotary(*weights, self.config.n_head, self.config.rotary_dim)
+        q, k, v = (proj.weight.detach() for proj in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+        fused = fuse_rotary(q, k, v, self.config.n_head, self.config.rotary_dim)
         mine.query_key_value.weight = _parameter(fused)
         mine.query_key_value.bias = _parameter(fused.new_zeros(len(fused)))
         mine.dense.weight = theirs.out_proj.weight
@@ -103,7 +106,6 @@ class GptBigCode(GPT2ForSamplingWithContextBroadcasting):  # type: ignore[misc]
 
 
 class _BigCodeBlock(GPT2Block):  # type: ignore[misc]
-
     def __init__(self, config: Any) -> None:  # noqa: ANN401
         super().__init__(config)
         self.num_heads, self.num_kv_heads = config.n_head, config.n_kv_head
@@ -133,11 +135,11 @@ def fuse_rotary(
     places = torch.arange(len(query) // num_heads)
     pairs = places[:rotary_dim]
     order = torch.cat((pairs[::2], pairs[1::2], places[rotary_dim:]))
-    heads = [tensor.unflatten(0, (num_heads, -1)) for tensor in (query, key, value)]
-    parts = torch.stack((heads[0][:, order], heads[1][:, order], heads[2]), dim=1)
-    return parts.flatten(0, 2)
+    q, k, v = (tensor.reshape(num_heads, len(places), -1) for tensor in (query, key, value))
+    return torch.stack((q[:, order], k[:, order], v), dim=1).flatten(0, 2)
 
 
 def ungroup(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return rows [3 * H, ...] ordered by head as GPT-2 has them: all queries, all keys, all values."""
-    return rows.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    grouped = rows.reshape(num_heads, 3, len(rows) // num_heads // 3, *rows.shape[1:])
+    return grouped.transpose(0, 1).flatten(0, 2)

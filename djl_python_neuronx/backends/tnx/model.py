@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
@@ -93,17 +94,43 @@ def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
     if reason := refusal(model_type):
         message = f"the tnx backend cannot serve {plan.model_dir}: {reason}"
         raise BackendError(message)
-    if name := _ADAPTED.get(model_type):
+    module = library
+    if model_type in _ADAPTED:
         # Not at the top: it imports the library.
         module = importlib.import_module("djl_python_neuronx.backends.tnx.adapted")
-        made = getattr(module, name)
-    else:
-        made = getattr(library, CLASSES[model_type])
-    return made.from_pretrained(
+    made = getattr(module, _ADAPTED.get(model_type, CLASSES[model_type]))
+    return _reading_any_version(made).from_pretrained(
         str(plan.model_dir),
         neuron_config=_neuron_config(library, plan.arguments),
         **plan.arguments.constructor,
     )
+
+
+class _Configuration:
+    """A configuration of transformers, and above its fields those that the library reads under other names."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401
+        self._config = config
+        fields = rotary_fields(config)
+        scaling = fields.get("rope_scaling") or {}
+        if scaling.get("rope_type", scaling.get("type")) == "linear":
+            fields |= {"rope_scaling": None, "position_interpolation_factor": scaling["factor"]}
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._config, name)
+
+
+def _reading_any_version(made: Any) -> Any:  # noqa: ANN401
+    """Return a model class of the library for configurations of every version of transformers.
+
+    By itself it reads the names of transformers 4, and takes its own defaults where version 5 has others.
+    """
+
+    def begin(self: Any, config: Any, **keywords: Any) -> None:  # noqa: ANN401
+        made.__init__(self, _Configuration(config), **keywords)
+
+    return type(made.__name__, (made,), {"__init__": begin})
 
 
 def _neuron_config(library: Any, arguments: LibraryArguments) -> Any:  # noqa: ANN401

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.planning.arguments import (
     Graph,
     Kind,
@@ -16,11 +17,11 @@ from djl_python_neuronx.planning.arguments import (
     degree_of,
     environment_of,
     handed_through,
+    override,
     plain,
     put,
 )
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import make_buckets
 
 _8_BITS = MappingProxyType({"int8": "int8", "fp8": "f8e4m3"})
 _LARGEST_TOP_K = 256
@@ -55,7 +56,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
-    config.update(options.override_neuron_config or {})
+    override(config, options)
     return arguments
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.arguments import (
     Graph,
@@ -17,11 +18,11 @@ from djl_python_neuronx.planning.arguments import (
     degree_of,
     environment_of,
     handed_through,
+    override,
     put,
 )
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import make_buckets
 
 _AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
@@ -123,10 +124,8 @@ def takes_longest_only(case: Case) -> bool:
     library does not divide the cache (`placement.findings`).
     """
     options, heads = case.effective, case.model.num_heads
-    override = options.override_neuron_config or {}
-    divided = override.get("shard_over_sequence", options.shard_over_sequence)
     shared = not heads or heads != case.model.num_kv_heads or options.group_query_attention
-    return bool(divided and shared and case.continuous_batching)
+    return bool(options.shard_over_sequence and shared and case.continuous_batching)
 
 
 def _token_lengths(case: Case, limit: int) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ def _neuron_config(case: Case) -> dict[str, Any]:
     if options.multi_node:
         config.setdefault("fuse_mlp", True)
         config.setdefault("mlp_out_weight_transpose", True)
-    config.update(options.override_neuron_config or {})
+    override(config, options)
     if case.presharded:
         config["on_device_embedding"] = True  # the host has no embedding in weights that are cut
     return config

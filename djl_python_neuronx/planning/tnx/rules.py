@@ -12,9 +12,8 @@ from operator import attrgetter
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, when
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.config.values import join_words, make_buckets
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.defaults import make_buckets
 from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
 from djl_python_neuronx.planning.tnx.arguments import context_lengths, takes_longest_only
 

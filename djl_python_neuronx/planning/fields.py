@@ -1,0 +1,76 @@
+"""Fields of `config.json` that change a model's numbers: what a library makes of each, and which values it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from djl_python_neuronx.config.values import jsonable, shortened
+from djl_python_neuronx.planning.model import ModelFacts
+
+_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Type of scaled positions to the numbers that it needs."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a library makes of one field of `config.json`, and of transformers' default where it is absent."""
+
+    does: str
+    """``read``, ``translated``, or what the library does whatever the value is, for messages."""
+    computes: tuple[object, ...] = ()
+    """Values that the library computes; empty: see `right`, or all."""
+    default: object = None
+    """Transformers' value where the field is absent or null."""
+    near: tuple[object, ...] = ()
+    """Values that what the library does comes so close to that a warning is enough."""
+    right: Callable[[Any, ModelFacts], bool] | None = None
+    """Whether the library computes a value, where that is no matter of a list."""
+    stops: bool = False
+    """At other values the library fails. Otherwise its answers are wrong."""
+    backends: tuple[str, ...] = ("cpu",)
+    """Backends that compute all values."""
+
+    def takes(self, value: object, model: ModelFacts) -> bool:
+        """Return whether the library computes a value."""
+        if self.right is not None:
+            return self.right(value, model)
+        return not self.computes or value in self.computes
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def rope_type(value: object) -> str | None:
+    """Return the type of scaled positions, from `rope_scaling` or `rope_parameters`; None if it is malformed."""
+    if value is None:
+        return "default"
+    if not isinstance(value, Mapping):
+        return None
+    kind = value.get("rope_type", value.get("type", "default"))
+    needed = _NUMBERS.get(kind, ()) if isinstance(kind, str) else None
+    nested = any(isinstance(inner, Mapping) for inner in value.values())
+    if needed is None or nested or not all(_is_number(value.get(name)) for name in needed):
+        return None
+    return str(kind)
+
+
+def unusual_fields(
+    fields: Mapping[str, Field], model: ModelFacts
+) -> Iterator[tuple[str, Field, bool]]:
+    """Yield what is not computed as a model's `config.json` has it: the words for it, its field, and whether nearly."""
+    for name, field in fields.items():
+        given = model.config.get(name)
+        value = field.default if given is None else given
+        if not field.takes(value, model):
+            shown = json.dumps(jsonable(shortened(value)))
+            origin = f"config.json has {name}={shown}"
+            if given is None:
+                origin = f"config.json has no {name}, which means {shown}"
+            yield origin, field, value in field.near

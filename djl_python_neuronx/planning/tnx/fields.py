@@ -1,0 +1,131 @@
+"""Every field of `config.json` that changes a number, for each class of transformers-neuronx.
+
+Source: transformers-neuronx 0.13, `<architecture>/config.py`, `model.py` and `hlo.py`; the modelling code of
+transformers 4.57 and 5.23. Fields that are not here change none. tests/backends/test_fields.py compares all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from djl_python_neuronx.planning.fields import Field, rope_type
+from djl_python_neuronx.planning.model import ModelFacts
+
+_TRANSLATED = Field("translated")
+_NXDI = ("nxdi", "cpu")
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+def _read(names: str) -> dict[str, Field]:
+    return dict.fromkeys(names.split(), Field("read"))
+
+
+def _same_size(value: object, model: ModelFacts) -> bool:
+    return value is None or value == (model.hidden_size or 0) // (model.num_heads or 1)
+
+
+def _as_wide(value: object, model: ModelFacts) -> bool:
+    return value in (None, model.hidden_size)
+
+
+def _scaled(*types: str) -> Callable[[Any, ModelFacts], bool]:
+    def right(value: object, _model: ModelFacts) -> bool:
+        return rope_type(value) in types
+
+    return right
+
+
+def _rotary(*types: str, stops: bool = False) -> dict[str, Field]:
+    does = f"scales positions as {', '.join(types[1:])} or not at all"
+    field = Field(does if types[1:] else "scales no positions", right=_scaled(*types), stops=stops)
+    return {"rope_scaling": field, "rope_parameters": field, "rope_theta": _TRANSLATED}
+
+
+_EPSILON = Field("computes 1e-05", (1e-5,), 1e-5)
+_GELU = Field("computes gelu's tanh form", _TANH, "gelu_new", near=("gelu",))
+_SCALES = Field("scales attention", (True,), default=True)
+_LIBRARY_ONLY = "reads it, which transformers does not"
+_GROUPED = {
+    **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
+    **_read("num_key_value_heads rms_norm_eps tie_word_embeddings vocab_size"),
+    "hidden_act": Field("computes silu", ("silu", "swish"), "silu", backends=_NXDI),
+    "head_dim": Field(
+        "takes heads of hidden_size / num_attention_heads",
+        right=_same_size,
+        stops=True,
+        backends=_NXDI,
+    ),
+    "rotary_percentage": Field(_LIBRARY_ONLY, (1,), 1),
+    "position_interpolation_factor": Field(_LIBRARY_ONLY, (None,)),
+}
+_MISTRAL = {**_GROUPED, **_read("sliding_window"), **_rotary("default", "linear")}
+
+TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+    "bloom": {
+        **_read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
+        "apply_residual_connection_post_layernorm": Field(
+            "adds what goes into the norm", (False,), default=False
+        ),
+        "layer_norm_epsilon": _EPSILON,
+    },
+    "gpt2": {
+        **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
+        "activation_function": _GELU,
+        "layer_norm_epsilon": _EPSILON,
+        "n_kv_head": Field(_LIBRARY_ONLY, (None,), stops=True),
+        "pruned_heads": Field("needs whole heads", ({},), default={}, stops=True),
+        "scale_attn_by_inverse_layer_idx": Field(
+            "scales all layers alike", (False,), default=False
+        ),
+        "scale_attn_weights": _SCALES,
+    },
+    "gpt_bigcode": {
+        **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
+        "activation_function": Field(_GELU.does, _TANH, "gelu_pytorch_tanh", near=_GELU.near),
+        "layer_norm_epsilon": _EPSILON,
+        "multi_query": _TRANSLATED,
+        "scale_attn_weights": _SCALES,
+    },
+    "gpt_neox": {
+        **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
+        **_read("tie_word_embeddings vocab_size"),
+        **_rotary("default"),
+        "rotary_emb_base": _TRANSLATED,
+        "rotary_pct": _TRANSLATED,
+        "attention_bias": Field("has no layers without biases", (True,), default=True, stops=True),
+        "hidden_act": Field(_GELU.does, _TANH, "gelu", near=_GELU.near),
+        "layer_norm_eps": _EPSILON,
+        "use_parallel_residual": Field("has no such layers", (True,), default=True, stops=True),
+    },
+    "gptj": {
+        **_read("n_embd n_head n_layer tie_word_embeddings vocab_size"),
+        "activation_function": _GELU,
+        "layer_norm_epsilon": _EPSILON,
+        "n_inner": _TRANSLATED,
+        "rotary_dim": _TRANSLATED,
+    },
+    "llama": {
+        **_GROUPED,
+        **_rotary("default", "linear", "llama3", stops=True),
+        "attention_bias": Field("drops these biases", (False,), default=False, backends=_NXDI),
+        "mlp_bias": Field("drops these biases", (False,), default=False, backends=_NXDI),
+    },
+    "mistral": _MISTRAL,
+    "mixtral": {**_MISTRAL, **_read("num_experts_per_tok num_local_experts")},
+    "opt": {
+        **_read("ffn_dim hidden_size max_position_embeddings num_attention_heads"),
+        **_read("num_hidden_layers tie_word_embeddings vocab_size"),
+        "activation_function": Field(
+            "has no such activation", ("relu", "gelu_new", "silu", "sigmoid"), "relu", stops=True
+        ),
+        "do_layer_norm_before": Field("has no such layers", (True,), default=True, stops=True),
+        "enable_bias": Field("has no layers without biases", (True,), default=True, stops=True),
+        "layer_norm_elementwise_affine": Field(
+            "needs the norms' weights", (True,), default=True, stops=True
+        ),
+        "word_embed_proj_dim": Field("projects no embeddings", right=_as_wide, stops=True),
+        "_remove_final_layer_norm": Field("needs that norm", (False,), default=False, stops=True),
+    },
+}
+"""`model_type` to its fields."""

@@ -1,0 +1,191 @@
+"""Fields of config.json: a library computes with each what transformers does, or `check` refuses it, and rightly so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from djl_python_neuronx import backends  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Float32Array, Step  # noqa: E402
+from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
+from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
+from djl_python_neuronx.errors import ArtifactError, BackendError  # noqa: E402
+from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of  # noqa: E402
+from djl_python_neuronx.planning.machines import named  # noqa: E402
+from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
+from djl_python_neuronx.planning.model_rules import findings  # noqa: E402
+from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
+from tests.device_driver import logits_of, make_rows  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
+
+VERSION = int(transformers.__version__.split(".")[0])
+IDS = [5, 60, 7, 31, 9, 10, 44, 12, 13, 80, 3, 16]
+SAME = 1e-4
+"""Largest difference of right logits; of wrong ones it is far larger."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "_remove_final_layer_norm": (True,),
+    "activation_function": ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "quick_gelu"),
+    "apply_residual_connection_post_layernorm": (True,),
+    "attention_bias": (True, False),
+    "do_layer_norm_before": (False,),
+    "enable_bias": (False,),
+    "ffn_dim": (128, 48),
+    "head_dim": (8, 16),
+    "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast"),
+    "hidden_size": (64,),
+    "intermediate_size": (80,),
+    "layer_norm_elementwise_affine": (False,),
+    "layer_norm_eps": (0.1,),
+    "layer_norm_epsilon": (0.1,),
+    "max_position_embeddings": (80,),
+    "mlp_bias": (True,),
+    "multi_query": (False,),
+    "n_embd": (64,),
+    "n_head": (2,),
+    "n_inner": (80,),
+    "n_kv_head": (2,),
+    "n_layer": (3,),
+    "n_positions": (80,),
+    "num_attention_heads": (8,),
+    "num_experts_per_tok": (1, 3),
+    "num_hidden_layers": (3,),
+    "num_key_value_heads": (4, 1),
+    "num_local_experts": (2,),
+    "position_interpolation_factor": (2.0,),
+    "pruned_heads": ({"0": [1]},),
+    "rms_norm_eps": (0.1,),
+    "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC),
+    "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC),
+    "rope_theta": (500000.0,),
+    "rotary_dim": (8, 6),
+    "rotary_emb_base": (500000,),
+    "rotary_pct": (1.0, 0.25),
+    "rotary_percentage": (0.5,),
+    "scale_attn_by_inverse_layer_idx": (True,),
+    "scale_attn_weights": (False,),
+    "sliding_window": (5,),
+    "tie_word_embeddings": (True, False),
+    "use_parallel_residual": (False,),
+    "vocab_size": (101,),
+    "word_embed_proj_dim": (16,),
+}
+"""Field to the values that it is tried with, the default among them nowhere."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": True,
+}
+"""Field that changes no number to another value than its default."""
+
+
+def base(model_type: str) -> dict[str, Any]:
+    # Without it transformers 4.57 fails to scale a Mistral's positions.
+    return {**VARIANTS[model_type][1], **({"head_dim": 8} if model_type == "mistral" else {})}
+
+
+def save(directory: Path, model_type: str, name: str, value: object) -> None:
+    """Write a tiny model with a field of this value, also where transformers itself would not write it."""
+    settings = {**base(model_type), name: value}
+    if name == "rope_parameters":
+        settings["rope_scaling"] = settings.pop(name)
+    save_tiny_model(model_type, directory, **settings)
+    edit(directory, lambda config: {name: value, **config})
+
+
+def edit(directory: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def expected(directory: Path) -> Float32Array:
+    """float32[12, V] of transformers' own attention, which has all fields; that of torch lacks some."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        values: Float32Array = model(torch.tensor([IDS])).logits[0].float().numpy()
+    return values
+
+
+def found(backend: Backend) -> Float32Array:
+    """float32[8, V]: the logits after a prompt of five tokens, and after each that is decoded."""
+    backend.acquire(1, IDS[:5], 0)
+    steps = [Step(prefill=make_rows({1: IDS[:5]}))]
+    steps += [Step(decode=make_rows({1: [IDS[i]]}, {1: i})) for i in range(5, len(IDS))]
+    return np.stack([logits_of(backend, step)[0, 0] for step in steps])
+
+
+def load_tnx(directory: Path) -> Backend:
+    facts = ModelFacts.from_config(json.loads((directory / "config.json").read_text()))
+    capability = capability_of("tnx", facts.model_type)
+    # A window and continuous batching: test_tnx_defects.py.
+    continuous = capability.continuous_batching and facts.sliding_window is None
+    return backends.get("tnx").load(tnx_plan(directory, continuous=continuous))
+
+
+def load_cpu(directory: Path) -> Backend:
+    return backends.get("cpu").load(LoadPlan(directory, 4, 48, (8, 20), (24, 48), dtype="float32"))
+
+
+LOADERS: Mapping[str, Callable[[Path], Backend]] = {"cpu": load_cpu, "tnx": load_tnx}
+MARKS = {"tnx": pytest.mark.tnx, "nxdi": pytest.mark.nxdi}
+WALK = [
+    pytest.param(
+        loader, model_type, name, value, marks=[MARKS[loader], pytest.mark.nightly],
+        id=f"{loader}-{model_type}-{name}-{value if isinstance(value, str) else json.dumps(value)[:30]}",
+    )
+    for loader, facts in NEURON_BACKENDS.items()
+    for model_type, capability in facts.architectures.items()
+    for name in capability.fields
+    for value in VALUES[name]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loader", "model_type", "name", "value"), WALK)
+def test_a_value_is_computed_or_refused(
+    tmp_path: Path, loader: str, model_type: str, name: str, value: object
+) -> None:
+    save(tmp_path, model_type, name, value)
+    facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
+    case = Case(ServingOptions(), facts, named("trn1.32xlarge"), loader)
+    told = [entry for entry in findings(case) if f"config.json has {name}=" in entry.problem]
+    field = capability_of(loader, model_type).fields[name]
+    if field.stops and told:
+        assert "it would stop" in told[0].problem
+        with pytest.raises((BackendError, ArtifactError)):
+            LOADERS[loader](tmp_path)
+        return
+    wanted = expected(tmp_path)[4:]
+    backend = LOADERS[loader](tmp_path)
+    try:
+        gap = np.abs(found(backend) - wanted).max()
+    finally:
+        backend.close()
+    levels = [entry.level for entry in told]
+    if not told:
+        assert gap < SAME
+    elif value in field.near:
+        assert levels == ["warning"]
+        assert SAME < gap < 1e-2
+    else:
+        assert levels == ["error"]
+        assert gap > 1e-2
