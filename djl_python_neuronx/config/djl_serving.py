@@ -8,13 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.options import ServingOptions, names_where, option
+from djl_python_neuronx.config.findings import Finding, Level
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, DJL_READS
+from djl_python_neuronx.config.options import (
+    INVALID,
+    NAMES,
+    ServingOptions,
+    names_where,
+    option,
+    parse_value,
+)
 from djl_python_neuronx.config.sources import Inputs, Setting, try_path
-from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.config.values import as_property, join_words, shortened, truth
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 ARGUMENTS: Final = {"retry_threshold": "3", "minWorkers": "1", "maxWorkers": "1"}
@@ -32,7 +41,39 @@ _COSTS = {
 NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
-_WHOLE_SECONDS = names_where(lambda marker: marker.djl.whole_seconds)
+_READS: Final[Mapping[str, str]] = {
+    **DJL_READS,
+    **{name: option(name).djl.reads for name in names_where(lambda marker: marker.djl.reads != "")},
+}
+"""Name to how DJL Serving reads its value, see `Djl.reads`; with ``option.`` unless it is in `_BARE`."""
+_BARE = DJL_ARGUMENTS | {"batch_size"}
+"""Names that DJL Serving reads without ``option.``."""
+_WHOLE = re.compile(r"[+-]?[0-9]{1,10}")
+_MODES = {"auto", "disable"}
+"""Values of `rolling_batch` that are no name of a rolling batch, in lower case only."""
+_EMPTY_IS_UNSET = {"max_rolling_batch_size", "retry_threshold", "metrics_aggregation"} | {
+    name for name, kind in _READS.items() if kind == "seconds"
+}
+_ALL_CORES = "tensor_parallel_degree=max"
+_ONE = r"-.*|\+?0*[01]|"
+_EXPECTED = {
+    "engine": ("Python", "Python", "does not run this handler in one process for all cores"),
+    "handler": ("handle", "handle", "is no function of this handler"),
+    "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
+    **{
+        f"{kind}{name}": (_ONE, "1", "processes share the cores of one")
+        for kind in ("", "nc.")
+        for name in ("minWorkers", "maxWorkers")
+    },
+}
+"""Name to the pattern of values that work with this handler, the one to write, and what any other value does."""
+_VARIABLES = {
+    "SERVING_RETRY_THRESHOLD": ("retry_threshold",),
+    "SERVING_MIN_WORKERS": ("minWorkers",),
+    "SERVING_MAX_WORKERS": ("maxWorkers",),
+    "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
+}
+"""Variable to those of `ARGUMENTS` that it sets."""
 _SIGNS = {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign)
 """Names whose presence shows that a file was written for DJL Serving. Any `OPTION_*` variable shows it too."""
 _ROWS = {"vllm": 256}
@@ -43,28 +84,172 @@ _USUAL_ROWS = 32
 def findings(
     inputs: Inputs, written: Sequence[Setting], options: ServingOptions
 ) -> Iterator[Finding]:
-    """Warnings about what DJL Serving passes, or would pass, in place of what the user has `written`.
+    """Errors and warnings about what DJL Serving reads, or would read, in place of what the user has `written`.
 
-    Outside DJL Serving there are none if the settings were not written for it.
+    Outside DJL Serving most of them are left out if the settings were not written for it.
     """
+    java = _read_by_java(inputs)
+    planned = options.model_copy(update=handed_over(inputs, written, options))
+    yield from _misread(java)
+    yield from _twice(written)
+    yield from _batches(java, planned)
     if inputs.properties is not None:
-        yield from _inside(inputs.properties, written, options)
-    elif _for_djl(written):
-        yield from _ahead(inputs, written, options)
+        yield from _inside(inputs.properties, written, planned)
+    elif is_for_djl(written):
+        yield from _ahead(inputs, java, written, planned)
     else:
         return
-    firsts = _firsts(written)
-    yield from _numbers(firsts)
-    yield from _rows(firsts, options)
+    yield from _unread(java, written, options)
+
+
+def handed_over(
+    inputs: Inputs, written: Sequence[Setting], options: ServingOptions
+) -> dict[str, object]:
+    """How DJL Serving hands over requests, where that is not what `options` have.
+
+    It decides by keys with prefix, and by `batch_size` without it, in the file: `max_dynamic_batch_size` and variables
+    come too late. Inside DJL Serving `rolling_batch` is what it has decided.
+    """
+    java = _read_by_java(inputs)
+    arguments = {one.name for one in written if not one.by_user} - java.keys()
+    batch, late = java.get("batch_size"), java.get("max_dynamic_batch_size")
+    in_time = batch is not None and batch.source == sources.FILE_NAME and _number(batch) > 1
+    in_time = in_time and (late is None or batch is None or late.origin != batch.origin)
+    features = inputs.environ.get("SERVING_FEATURES", "")
+    mode = "auto" if "rolling_batch" in arguments else options.rolling_batch
+    decided = _text(java["rolling_batch"].value) if "rolling_batch" in java else "auto"
+    forced = decided == "auto" and not in_time and ("vllm" in features or "trtllm" in features)
+    if inputs.properties is not None:
+        mode = options.rolling_batch
+    elif in_time or forced or (mode == "auto" and options.batch_size > 1):
+        mode = "disable"
+    asynchronous = forced or (options.async_mode and "async_mode" not in arguments)
+    wanted = {"rolling_batch": mode, "async_mode": asynchronous}
+    return {name: value for name, value in wanted.items() if getattr(options, name) != value}
+
+
+def _number(setting: Setting | None) -> int:
+    """The number of a batch, 1 without one."""
+    text = "1" if setting is None else str(setting.value)
+    return int(text) if _WHOLE.fullmatch(text) else 1
+
+
+def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
+    """Name to the setting that DJL Serving itself reads, as written; those in the wrong place are left out.
+
+    Options of the command line count as if they stood in the file, as they do in what `compile` writes.
+    """
+    found = {one.name: one for one in sources.from_overrides(inputs, ())}
+    places = {sources.FILE_NAME, sources.ENVIRONMENT}
+    for setting in (
+        *sources.from_sagemaker(inputs, ()),
+        *inputs.file,
+        *sources.from_option_variables(inputs, ()),
+        # Not the variables of `option.env`, which are for the Python process.
+        *sources.from_fallbacks(replace(inputs, properties={}), ()),
+    ):
+        bare = setting.name in _BARE
+        in_place = (
+            setting.source not in places or setting.by_user != bare or setting.name == "engine"
+        )
+        if in_place and (setting.value or setting.source == sources.FILE_NAME):
+            found.setdefault(setting.name, setting)
+    return found
+
+
+def _misread(java: Mapping[str, Setting]) -> Iterator[Finding]:
+    """Errors about values that DJL Serving reads otherwise than this package, or fails at; warnings about seconds."""
+    for name, setting in java.items():
+        text = str(setting.value)
+        meant: object = text.strip()
+        if name in NAMES and meant:
+            meant = parse_value(name, meant)
+        problem = None if meant is INVALID else _problem(name, text)
+        if problem is None or setting.source == sources.COMMAND_LINE:
+            continue
+        where = "" if name in NAMES else f"{shortened(text)!r} ({setting.origin}): "
+        if _READS[name] == "seconds":
+            yield Finding((name,), f"{problem}; write a whole number", "warning")
+        elif name in NAMES and meant:
+            yield Finding((name,), f"{problem}; write {shortened(as_property(meant))}")
+        else:
+            kind = "a whole number" if _READS[name] == "whole" else "it without blanks, or true"
+            level: Level = "error" if meant or name == "rolling_batch" else "warning"
+            yield Finding((name,), f"{where}{problem}; write {kind}, or remove it", level)
+
+
+def _problem(name: str, text: str) -> str | None:
+    """What DJL Serving makes of a value that it reads itself; None if it reads what is meant."""
+    shown = repr(shortened(text))
+    if not text and name in _EMPTY_IS_UNSET:
+        return None
+    match _READS.get(name):
+        case "whole" if not _WHOLE.fullmatch(text) and f"{name}={text}" != _ALL_CORES:
+            return f"DJL Serving takes {shown} for no number and does not start the model"
+        case "seconds" if not _WHOLE.fullmatch(text):
+            return "DJL Serving reads whole seconds only, and uses its own default otherwise"
+        case "truth" if truth(text) and text.lower() != "true":
+            return f"DJL Serving takes {shown} for false"
+        case "word" if text != text.strip() and not text.startswith("s3://"):
+            return f"DJL Serving reads the blanks of {shown} too"
+        case "word" if name == "rolling_batch" and text not in _MODES:
+            if text.lower() in {"", *_MODES}:
+                return f"DJL Serving takes {shown} for the name of a rolling batch"
+    return None
+
+
+def _twice(written: Sequence[Setting]) -> Iterator[Finding]:
+    """Warnings about a key without prefix beside the one with it, which DJL Serving passes in its place."""
+    passed: dict[str, Setting] = {}
+    for setting in written:
+        if setting.by_user and setting.source in {sources.FILE_NAME, sources.ENVIRONMENT}:
+            passed.setdefault(setting.name, setting)
+        other, name = passed.get(setting.name), NAMES.get(setting.name, setting.name)
+        if setting.by_user or other is None or name in _BARE:
+            continue
+        values = [
+            parse_value(name, one.value) if name in NAMES else one.value for one in (setting, other)
+        ]
+        if values[0] != values[1]:
+            problem = (
+                f"{setting.name}={shortened(setting.value)} ({setting.origin}) has no effect: DJL Serving passes the "
+                f"value with the prefix ({other.origin}); keep one"
+            )
+            yield Finding((name,), problem, "warning")
+
+
+def _batches(java: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
+    """Findings about the batches that DJL Serving collects, which it does whatever the mode."""
+    setting = java.get("batch_size")
+    collected = _number(setting)
+    rolling = options.rolling_batch in {"tnx", "vllm"}
+    unseen = rolling and options.batch_size == 1
+    if setting is not None and collected > 1 and (options.async_mode or unseen):
+        mode = "async_mode" if options.async_mode else "rolling_batch"
+        problem = (
+            f"DJL Serving would collect {collected} requests ({setting.origin}) and hand them over as one, which fails "
+            f"for all of them; remove batch_size or {mode}"
+        )
+        yield Finding(("batch_size", mode), problem)
+    elif options.batch_size != collected and options.async_mode:
+        problem = (
+            "async_mode delivers requests one by one, so batch_size has no effect; leave it out"
+        )
+        yield Finding(("batch_size", "async_mode"), problem, "warning")
+    elif options.batch_size != collected and not rolling:
+        problem = (
+            f"DJL Serving reads batch_size without `option.` only, and collects {collected}; write "
+            f"batch_size={options.batch_size} in {sources.FILE_NAME}, without `option.`"
+        )
+        yield Finding(("batch_size",), problem, "warning")
 
 
 def missing_arguments(in_file: Sequence[Setting], environ: Mapping[str, str]) -> Finding | None:
     """Warning about `ARGUMENTS` that a file lacks; None for a file that was not written for DJL Serving."""
     given = {setting.name.rpartition(".")[2] for setting in in_file if not setting.by_user}
-    if "SERVING_RETRY_THRESHOLD" in environ:
-        given.add("retry_threshold")
+    given.update(*(names for variable, names in _VARIABLES.items() if variable in environ))
     missing = [name for name in ARGUMENTS if name not in given]
-    if not missing or not _for_djl(in_file):
+    if not missing or not is_for_djl(in_file):
         return None
     costs = "; ".join(dict.fromkeys(_COSTS[name] for name in missing))
     lines = join_words(f"{name}={ARGUMENTS[name]}" for name in missing)
@@ -110,11 +295,14 @@ def _inside(
 
 
 def _ahead(
-    inputs: Inputs, written: Sequence[Setting], options: ServingOptions
+    inputs: Inputs,
+    java: Mapping[str, Setting],
+    written: Sequence[Setting],
+    options: ServingOptions,
 ) -> Iterator[Finding]:
     firsts = _firsts(written)
-    if collects(written, options):
-        setting = firsts["rolling_batch"]
+    setting = firsts.get("rolling_batch")
+    if options.rolling_batch == "disable" and setting and _text(setting.value) in {"tnx", "vllm"}:
         problem = (
             f"DJL Serving passes 'disable' in place of {setting.value!r} ({setting.origin}), because it collects "
             f"batches of {options.batch_size}; remove batch_size or rolling_batch"
@@ -127,34 +315,15 @@ def _ahead(
             f"{_batching(written)}",
             "warning",
         )
-    engine = firsts.get("engine")
-    if engine is not None and engine.value != "Python":
-        problem = (
-            f"{engine.value} ({engine.origin}) does not run this handler in one process for all cores; "
-            "set engine=Python"
-        )
-        yield Finding(("engine",), problem, "warning")
-    yield from _entry_point(inputs, written)
+    for name, (pattern, value, why) in _EXPECTED.items():
+        found = java.get(name)
+        if found is not None and not re.fullmatch(pattern, _text(found.value)):
+            problem = f"{shortened(found.value)} ({found.origin}) {why}; set {name}={value}"
+            yield Finding((name,), problem, "warning")
+    yield from _entry_point(inputs, java, written)
 
 
-def collects(written: Sequence[Setting], options: ServingOptions) -> bool:
-    """True if DJL Serving turns the rolling batch off, because it collects batches itself.
-
-    It reads the key without prefix only: `option.batch_size` and `max_dynamic_batch_size` contradict a rolling batch.
-    """
-    batch = next((entry for entry in written if entry.name == "batch_size"), None)
-    others = [entry.origin for entry in written if entry.name == "max_dynamic_batch_size"]
-    return (
-        batch is not None
-        and batch.source == sources.FILE_NAME
-        and not batch.by_user
-        and batch.origin not in others
-        and options.batch_size > 1
-        and options.rolling_batch in {"tnx", "vllm"}
-    )
-
-
-def _for_djl(written: Sequence[Setting]) -> bool:
+def is_for_djl(written: Sequence[Setting]) -> bool:
     """True if a file or the variables were probably written for DJL Serving."""
     return any(
         setting.name in _SIGNS
@@ -180,31 +349,41 @@ def _batching(written: Sequence[Setting]) -> str:
     )
 
 
-def _rows(firsts: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
-    """Warning about an alias for the slots, which DJL Serving does not read."""
-    name, rows = "max_rolling_batch_size", _ROWS.get(options.rolling_batch, _USUAL_ROWS)
-    slots = options.max_rolling_batch_size
-    alias = next((other for other in option(name).aliases if other in firsts), None)
-    if alias is None or name in firsts or options.rolling_batch not in {"tnx", "vllm"}:
-        return
-    if slots is not None and slots != rows:
-        problem = (
-            f"DJL Serving does not read {alias} ({firsts[alias].origin}) and sends up to {rows} rows; write "
-            f"{name}={slots} instead"
+def _unread(
+    java: Mapping[str, Setting], written: Sequence[Setting], options: ServingOptions
+) -> Iterator[Finding]:
+    """Warnings about options that DJL Serving reads itself, but not under the name or in the place that they have."""
+    rows = _ROWS.get(options.rolling_batch, _USUAL_ROWS)
+    rolling = options.rolling_batch in {"tnx", "vllm"}
+    for name in sorted(_READS.keys() - java.keys() - _BARE):
+        own = (one for one in written if NAMES.get(one.name, one.name) == name)
+        setting = next(own, None)
+        passed = name == "max_rolling_batch_size" and not (
+            rolling and options.max_rolling_batch_size not in {None, rows}
         )
-        yield Finding((name,), problem, "warning")
-
-
-def _numbers(firsts: Mapping[str, Setting]) -> Iterator[Finding]:
-    for name in sorted(_WHOLE_SECONDS):
-        setting = firsts.get(name)
-        if setting is not None and not re.fullmatch(r"[+-]?[0-9]{1,10}", _text(setting.value)):
-            problem = "DJL Serving reads whole seconds only, and uses its own default otherwise; write a whole number"
+        if setting is None or passed or name == "entryPoint":
+            continue
+        if setting.source not in {sources.COMMAND_LINE, sources.HUB_SOURCE}:
+            otherwise = option(name).djl.otherwise if name in NAMES else "does without it"
+            if name == "max_rolling_batch_size":
+                otherwise = f"sends up to {rows} rows"
+            problem = (
+                f"DJL Serving does not read {setting.name} ({setting.origin}) and {otherwise}; write "
+                f"{_spelled(name, written)}={shortened(setting.value)} instead"
+            )
             yield Finding((name,), problem, "warning")
+    if rolling and rows != _USUAL_ROWS and options.max_rolling_batch_size is None:
+        problem = (
+            f"DJL Serving sends up to {rows} rows, and those without a slot wait; set max_rolling_batch_size, or "
+            "rolling_batch=tnx"
+        )
+        yield Finding(("rolling_batch",), problem, "warning")
 
 
-def _entry_point(inputs: Inputs, written: Sequence[Setting]) -> Iterator[Finding]:
-    setting = _firsts(written).get("entryPoint")
+def _entry_point(
+    inputs: Inputs, java: Mapping[str, Setting], written: Sequence[Setting]
+) -> Iterator[Finding]:
+    setting = java.get("entryPoint")
     value = inputs.environ.get("DJL_ENTRY_POINT", "") if setting is None else _text(setting.value)
     origin = "environment DJL_ENTRY_POINT" if setting is None else setting.origin
     if value:

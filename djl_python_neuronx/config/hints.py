@@ -21,6 +21,7 @@ TEXT: Final[tuple[Mistake, ...]] = (
     (r"\s*[,;]+$", "", "nothing follows a value"),
     (r"^([\"'])(.*)\1$", r"\2", "values have no quotes"),
     (r"^[=:>]+\s*", "", "one = or : ends a key"),
+    (r"^(\$.*|\{\{.*|<.*>|%\w+%.*)$", "", "a placeholder is not replaced: write the value itself"),
     (r"[\t\n\r]", lambda m: f"/{repr(m[0])[2]}", r"\t, \n and \r are escapes in this file"),
 )
 """Mistakes in any value; text that has one is refused."""
@@ -35,7 +36,6 @@ NAME: Final[tuple[Mistake, ...]] = (
     (r"^arn:aws[\w-]*:s3:::(.+)$", r"s3://\1", _S3),
     (r"^s3:/?(?!/)", "s3://", _S3),
     (r"^file://(?=/)", "", "a folder needs no scheme"),
-    (r"^(\$\w+|\$?\{.*\}|<.*>)$", "", "a placeholder is not replaced: write the name itself"),
 )
 """Mistakes in the name of a model; a name that has one is refused."""
 _OTHER = "the word is another"
@@ -45,7 +45,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"^\d{1,3}(,\d{3})+$", lambda m: m[0].replace(",", ""), "a comma separates lengths"),
     (r"(\d+)\s*[kK]\b", lambda m: str(int(m[1]) * 1024), "numbers have no unit"),
     (
-        r"^(\d+)\s*([smhMG])(?:ec|in|r|our|i?B)?s?$",
+        r"^(\d+)\s*([smhMG])(?:ec|econd|in|inute|r|our|i?B)?s?$",
         lambda m: str(int(m[1]) * _UNITS[m[2]]),
         "times are in seconds, sizes in bytes",
     ),
@@ -59,7 +59,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"(?i)^(disabled?|false|off|no|none)$", "disable", _OTHER),
     (r"(?i)^disabled?$", "false", _OTHER),
     (r"(?i)^(auto|all)$", "max", _OTHER),
-    (r"(?i)^(true|on|.*(neuron|lmi.?dist|trt.?llm|scheduler).*)$", "tnx", _OTHER),
+    (r"(?i)^(true|on|.*(neuron|continuous|lmi.?dist|trt.?llm|scheduler).*)$", "tnx", _OTHER),
     (r"(?i)^(auto|max|default)$", "", "leave the option out for that"),
 )
 """Mistakes in other values."""

@@ -91,8 +91,21 @@ DJL_ARGUMENTS: Final = frozenset(
     {
         *("engine", "job_queue_size", "max_dynamic_batch_size", "max_batch_delay", "max_idle_time"),
         *("load_on_devices", "retry_threshold", "max_request_size", "log_request_metric"),
+        "metrics_aggregation",
         *("metric_dimension", "use_passive_workers", "application", "translatorFactory"),
         *(f"{kind}{name}" for kind in ("", "cpu.", "gpu.", "nc.") for name in _WORKERS),
     }
 )
 """Keys of `serving.properties` that DJL Serving reads without the ``option.`` prefix."""
+
+# Source: djl-serving d21927c, ModelInfo.java, LmiConfigRecommender.java, PyModel.java, PyProcess.java.
+DJL_READS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("parallel_loading", "enable_venv", "mpi_mode", "log_request_metric"), "truth"),
+    **dict.fromkeys(("entryPoint", "handler", "pythonExecutable", "engine"), "word"),
+    **dict.fromkeys(("env", "modelName"), "any"),
+    **dict.fromkeys(("batch_size", "max_dynamic_batch_size", "max_batch_delay"), "whole"),
+    **dict.fromkeys(("job_queue_size", "max_idle_time", "retry_threshold"), "whole"),
+    "metrics_aggregation": "whole",
+    **{f"{kind}{name}": "whole" for kind in ("", "cpu.", "gpu.", "nc.") for name in _WORKERS},
+}
+"""Other names than options, and `batch_size`, to how DJL Serving reads their values: see `config.values.Djl.reads`."""

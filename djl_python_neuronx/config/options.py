@@ -10,6 +10,7 @@ NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -41,6 +42,7 @@ from djl_python_neuronx.config.values import (
     Option,
     OptionGroup,
     Order,
+    Plain,
     Positions,
     Positive,
     Seconds,
@@ -132,7 +134,13 @@ class GeneralOptions(OptionGroup):
     """General."""
 
     model_id: Annotated[
-        ModelSource | None, Option(aliases=("s3url",), env=("HF_MODEL_ID",), output="local")
+        ModelSource | None,
+        Option(
+            aliases=("s3url",),
+            env=("HF_MODEL_ID",),
+            output="local",
+            djl=Djl(reads="word", otherwise="does not read the model's configuration"),
+        ),
     ] = None
     """The model: a local folder (absolute, or relative to the model folder), a Hugging Face model id or an S3 URI. Ids
     and URIs are downloaded once for all processes, and again only where the source changed. Default: the model folder
@@ -140,14 +148,15 @@ class GeneralOptions(OptionGroup):
     model_dir: Annotated[Path | None, Option(allowed="a folder", output="local")] = None
     """Folder that holds `serving.properties`. Set by the server or by DJL Serving; an error in the file."""
     revision: Annotated[
-        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local")
+        Plain | None,
+        Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local"),
     ] = None
     """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
     """Run Python code that comes with the model. Read the code first."""
-    model_name: Annotated[
-        str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
-    ] = None
+    model_name: Annotated[Plain | None, Option(allowed="text", aliases=("served_model_name",))] = (
+        None
+    )
     """Name of the model in the embedded server: `/predictions/<name>`. Default: the folder's name."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"
@@ -171,6 +180,7 @@ class GeneralOptions(OptionGroup):
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
             computed=True,
+            djl=Djl(reads="whole", otherwise="starts a process for each NeuronCore"),
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
@@ -193,11 +203,11 @@ class GeneralOptions(OptionGroup):
     output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
     """Format of LMI answers. Default: `json`, or `jsonlines` for a request with `stream`."""
     predict_timeout: Annotated[
-        Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(whole_seconds=True))
+        Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(reads="seconds"))
     ] = 120.0
     """Longest time that a request waits for a slot, and longest time of a step on the device."""
     model_loading_timeout: Annotated[
-        Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(whole_seconds=True, sign=True))
+        Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(reads="seconds", sign=True))
     ] = 240.0
     """Longest time to load the model. DJL Serving stops a load that takes longer; the embedded server has no limit.
     Compiling on first use takes much longer than the default."""
@@ -239,13 +249,16 @@ class BatchingOptions(OptionGroup):
     rolling_batch: Annotated[
         Literal["auto", "tnx", "vllm", "disable"],
         Lower,
-        Option(output="file", djl=Djl(overrules=True, sign=True)),
+        Option(output="file", djl=Djl(overrules=True, sign=True, reads="word")),
     ] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same: requests join and leave the batch at each
     step. `disable`: one request, or `batch_size` of them, at a time. Recent DJL Serving turns `auto` into `disable`
     before the handler gets it: set `tnx`, or `async_mode`."""
-    async_mode: Annotated[bool, Option(output="file", djl=Djl(overrules=True))] = False
-    """DJL Serving hands over each request once and receives tokens as they are generated. Excludes `rolling_batch`."""
+    async_mode: Annotated[bool, Option(output="file", djl=Djl(overrules=True, reads="truth"))] = (
+        False
+    )
+    """DJL Serving hands over each request once and receives tokens as they are generated. Excludes `rolling_batch`, and
+    a `batch_size` that DJL Serving collects."""
     max_rolling_batch_size: Annotated[
         Count | None,
         Option(
@@ -254,13 +267,14 @@ class BatchingOptions(OptionGroup):
             computed=True,
             cpu=True,
             draft="same",
-            djl=Djl(fills_in=("32", "256"), sign=True),
+            djl=Djl(fills_in=("32", "256"), sign=True, reads="whole"),
         ),
     ] = None
     """Sequences that are generated at once: the slots of the KV cache. Default: what fits into memory, at most 32,
     which is how many DJL Serving sends."""
-    batch_size: Annotated[Count, Option()] = 1
-    """Requests that DJL Serving collects for one call if `rolling_batch` is off."""
+    batch_size: Annotated[Count, Option(env=("SERVING_BATCH_SIZE",))] = 1
+    """Requests that DJL Serving collects for one call; it turns `rolling_batch` off for them. It reads `batch_size`
+    without `option.` only: `option.batch_size` sets the number of slots, and requests come one at a time."""
     engine_process: Annotated[bool, Option()] = True
     """Run the engine in a process of its own, which is started again after a crash. False: on a thread, to debug it."""
     engine_restarts: Annotated[Amount, Option()] = 10
@@ -449,7 +463,7 @@ class GraphOptions(OptionGroup):
             env=("PIPELINE_PARALLEL_DEGREE",),
             to={"nxdi": "pp_degree"},
             computed=True,
-            djl=Djl(fills_in=("1",)),
+            djl=Djl(fills_in=("1",), reads="whole"),
         ),
     ] = 1
     """Stages that the layers are divided into, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
@@ -551,8 +565,9 @@ class ArtifactOptions(OptionGroup):
         Location | None,
         Option(to={"tnx": _CACHE, "nxdi": _CACHE}, tunes=True, graph=(), output="local"),
     ] = None
-    """Cache of compiled graphs: a folder, or an S3 URI that is read before a compile and written after it. A folder of
-    saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own cache."""
+    """Cache of compiled graphs: a folder that exists, or an S3 URI that is read before a compile and written after it.
+    A folder of saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own
+    cache."""
     draft_model_compiled_path: Annotated[
         Location | None, Option(to={"tnx": "load()"}, tunes=True, graph=(), output="local")
     ] = None
@@ -573,8 +588,12 @@ class ArtifactOptions(OptionGroup):
     low_cpu_mem_usage: Annotated[bool, Option()] = False
     """No effect: weights are always memory-mapped."""
     on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option(draft="same")] = "error"
-    """What to do if compiled graphs of this model exist but none match the options: `error` stops with the options that
-    differ, `recompile` compiles again and keeps the others."""
+    """What to do if the compiled model, or the folder of saved graphs in `compiled_graph_path`, was compiled for other
+    options: `error` stops with those that differ, `recompile` compiles again and leaves the folder as it is. A store
+    holds any number of compiles: `compilation`."""
+    compilation: Annotated[Literal["allow", "forbid"], Lower, Option(draft="same")] = "allow"
+    """`forbid`: a start that would compile ends with an error that names what differs from the nearest compiled graphs.
+    For production. `djl-neuronx compile` compiles nevertheless."""
 
 
 class CompilerOptions(OptionGroup):
@@ -659,6 +678,12 @@ class ServingOptions(
         return self.n_positions if isinstance(self.n_positions, tuple) else None
 
     @property
+    def join_wait_s(self) -> float:
+        """Seconds of `max_join_wait_ms`; half of `predict_timeout` where that would be over by then."""
+        wait = self.max_join_wait_ms / 1000
+        return wait if wait < self.predict_timeout else self.predict_timeout / 2
+
+    @property
     def weight_dtype(self) -> Literal["int8", "fp8"] | None:
         """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
@@ -674,6 +699,14 @@ class ServingOptions(
         return self.drafting or (
             self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
         )
+
+    def place(self, name: str) -> str | None:
+        """The S3 URI or the absolute folder in a `Location`, which may be relative to the model folder."""
+        value: str | None = getattr(self, name)
+        if value is None or value.startswith("s3://"):
+            return value
+        # Not pathlib, which raises for the home of an unknown user.
+        return str((self.model_dir or Path()).absolute() / os.path.expanduser(value))  # noqa: PTH111
 
     @property
     def continuous_batching(self) -> bool:

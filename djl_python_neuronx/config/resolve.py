@@ -7,9 +7,10 @@ it cannot be honoured. What DJL Serving adds on its own is ignored with a reason
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +51,7 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     InvalidOptionError,
     UnknownOptionError,
+    did_you_mean,
 )
 
 _DEFAULT = "default"
@@ -65,6 +67,7 @@ _LAYOUTS = ("attention_layout", "cache_layout")
 _NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("quantize",),
     "quantize": ("dtype",),
+    **dict.fromkeys(TRANSLATED, ("quantize",)),
     **dict.fromkeys((*_LAYOUTS, "collectives_layout"), _LAYOUTS),
 }
 """Option to others that its values are mistaken for."""
@@ -85,6 +88,8 @@ class Resolved:
     """Variables that DJL Serving sets for its Python process because of `option.env`; they may be secrets."""
     for_djl: Mapping[str, str] = field(default_factory=dict)
     """Keys of `serving.properties`, as written there, that DJL Serving alone reads, but `option.env`."""
+    written_for_djl: bool = False
+    """The settings were probably written for DJL Serving."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -147,16 +152,19 @@ def read_settings(
     }
     workers = sources.worker_variables(written)
     about_djl = [*djl_serving.findings(inputs, written, options)]
-    if properties is None and djl_serving.collects(written, options):
-        options = options.model_copy(update={"rolling_batch": "disable"})
-        origins["rolling_batch"] = sources.DJL
+    handed_over = djl_serving.handed_over(inputs, written, options)
+    options = options.model_copy(update=handed_over)
+    origins.update(dict.fromkeys(handed_over, sources.DJL))
     # A name with a warning about it is not listed as ignored too.
     warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
     if any("entryPoint" in finding.names for finding in about_djl):
         warned.add("entryPoint")
     ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
     for_djl = sources.for_djl(written)
-    resolved = Resolved(options, origins, ignored, reader.refused, workers, for_djl)
+    written_for_djl = djl_serving.is_for_djl(written)
+    resolved = Resolved(
+        options, origins, ignored, reader.refused, workers, for_djl, written_for_djl
+    )
     unused = [
         Finding((name,), option(name).unused, "note")
         for name in sorted(_UNUSED)
@@ -238,7 +246,9 @@ class _Reader:
             )
         for name, why in wrong.items():
             setting = self.chosen[name][0]
-            self._refuse(setting, allowed_values(name) + why + _advice(name, setting.value))
+            words = allowed_values(name)
+            advice = _advice(name, setting.value, partial(_allows, name), words)
+            self._refuse(setting, words + why + advice)
             self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
         for name, (_, value) in self.chosen.items():
             if name not in wrong and reordered(value, getattr(options, name)):
@@ -275,7 +285,11 @@ class _Reader:
                     f"DJL Serving's own value {shortened(setting.value)!r} is not allowed here"
                 )
                 return
-            self._refuse(setting, join_words(translation.values, "or"))
+            words = join_words(translation.values, "or")
+            advice = _advice(
+                setting.name, text, lambda mended: mended.lower() in translation.values, words
+            )
+            self._refuse(setting, words + advice)
             return
         self._choose(translation.option, setting, translation.values[word])
 
@@ -301,7 +315,7 @@ class _Reader:
             hint = hints.unknown(name, setting.value, known)
             self._problems.add_error(UnknownOptionError(name, origin, hint))
         else:
-            hint = hints.unknown(name, setting.value, NAMES)
+            hint = hints.unknown(name, setting.value, [*NAMES, *DJL_ARGUMENTS])
             self._warn(
                 name, f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}"
             )
@@ -363,16 +377,17 @@ def _reasons(error: ValidationError) -> dict[str, str]:
     return found
 
 
-def _advice(name: str, value: object) -> str:
-    """What to write in place of a value that is not allowed."""
+def _allows(name: str, value: object) -> bool:
+    return parse_value(name, value) is not INVALID
+
+
+def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str) -> str:
+    """What to write in place of a value that is not `allowed`; `words`: what is."""
     for other in _NEIGHBOURS.get(name, ()):
-        if parse_value(other, value) is not INVALID:
+        if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"
-    return hints.repair(
-        value,
-        lambda mended: parse_value(name, mended) is not INVALID,
-        is_name=name in _MODELS,
-    )
+    near = filter(allowed, re.findall(r"[\w-]+", words))
+    return hints.repair(value, allowed, is_name=name in _MODELS) or did_you_mean(str(value), near)
 
 
 def _misspells_prefix(setting: Setting) -> bool:

@@ -302,10 +302,10 @@ def written_by_djl(inputs: Inputs) -> bool:
 
 
 def for_djl(written: Sequence[Setting]) -> dict[str, str]:
-    """The keys of `serving.properties`, as written there, for DJL Serving itself. Not `option.env`."""
+    """The keys of `serving.properties`, as written there, for DJL Serving itself. Not `option.env`, and no options."""
     found: dict[str, str] = {}
     for setting in written:
-        if not setting.by_user or setting.name in DJL_OPTIONS:
+        if (not setting.by_user and setting.name not in NAMES) or setting.name in DJL_OPTIONS:
             key = f"{_FILE_PREFIX if setting.by_user else ''}{setting.name}"
             found.setdefault(key, str(setting.value))
     return found

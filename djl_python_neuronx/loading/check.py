@@ -17,7 +17,8 @@ from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
-from djl_python_neuronx.loading.prepare import Preparation, Prepared
+from djl_python_neuronx.loading.compiled import foresee
+from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
@@ -97,17 +98,37 @@ def check(
     if prepared is None:
         return Report(name, problems, settings)
     serves_here = machine is None and here.has_neuron
-    for obstacle in _missing_here(prepared.backend):
+    obstacles = [*_missing_here(prepared.backend)]
+    for obstacle in obstacles:
         problems.add("warning" if serves_here else "note", obstacle)
+    if not problems.errors:
+        _foresee(prepared, problems, here=serves_here and not obstacles)
     if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
         problems.add(
             "warning", f"the size of this model, of model_type {kind}, is not known here: {doubt}"
         )
+    if (problem := _one_core_each(settings, prepared)) is not None:
+        problems.add("warning", problem, ("tensor_parallel_degree",))
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
+
+
+def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:
+    """Report whether a start compiles the model and its draft model, where this is the machine that serves."""
+    own = Problems()
+    if here and prepared.weights is not None:
+        with problems.catch():
+            foresee(prepared, problems)
+        with own.catch():
+            if prepared.draft is not None:
+                foresee(prepared.draft, own)
+        problems.include(own, DRAFT_PREFIX, ("speculative_draft_model",))
+    elif prepared.options.compilation == "forbid" and not prepared.case.on_cpu:
+        unseen = "compilation=forbid: only the machine that serves shows, with the weights, whether it has the graphs"
+        problems.add("note", unseen, ("compilation",))
 
 
 def _read_settings(
@@ -157,6 +178,21 @@ def _missing_here(backend: str) -> Iterator[str]:
         yield f"{facts.package} is {what} here; the machine that serves needs it"
     if backend not in backends.names():
         yield f"this version of djl_python_neuronx plans for {backend} but cannot load with it yet"
+
+
+def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
+    """Warn that DJL Serving would start other processes than this plan's, because it reads no degree.
+
+    Source: djl-serving d21927c, ModelInfo.java getLoadOnDevices, Connection.java.
+    """
+    degree = prepared.case.degree
+    unset = settings.written_for_djl and settings.options.tensor_parallel_degree is None
+    if not unset or prepared.case.on_cpu or degree == 1:
+        return None
+    return (
+        "option.tensor_parallel_degree is not set: DJL Serving would start a process for each NeuronCore, with that "
+        f"core alone, instead of one with {degree}; write option.tensor_parallel_degree={degree}"
+    )
 
 
 def _long_answers(prepared: Prepared) -> str | None:

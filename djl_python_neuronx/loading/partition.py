@@ -75,6 +75,7 @@ def compile_model(
         environ=environ,
         overrides=overrides,
         machine=machine,
+        ahead=True,
         progress=progress,
     )
     return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
@@ -86,7 +87,9 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     Raises:
         ServingError: the settings, the model, the machine or the output do not allow it.
     """
-    prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
+    prepared = prepare_or_raise(
+        properties, Path(properties["model_dir"]), environ=environ, ahead=True
+    )
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
         name = "save_mp_checkpoint_path"
@@ -129,7 +132,7 @@ class _Writer:
             else:
                 folder = Path(output).expanduser().absolute()
                 check_free(source, folder, overwrite=self.overwrite)
-            compiled = obtain(prepared, lambda: self.tokenizer, required=True)
+            compiled = obtain(prepared, lambda: self.tokenizer)
             made = self._write_folder(prepared, compiled, folder)
             if to_s3:
                 fetch.s3_module(output).upload(
@@ -162,7 +165,7 @@ class _Writer:
         options, write_draft = pinned(prepared), None
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
-            compiled_draft = obtain(draft, lambda: self.tokenizer, required=True)
+            compiled_draft = obtain(draft, lambda: self.tokenizer)
             write_draft = partial(
                 replace(self, own_properties=True)._write_folder, draft, compiled_draft
             )
@@ -195,12 +198,18 @@ def pinned(prepared: Prepared) -> dict[str, object]:
     found["model_loader"] = prepared.backend
     if _HANDOVER.isdisjoint(origins):
         found["async_mode"] = True
+    if found.get("async_mode") is True:
+        found.pop("batch_size", None)  # without effect: DJL Serving hands over requests one by one
     return found
 
 
 def _for_djl(prepared: Prepared) -> dict[str, str]:
     """The keys that only DJL Serving reads; of `option.env` what is harmless, not secret and no place."""
     found, left_out, variables = dict(prepared.resolved.for_djl), [], []
+    options = prepared.options
+    found.pop("max_dynamic_batch_size", None)
+    if options.batch_size > 1 and options.rolling_batch == "disable" and not options.async_mode:
+        found["batch_size"] = str(options.batch_size)
     for name, setting in prepared.resolved.worker_variables.items():
         value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
         is_local = name in _OF_MACHINE or _PLACE.search(value)

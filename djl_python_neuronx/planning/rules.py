@@ -77,9 +77,6 @@ _REQUESTS = (
     when(async_mode=True, rolling_batch=_BY_ROWS).refuse(
         "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
     ),
-    when(batch_size=above(1), async_mode=True).warn(
-        "async_mode delivers requests one by one, so batch_size has no effect; leave it out"
-    ),
     when(
         lambda options: options.batch_size > (options.max_rolling_batch_size or options.batch_size),
         batch_size=ANY,
@@ -89,8 +86,8 @@ _REQUESTS = (
     ),
     when(
         lambda options: options.max_join_wait_ms / 1000 >= options.predict_timeout,
-        max_join_wait_ms=ANY,
-        predict_timeout=ANY,
+        max_join_wait_ms=SET,
+        predict_timeout=SET,
     ).refuse(
         "requests would time out while they wait to join a batch; lower max_join_wait_ms, or raise predict_timeout"
     ),

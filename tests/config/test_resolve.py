@@ -1,7 +1,6 @@
 """Values, their precedence, their origins, and what is refused: the same through every door."""
 
 import json
-import re
 from typing import ClassVar
 
 import javaproperties
@@ -25,6 +24,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading import check
 from djl_python_neuronx.planning import machines
+from tests.config.java import as_djl_passes, as_the_container_sets
 from tests.planning.settings import assess, complete, examine, resolve
 
 TINY = {
@@ -53,81 +53,6 @@ def folder(tmp_path):
         return tmp_path
 
     return write
-
-
-def as_djl_passes(folder, environ=None, *, cores=0, **added):
-    """What DJL Serving's Java side makes of a folder: prefixes gone, its own keys mixed in.
-
-    Source: djl-serving d21927c: dockerd-entrypoint-with-cuda-compat.sh, ModelInfo.java (loadServingProperties,
-    configPerModelSettings, initialize), SageMakerCompatibility.java, LmiConfigRecommender.java, PyModel.java.
-    """
-    environ = environ or {}
-    path = folder / "serving.properties"
-    prop = javaproperties.loads(path.read_text("iso-8859-1")) if path.exists() else {}
-    arguments = {}
-    for variable, value in as_the_container_sets(environ).items():
-        prefix, _, name = variable.partition("_")
-        if prefix not in {"OPTION", "ARGS"} or not value:
-            continue
-        name = name.lower() if re.fullmatch(r"[A-Z_\d]+", name) else name
-        if prefix == "ARGS":
-            arguments.setdefault(name, value)
-        elif name == "engine":
-            prop.setdefault("engine", value)
-        else:
-            name = "entryPoint" if name == "entrypoint" else name
-            prop.setdefault(f"option.{name}", value)
-    sagemaker = {
-        "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
-        "SAGEMAKER_STARTUP_TIMEOUT": ("option.model_loading_timeout",),
-        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": ("option.predict_timeout",),
-    }
-    for variable, keys in sagemaker.items():
-        if variable in environ:
-            prop.update(dict.fromkeys(keys, environ[variable]))
-    recommend(prop, as_the_container_sets(environ))
-    if "max_dynamic_batch_size" in prop:
-        prop.setdefault("batch_size", prop["max_dynamic_batch_size"])
-    passed = {
-        **arguments,
-        **{key: value for key, value in prop.items() if not key.startswith("option.")},
-        **{
-            key.removeprefix("option."): value
-            for key, value in prop.items()
-            if key.startswith("option.")
-        },
-    }
-    degree = passed.get("tensor_parallel_degree", "0")
-    degree = str(cores) if degree == "max" else degree
-    if degree.isdigit() and int(degree) > 0:
-        passed["tensor_parallel_degree"] = degree
-    own = {"model_dir": str(folder), "device_id": "-1", "handler": "handle", "minWorkers": "1"}
-    return {**passed, **own, **added}
-
-
-def as_the_container_sets(environ):
-    """The variables that DJL Serving's container adds for users of TGI."""
-    added = {
-        "HF_MODEL_QUANTIZE": "OPTION_QUANTIZE",
-        "HF_MODEL_TRUST_REMOTE_CODE": "OPTION_TRUST_REMOTE_CODE",
-        "SM_NUM_GPUS": "TENSOR_PARALLEL_DEGREE",
-        "MAX_BATCH_PREFILL_TOKENS": "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
-        "MAX_BATCH_SIZE": "OPTION_MAX_ROLLING_BATCH_SIZE",
-    }
-    known = {new: environ[old] for old, new in added.items() if environ.get(old)}
-    return {**known, **{name: value for name, value in environ.items() if value}}
-
-
-def recommend(prop, environ):
-    """LmiConfigRecommender, for a text model on a Neuron device."""
-    if int(prop.get("batch_size", "1")) > 1 or prop.get("option.rolling_batch", "auto") == "auto":
-        prop["option.rolling_batch"] = "disable"
-    prop.setdefault("option.pipeline_parallel_degree", environ.get("PIPELINE_PARALLEL_DEGREE", "1"))
-    degree = environ.get("TENSOR_PARALLEL_DEGREE", "max")
-    if degree != "max":
-        prop.setdefault("option.tensor_parallel_degree", degree)
-    slots = "256" if prop["option.rolling_batch"] == "vllm" else "32"
-    prop.setdefault("option.max_rolling_batch_size", slots)
 
 
 def problems_of(*arguments, **named):
@@ -372,6 +297,7 @@ class TestOrigins:
             "model_dir": "the model folder",
             "dtype": f"{model_dir}/serving.properties line 2",
             "batch_size": f"{model_dir}/serving.properties line 5",
+            "rolling_batch": "DJL",
             "n_positions": "environment OPTION_N_POSITIONS",
             "tensor_parallel_degree": "environment TENSOR_PARALLEL_DEGREE",
             "max_waiting": "command line",
@@ -573,7 +499,6 @@ class TestValues:
     @pytest.mark.parametrize(
         ("name", "text", "value"),
         [
-            ("tensor_parallel_degree", "MAX", "max"),
             ("rolling_batch", "TNX", "tnx"),
             ("model_loader", "Auto", "auto"),
             ("output_formatter", "JSON", "json"),
@@ -1054,7 +979,9 @@ class TestWhatDjlDoes:
             assert len(warnings) == (rows is not None)
             if rows:
                 assert f"up to {rows} rows" in warnings[0]
-                assert f"write max_rolling_batch_size={line.partition('=')[2]}" in warnings[0]
+                assert (
+                    f"write option.max_rolling_batch_size={line.partition('=')[2]}" in warnings[0]
+                )
 
     @pytest.mark.parametrize(
         ("lines", "environ", "words"),

@@ -45,11 +45,14 @@ def test_every_option_reads_back_with_its_value(tmp_path, name):
     for i, text in enumerate(texts):
         source = tmp_path / f"source-{i}"
         source.mkdir()
-        (source / "serving.properties").write_bytes(properties_file({name: text}))
-        settings = read(source)
+        if option(name).djl.reads:  # Java does not read every spelling
+            settings = read(source, **{name: text})
+        else:
+            (source / "serving.properties").write_bytes(properties_file({name: text}))
+            settings = read(source)
         found = served_elsewhere(settings, tmp_path / f"out-{i}")
         expected = settings.options.model_dump(exclude={"model_dir"})
-        if name not in {"rolling_batch", "async_mode"}:
+        if name not in {"rolling_batch", "async_mode", "batch_size"}:
             expected["async_mode"] = True  # which recent versions of DJL Serving need
         assert found.options.model_dump(exclude={"model_dir"}) == expected, text
 
