@@ -68,8 +68,8 @@ class GptJ(GPTNeoXForSampling):  # type: ignore[misc]
 
     def forward(self, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
         """Return float32[B, V] logits."""
-        logits: torch.Tensor = super().forward(*inputs)
-        return logits + self._bias
+        logits: torch.Tensor = super().forward(*inputs) + self._bias
+        return logits
 
 
 class _GptJLayer(GPTNeoXLayer):  # type: ignore[misc]
