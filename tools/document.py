@@ -168,7 +168,9 @@ def _fields() -> Iterator[str]:
     yield "| field | library computes | default | other values | architectures |"
     yield "| --- | --- | --- | --- | --- |"
     for (field, cells), names in sorted(whose.items()):
-        yield f"| `{field}` | {cells} | {', '.join(names)} |"
+        row = f"| `{field}` | {cells} | "
+        for part in textwrap.wrap(", ".join(names), 118 - len(row)):
+            yield f"{row}{part.rstrip(',')} |"
 
 
 def _treatment(field: Field) -> str:

@@ -83,7 +83,7 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     },
     "gpt_bigcode": {
         **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
-        "activation_function": _GELU,  # transformers' default is gelu_pytorch_tanh, the same function
+        "activation_function": Field(_GELU.does, _TANH, "gelu_pytorch_tanh", near=_GELU.near),
         "layer_norm_epsilon": _EPSILON,
         "multi_query": _TRANSLATED,
         "scale_attn_weights": _SCALES,
