@@ -342,7 +342,8 @@ def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[st
         "n_positions": ",".join(map(str, lengths)),
         "context_length_estimate": ",".join(map(str, prompts)),
         "allow_known_defects": True,
-        "compiled_graph_path": options.draft_model_compiled_path or options.compiled_graph_path,
+        "compiled_graph_path": options.place("draft_model_compiled_path")
+        or options.place("compiled_graph_path"),
         # Even with a single slot it is driven as the large model is, whose slots have positions of their own.
         "rolling_batch_strategy": (
             "continuous_batching" if backend != "cpu" and slots == 1 else None

@@ -21,7 +21,7 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import InvalidOptionError
 from djl_python_neuronx.planning import defaults, memory, model_rules, placement
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
-from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.defaults import draft_lengths
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -238,10 +238,22 @@ def graph_options(options: ServingOptions, backend: str) -> dict[str, Any]:
 
 
 def library_facts(backend: str) -> dict[str, Any]:
-    """Return the version of the library that traces the graphs, since it changes them; empty if unknown."""
-    facts = NEURON_BACKENDS.get(backend)
-    version = None if facts is None else libraries()[facts.package].version
-    return {} if version is None else {"library_version": version}
+    """Return the versions of the packages that trace the graphs, since they change them; empty if unknown."""
+    if (facts := NEURON_BACKENDS.get(backend)) is None:
+        return {}
+    found = {_version_fact(name): v for name, v in installed_versions(facts.traced_with).items()}
+    version = libraries()[facts.package].version
+    return found if version is None else {**found, "library_version": version}
+
+
+def _version_fact(package: str) -> str:
+    return f"{package.replace('-', '_')}_version"
+
+
+PACKAGE_VERSIONS = frozenset(
+    _version_fact(name) for facts in NEURON_BACKENDS.values() for name in facts.traced_with
+)
+"""The facts about `NeuronBackend.traced_with`. Manifests of before have none."""
 
 
 def flag_facts(environ: Mapping[str, str]) -> dict[str, Any]:
