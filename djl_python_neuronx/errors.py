@@ -32,6 +32,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 _USERINFO = re.compile(
@@ -47,6 +48,18 @@ _QUERY = re.compile(r"([?&][^\s=&?'\"]+=)[^\s&'\"]+")
 def redacted(text: str) -> str:
     """The text without the credentials in its URIs: user and password, and the values of a query."""
     return _QUERY.sub(r"\1***", _USERINFO.sub(r"\1\2", text))
+
+
+def describe_differences(
+    differences: Mapping[str, tuple[object, object]],
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """List what differs: key -> (compiled, wanted), each wanted value with the origin of its option."""
+    return "; ".join(
+        f"{key}: compiled {compiled!r}, wanted {wanted!r}"
+        + (f" ({origins[name]})" if (name := key.partition(".")[0]) in origins else "")
+        for key, (compiled, wanted) in sorted(differences.items())
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -152,11 +165,8 @@ class ArtifactMismatchError(ArtifactError, code="artifact_mismatch"):
     """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted)."""
 
     def __init__(self, differences: Mapping[str, tuple[object, object]], where: str) -> None:
-        listed = "; ".join(
-            f"{key}: compiled {a!r}, wanted {b!r}" for key, (a, b) in sorted(differences.items())
-        )
         super().__init__(
-            f"the artifact at {where} was compiled for other settings: {listed}. "
+            f"the artifact at {where} was compiled for other settings: {describe_differences(differences)}. "
             "Serve with the compiled values, or set option.on_mismatch=recompile."
         )
         self.differences = dict(differences)

@@ -388,15 +388,16 @@ def _speculation(case: Case) -> Iterator[Finding]:
 
 def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
     options, architectures = case.options, NEURON_BACKENDS[case.backend].architectures
+    source = _DRAFT if options.drafting else _LOOKUP
     if not capability.speculation and _DRAFT not in capability.unsupported_options:
         able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))
         problem = f"{case.library} does not speculate for {case.model.model_type}, only for {able}; remove it"
-        yield Finding((_DRAFT if options.drafting else _LOOKUP,), problem)
+        yield Finding((source,), problem)
     # Source: neuronx-distributed-inference 0.9, modules/attention/attention_base.py.
     windowed = case.backend == "nxdi" and case.model.sliding_window is not None
     if windowed and not all(getattr(options, name) for name in _KERNELS):
         problem = f"with a sliding window speculation needs {' and '.join(_KERNELS)}; set both, or leave the draft out"
-        yield Finding((_DRAFT, *_KERNELS), problem)
+        yield Finding((source, *_KERNELS), problem)
 
 
 def _defects(case: Case, capability: Capability) -> Iterator[Finding]:

@@ -81,6 +81,9 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
 def _cores(case: Case) -> Iterator[Finding]:
     device, cores = case.device, case.device.cores_for(case.degree)
     if not cores:
+        if device.has_neuron:
+            problem = f"the number of NeuronCores is not known, so the degree is not compared with it ({device.seen})"
+            yield Finding((_DEGREE,), problem, "warning")
         return
     machines = device.machines(case.degree)
     where = f" on {device.instance_type}" if device.instance_type else ""
