@@ -76,7 +76,7 @@ REFUSED = {
     "option.n_positions=2048 // tokens": ("n_positions", "write 2048"),
     "option.model_id=org/m # mine": ("model_id", "write org/m"),
     "option.model_id=org/m ; mine": ("model_id", "write org/m"),
-    'option.dtype="bf16", # comment': ("dtype", "comment", "no quotes: write bf16"),
+    'option.dtype="bf16", # comment': ("dtype", "no quotes: write bf16"),
     "option.dtype=bf16;": ("dtype", "write bf16"),
     "option.tensor_parallel_degree=8,": (DEGREE, "write 8"),
     "option.model_id=org/m,": ("model_id", "write org/m"),
@@ -307,6 +307,12 @@ def test_a_folder_without_a_model_names_the_option(tmp_path):
     (tmp_path / "serving.properties").write_text("option.dtype=bf16")
     (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
     assert message.startswith("no model: set option.model_id")
+
+
+def test_a_name_that_is_refused_is_the_only_error(tmp_path):
+    (tmp_path / "serving.properties").write_text("option.model_id=hf://a/b")
+    (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
+    assert "write a/b" in message
 
 
 def test_a_file_of_weights_is_no_model(tmp_path):
