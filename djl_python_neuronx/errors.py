@@ -32,6 +32,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 _USERINFO = re.compile(
@@ -49,6 +50,18 @@ def redacted(text: str) -> str:
     return _QUERY.sub(r"\1***", _USERINFO.sub(r"\1\2", text))
 
 
+def describe_differences(
+    differences: Mapping[str, tuple[object, object]],
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """List what differs: key -> (compiled, wanted), each wanted value with the origin of its option."""
+    return "; ".join(
+        f"{key}: compiled {compiled!r}, wanted {wanted!r}"
+        + (f" ({origins[name]})" if (name := key.partition(".")[0]) in origins else "")
+        for key, (compiled, wanted) in sorted(differences.items())
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_p'?``, or an empty string if no known name is similar."""
     if len(name) > 64:
@@ -59,8 +72,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name without case, dashes and dots: `nPositions` and `N-POSITIONS` are near to `n_positions`."""
-    return re.sub(r"[\W_]", "", name).lower()
+    """The name in snake case: `nPositions` and `N-POSITIONS` are `n_positions`."""
+    return re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class ServingError(Exception):
@@ -152,11 +165,8 @@ class ArtifactMismatchError(ArtifactError, code="artifact_mismatch"):
     """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted)."""
 
     def __init__(self, differences: Mapping[str, tuple[object, object]], where: str) -> None:
-        listed = "; ".join(
-            f"{key}: compiled {a!r}, wanted {b!r}" for key, (a, b) in sorted(differences.items())
-        )
         super().__init__(
-            f"the artifact at {where} was compiled for other settings: {listed}. "
+            f"the artifact at {where} was compiled for other settings: {describe_differences(differences)}. "
             "Serve with the compiled values, or set option.on_mismatch=recompile."
         )
         self.differences = dict(differences)

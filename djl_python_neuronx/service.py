@@ -115,7 +115,7 @@ class Service:
             ),
             ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
             decode_interleave=options.decode_interleave,
-            max_join_wait_s=options.max_join_wait_ms / 1000,
+            max_join_wait_s=options.join_wait_s,
             worker=WorkerSettings(options.predict_timeout, warm_up=not options.skip_warmup),
             log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
         )

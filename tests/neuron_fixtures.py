@@ -28,6 +28,7 @@ def machine(monkeypatch, tmp_path):
 @pytest.fixture
 def options(tmp_path):
     """What the double is served with."""
+    (tmp_path / "cache").mkdir()
     return {
         "model_loader": "tnx",
         "tensor_parallel_degree": "1",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TypeVar, get_args
 
 from filelock import FileLock, Timeout
 
@@ -39,6 +39,7 @@ from djl_python_neuronx.artifacts.atomic import (
 from djl_python_neuronx.artifacts.folder import copy_tree, file_names
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
+    Hashes,
     Manifest,
     Role,
     check_facts,
@@ -55,12 +56,12 @@ from djl_python_neuronx.errors import (
 
 logger = logging.getLogger(__name__)
 
-OnMismatch = Literal["error", "recompile"]
-
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 _FLAGS_VARIABLE = "NEURON_CC_FLAGS"
 CACHE_DIR_FLAG = re.compile(r"--cache_dir[= ](\S+)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+
+_Found = TypeVar("_Found")
 
 _STALE_S = 7 * 24 * 3600.0
 """Unfinished work that was not continued for so long is removed."""
@@ -125,11 +126,21 @@ def _parse_place(value: str, origin: str) -> str:
     raise InvalidOptionError(name, value, origin, expected)
 
 
+@dataclass(frozen=True)
+class Miss:
+    """Why a store has no compile for the wanted facts."""
+
+    wanted: CompileFacts
+    damage: ArtifactError | None = None
+    """The error of the compile that is there for these facts; None: there is none."""
+    nearest: tuple[str, CompileFacts] | None = None
+    """See `CompileStore.nearest`."""
+
+
 class CompileStore:
     """Finished compiles under `root`, shared by any number of processes.
 
-    `root` may be read-only: its compiles are used in place, missing ones are made in `fallback`. `on_mismatch`: what
-    `build` does if there are compiles of the same artifact, but none for the wanted facts, or a damaged one.
+    `root` may be read-only: its compiles are used in place, missing ones are made in `fallback`.
     """
 
     def __init__(
@@ -138,14 +149,12 @@ class CompileStore:
         *,
         fallback: Path | None = None,
         mirror: Mirror | None = None,
-        on_mismatch: OnMismatch = "error",
     ) -> None:
         """Touches nothing."""
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
-        self._on_mismatch = on_mismatch
 
-    def find(self, facts: CompileFacts) -> Path | None:
+    def find(self, facts: CompileFacts, *, hashes: Hashes = "all") -> Path | None:
         """The finished compile for these facts, verified; None if there is none on this machine.
 
         Raises:
@@ -160,7 +169,7 @@ class CompileStore:
             try:
                 manifest = manifests.read(folder)
                 check_facts(facts, manifest.facts, where=str(folder))
-                manifests.verify(folder, manifest)
+                manifests.verify(folder, manifest, hashes=hashes)
             except ArtifactAccessError:
                 raise
             except ArtifactError as error:
@@ -176,10 +185,7 @@ class CompileStore:
     def nearest(self, facts: CompileFacts) -> tuple[str, CompileFacts] | None:
         """Place and facts of the compile of the same artifact and role with the fewest differences, or None.
 
-        Of the mirror only the latest one is considered.
-
-        Raises:
-            ArtifactError: the mirror cannot be read.
+        Of the mirror only the latest one is considered; one that is damaged or cannot be read is left out.
         """
         found = [
             (str(path.parent), manifest.facts)
@@ -187,8 +193,9 @@ class CompileStore:
             for path in sorted(root.glob(f"[0-9a-f]*/{manifests.FILE_NAME}"))
             if (manifest := _read_manifest(path.parent)) is not None
         ]
-        if self._mirror and (latest := self._mirror.latest(facts)):
-            found.append(latest)
+        with suppress(ArtifactError):
+            if self._mirror and (latest := self._mirror.latest(facts)):
+                found.append(latest)
         others = [
             (where, other)
             for where, other in found
@@ -197,15 +204,36 @@ class CompileStore:
         ]
         return min(others, key=lambda one: len(differences(facts, one[1])), default=None)
 
+    def look(self, facts: CompileFacts) -> Miss | None:
+        """Why `build` would compile; None if it would not. Compares sizes only, and writes nothing.
+
+        Raises:
+            ArtifactAccessError: a compile or the mirror cannot be read.
+        """
+        damages: list[ArtifactError] = []
+        for one in (facts, *_in_other_roles(facts)):
+
+            def get(one: CompileFacts = one) -> object:
+                return self.find(one, hashes="none") or (
+                    self._mirror and self._mirror.manifest(one)
+                )
+
+            if _unless_damaged(get, damages if one == facts else []):
+                return None
+        return self._miss(facts, damages)
+
     def build(
         self,
         facts: CompileFacts,
         compile_into: Callable[[Path], None],
         *,
+        on_miss: Callable[[Miss], None],
         effective_options: Mapping[str, object],
         packages: Mapping[str, str],
     ) -> Path:
         """The finished compile for these facts: found, downloaded from the mirror, or made by `compile_into`.
+
+        `on_miss` is called before a compile, and forbids it by raising an error. A damaged compile is replaced.
 
         `compile_into` fills the folder it gets, in this thread. One process per key compiles, others wait and share
         the result. After a killed attempt it gets that attempt's folder again, under another path: it may keep the
@@ -216,42 +244,35 @@ class CompileStore:
         be written is logged before the compile, and tried again at each start.
 
         Raises:
-            ArtifactMismatchError: there are compiles of the same artifact and role, but for other facts. With
-                `on_mismatch="recompile"` this one is made beside them.
             ArtifactNotFoundError: the mirror's bucket does not exist.
             ArtifactAccessError: no folder can be written, or the disk is full.
-            ArtifactError: the one that is there is damaged. With `on_mismatch="recompile"` it is made again.
+            ArtifactError: a compile or the mirror cannot be read.
         """
-        found = self._find_whole(facts)
+        found = self._find_whole(facts, [])
         if found is not None and (self._is_pushed(facts) or not any(map(is_writable, self._roots))):
             return found
         root = self._writable_root()
         with hold_lock(root / ".locks" / facts.key, what=f"compile {facts.key}"):
+            damages: list[ArtifactError] = []
             # The previous holder of the lock may have made it.
-            found = self._find_whole(facts) or self._pull(facts, root) or self._adopt(facts, root)
+            found = (
+                self._find_whole(facts, damages)
+                or self._pull(facts, root, damages)
+                or self._adopt(facts, root)
+            )
             if found is None:
-                self._explain_miss(facts)
+                on_miss(self._miss(facts, damages))
                 self._probe()
                 found = _compile(root, facts, compile_into, effective_options, packages)
             self._push(found, facts, root)
             remove_stale(root / ".work", root / ".locks")
         return found
 
-    def _find_whole(self, facts: CompileFacts) -> Path | None:
-        return self._unless_damaged(f"the folder {facts.key}", lambda: self.find(facts))
+    def _find_whole(self, facts: CompileFacts, damages: list[ArtifactError]) -> Path | None:
+        return _unless_damaged(lambda: self.find(facts), damages)
 
-    def _unless_damaged(self, what: str, get: Callable[[], Path | None]) -> Path | None:
-        """The result of `get`; None if it is damaged and `on_mismatch` allows to compile it again."""
-        try:
-            return get()
-        except ArtifactAccessError:
-            raise
-        except ArtifactError as error:
-            if self._on_mismatch == "error":
-                msg = f"{what} is damaged: {error} Remove it, or allow to compile again (on_mismatch=recompile)."
-                raise ArtifactError(msg) from error
-            logger.warning("compile_damaged what=%r error=%s", what, error)
-            return None
+    def _miss(self, facts: CompileFacts, damages: list[ArtifactError]) -> Miss:
+        return Miss(facts, next(iter(damages), None), self.nearest(facts))
 
     def _writable_root(self) -> Path:
         for root in self._roots:
@@ -264,36 +285,18 @@ class CompileStore:
         )
         raise ArtifactAccessError(msg)
 
-    def _explain_miss(self, facts: CompileFacts) -> None:
-        near = self.nearest(facts)
-        if near is None:
-            logger.info(
-                "compile_miss key=%s role=%s reason='first of its artifact'", facts.key, facts.role
-            )
-            return
-        where, other = near
-        if self._on_mismatch == "error":
-            check_facts(facts, other, where)
-        for key, (compiled, wanted) in differences(facts, other).items():
-            logger.info(
-                "compile_miss key=%s differs=%s compiled=%r wanted=%r nearest=%s",
-                facts.key, key, compiled, wanted, where,
-            )  # fmt: skip
-
-    def _pull(self, facts: CompileFacts, root: Path) -> Path | None:
+    def _pull(self, facts: CompileFacts, root: Path, damages: list[ArtifactError]) -> Path | None:
         """Download the compile for these facts from the mirror; None if it has none."""
         mirror = self._mirror
         if mirror is None:
             return None
-        return self._unless_damaged(mirror.place(facts), lambda: _download(mirror, facts, root))
+        return _unless_damaged(lambda: _download(mirror, facts, root), damages)
 
     def _adopt(self, facts: CompileFacts, root: Path) -> Path | None:
         """Link the compile for the same facts in another role, whose files are the same; None if there is none."""
-        for role in get_args(Role):
-            other = facts.model_copy(update={"role": role})
-            if role == facts.role or (
-                (found := self._find_whole(other) or self._pull(other, root)) is None
-            ):
+        for other in _in_other_roles(facts):
+            found = self._find_whole(other, []) or self._pull(other, root, [])
+            if found is None:
                 continue
             with storing(f"the compile {facts.key}", root):
                 folder = empty_folder(root / ".work", f"{facts.key}-pull")
@@ -330,13 +333,36 @@ class CompileStore:
         _mark_pushed(root, facts)
 
 
+def _in_other_roles(facts: CompileFacts) -> list[CompileFacts]:
+    others = [role for role in get_args(Role) if role != facts.role]
+    return [facts.model_copy(update={"role": role}) for role in others]
+
+
+def _unless_damaged(get: Callable[[], _Found], damages: list[ArtifactError]) -> _Found | None:
+    """The result of `get`; None, and its error in `damages`, if what it reads is damaged."""
+    try:
+        return get()
+    except ArtifactAccessError:
+        raise
+    except ArtifactError as error:
+        damages.append(error)
+        return None
+
+
 def _download(mirror: Mirror, facts: CompileFacts, root: Path) -> Path | None:
     manifest = mirror.manifest(facts)
     if manifest is None:
         return None
     with storing(f"the compile {facts.key}", root):
         folder = empty_folder(root / ".work", f"{facts.key}-pull")
-        mirror.pull(facts, manifest, folder)
+        try:
+            mirror.pull(facts, manifest, folder)
+        except ArtifactAccessError:
+            raise
+        except ArtifactError:
+            # This machine's cached copy may be the damaged one; it is discarded.
+            folder = empty_folder(root / ".work", f"{facts.key}-pull")
+            mirror.pull(facts, manifest, folder)
         sync_tree(folder)
         replace_folder(folder, root / facts.key, root / ".trash")
     _mark_pushed(root, facts)

@@ -68,8 +68,8 @@ class CompilingModule(BackendModule, Protocol):
             BackendError: the backend cannot serve this model like this, or the compiler failed.
         """
 
-    def uncompilable(self, plan: LoadPlan) -> str | None:
-        """Return why the graphs of a plan cannot be stored apart from the model; None if they can."""
+    def uncompilable(self, config: Mapping[str, Any]) -> str | None:
+        """Return why the graphs of a model with this `config.json` cannot be stored apart from it; None if they can."""
 
     def compiler_version(self) -> str:
         """Return the version of the package `COMPILER`.

@@ -21,6 +21,7 @@ TEXT: Final[tuple[Mistake, ...]] = (
     (r"\s*[,;]+$", "", "nothing follows a value"),
     (r"^([\"'])(.*)\1$", r"\2", "values have no quotes"),
     (r"^[=:>]+\s*", "", "one = or : ends a key"),
+    (r"^(\$.*|\{\{.*|<.*>|%\w+%.*)$", "", "a placeholder is not replaced: write the value itself"),
     (r"[\t\n\r]", lambda m: f"/{repr(m[0])[2]}", r"\t, \n and \r are escapes in this file"),
 )
 """Mistakes in any value; text that has one is refused."""
@@ -35,7 +36,6 @@ NAME: Final[tuple[Mistake, ...]] = (
     (r"^arn:aws[\w-]*:s3:::(.+)$", r"s3://\1", _S3),
     (r"^s3:/?(?!/)", "s3://", _S3),
     (r"^file://(?=/)", "", "a folder needs no scheme"),
-    (r"^(\$\w+|\$?\{.*\}|<.*>)$", "", "a placeholder is not replaced: write the name itself"),
 )
 """Mistakes in the name of a model; a name that has one is refused."""
 _OTHER = "the word is another"
@@ -45,7 +45,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"^\d{1,3}(,\d{3})+$", lambda m: m[0].replace(",", ""), "a comma separates lengths"),
     (r"(\d+)\s*[kK]\b", lambda m: str(int(m[1]) * 1024), "numbers have no unit"),
     (
-        r"^(\d+)\s*([smhMG])(?:ec|in|r|our|i?B)?s?$",
+        r"^(\d+)\s*([smhMG])(?:ec|econd|in|inute|r|our|i?B)?s?$",
         lambda m: str(int(m[1]) * _UNITS[m[2]]),
         "times are in seconds, sizes in bytes",
     ),
@@ -59,7 +59,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"(?i)^(disabled?|false|off|no|none)$", "disable", _OTHER),
     (r"(?i)^disabled?$", "false", _OTHER),
     (r"(?i)^(auto|all)$", "max", _OTHER),
-    (r"(?i)^(true|on|.*(neuron|lmi.?dist|trt.?llm|scheduler).*)$", "tnx", _OTHER),
+    (r"(?i)^(true|on|.*(neuron|continuous|lmi.?dist|trt.?llm|scheduler).*)$", "tnx", _OTHER),
     (r"(?i)^(auto|max|default)$", "", "leave the option out for that"),
 )
 """Mistakes in other values."""
@@ -72,19 +72,17 @@ def repair(value: object, allowed: Callable[[str], bool], *, is_name: bool = Fal
     """
     if not isinstance(value, str) or len(value) > LONGEST:
         return ""
-    reasons: list[str] = []
     for mistake in NAME if is_name else _VALUE:
-        mended = re.sub(mistake[0], mistake[1], value)
-        if mended != value:
-            reasons.append(mistake[2])
-            if not mended:
-                return f"; {mistake[2]}"
-            if allowed(mended):
-                return f"; {', '.join(reasons)}: write {mended}"
-            if mistake in TEXT:
-                value = mended
-            else:
-                reasons.pop()
+        pattern, instead, why = mistake
+        mended = re.sub(pattern, instead, value)
+        if mended == value:
+            continue
+        if not mended:
+            return f"; {why}"
+        if allowed(mended):
+            return f"; {why}: write {mended}"
+        if mistake in TEXT:  # two mistakes in one value
+            value = mended
     return ""
 
 

@@ -18,6 +18,7 @@ from djl_python_neuronx.config.values import (
     Count,
     Dtype,
     Hyphenated,
+    LocalPath,
     Lower,
     MedusaTree,
     Number,
@@ -94,7 +95,7 @@ class NxdiOptions(OptionGroup):
     attention_dtype: Annotated[Dtype | None, _FEATURE] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
-        str | None, Field(min_length=1), _nxdi("a file or folder", graph=(), output="local")
+        LocalPath | None, _nxdi("a file or folder", graph=(), output="local")
     ] = None
     """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
     model."""

@@ -10,6 +10,7 @@ NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -41,6 +42,7 @@ from djl_python_neuronx.config.values import (
     Option,
     OptionGroup,
     Order,
+    Plain,
     Positions,
     Positive,
     Seconds,
@@ -146,14 +148,15 @@ class GeneralOptions(OptionGroup):
     model_dir: Annotated[Path | None, Option(allowed="a folder", output="local")] = None
     """Folder that holds `serving.properties`. Set by the server or by DJL Serving; an error in the file."""
     revision: Annotated[
-        str | None, Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local")
+        Plain | None,
+        Option(allowed="a branch, tag or commit", env=("HF_REVISION",), output="local"),
     ] = None
     """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
     """Run Python code that comes with the model. Read the code first."""
-    model_name: Annotated[
-        str | None, Field(min_length=1), Option(allowed="text", aliases=("served_model_name",))
-    ] = None
+    model_name: Annotated[Plain | None, Option(allowed="text", aliases=("served_model_name",))] = (
+        None
+    )
     """Name of the model in the embedded server: `/predictions/<name>`. Default: the folder's name."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"
@@ -567,8 +570,9 @@ class ArtifactOptions(OptionGroup):
         Location | None,
         Option(to={"tnx": _CACHE, "nxdi": _CACHE}, tunes=True, graph=(), output="local"),
     ] = None
-    """Cache of compiled graphs: a folder, or an S3 URI that is read before a compile and written after it. A folder of
-    saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own cache."""
+    """Cache of compiled graphs: a folder that exists, or an S3 URI that is read before a compile and written after it.
+    A folder of saved graphs (`*.neff`) is used as it is. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own
+    cache."""
     draft_model_compiled_path: Annotated[
         Location | None, Option(to={"tnx": "load()"}, tunes=True, graph=(), output="local")
     ] = None
@@ -589,8 +593,12 @@ class ArtifactOptions(OptionGroup):
     low_cpu_mem_usage: Annotated[bool, Option()] = False
     """No effect: weights are always memory-mapped."""
     on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option(draft="same")] = "error"
-    """What to do if compiled graphs of this model exist but none match the options: `error` stops with the options that
-    differ, `recompile` compiles again and keeps the others."""
+    """What to do if the compiled model, or the folder of saved graphs in `compiled_graph_path`, was compiled for other
+    options: `error` stops with those that differ, `recompile` compiles again and leaves the folder as it is. A store
+    holds any number of compiles: `compilation`."""
+    compilation: Annotated[Literal["allow", "forbid"], Lower, Option(draft="same")] = "allow"
+    """`forbid`: a start that would compile ends with an error that names what differs from the nearest compiled graphs.
+    For production. `djl-neuronx compile` compiles nevertheless."""
 
 
 class CompilerOptions(OptionGroup):
@@ -675,6 +683,12 @@ class ServingOptions(
         return self.n_positions if isinstance(self.n_positions, tuple) else None
 
     @property
+    def join_wait_s(self) -> float:
+        """Seconds of `max_join_wait_ms`; half of `predict_timeout` where that would be over by then."""
+        wait = self.max_join_wait_ms / 1000
+        return wait if wait < self.predict_timeout else self.predict_timeout / 2
+
+    @property
     def weight_dtype(self) -> Literal["int8", "fp8"] | None:
         """Type that `quantize` stores weights in, or None."""
         return None if self.quantize is None else _STORED[self.quantize]
@@ -690,6 +704,14 @@ class ServingOptions(
         return self.drafting or (
             self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
         )
+
+    def place(self, name: str) -> str | None:
+        """The S3 URI or the absolute folder in a `Location`, which may be relative to the model folder."""
+        value: str | None = getattr(self, name)
+        if value is None or value.startswith("s3://"):
+            return value
+        # Not pathlib, which raises for the home of an unknown user.
+        return str((self.model_dir or Path()).absolute() / os.path.expanduser(value))  # noqa: PTH111
 
     @property
     def continuous_batching(self) -> bool:

@@ -7,9 +7,10 @@ it cannot be honoured. What DJL Serving adds on its own is ignored with a reason
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +51,7 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     InvalidOptionError,
     UnknownOptionError,
+    did_you_mean,
 )
 
 _DEFAULT = "default"
@@ -65,6 +67,7 @@ _LAYOUTS = ("attention_layout", "cache_layout")
 _NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("quantize",),
     "quantize": ("dtype",),
+    **dict.fromkeys(TRANSLATED, ("quantize",)),
     **dict.fromkeys((*_LAYOUTS, "collectives_layout"), _LAYOUTS),
 }
 """Option to others that its values are mistaken for."""
@@ -243,7 +246,9 @@ class _Reader:
             )
         for name, why in wrong.items():
             setting = self.chosen[name][0]
-            self._refuse(setting, allowed_values(name) + why + _advice(name, setting.value))
+            words = allowed_values(name)
+            advice = _advice(name, setting.value, partial(_allows, name), words)
+            self._refuse(setting, words + why + advice)
             self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
         for name, (_, value) in self.chosen.items():
             if name not in wrong and reordered(value, getattr(options, name)):
@@ -280,7 +285,11 @@ class _Reader:
                     f"DJL Serving's own value {shortened(setting.value)!r} is not allowed here"
                 )
                 return
-            self._refuse(setting, join_words(translation.values, "or"))
+            words = join_words(translation.values, "or")
+            advice = _advice(
+                setting.name, text, lambda mended: mended.lower() in translation.values, words
+            )
+            self._refuse(setting, words + advice)
             return
         self._choose(translation.option, setting, translation.values[word])
 
@@ -368,16 +377,17 @@ def _reasons(error: ValidationError) -> dict[str, str]:
     return found
 
 
-def _advice(name: str, value: object) -> str:
-    """What to write in place of a value that is not allowed."""
+def _allows(name: str, value: object) -> bool:
+    return parse_value(name, value) is not INVALID
+
+
+def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str) -> str:
+    """What to write in place of a value that is not `allowed`; `words`: what is."""
     for other in _NEIGHBOURS.get(name, ()):
-        if parse_value(other, value) is not INVALID:
+        if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"
-    return hints.repair(
-        value,
-        lambda mended: parse_value(name, mended) is not INVALID,
-        is_name=name in _MODELS,
-    )
+    near = filter(allowed, re.findall(r"[\w-]+", words))
+    return hints.repair(value, allowed, is_name=name in _MODELS) or did_you_mean(str(value), near)
 
 
 def _misspells_prefix(setting: Setting) -> bool:

@@ -60,6 +60,9 @@ _DTYPES = {
 _NOTHING = frozenset({"none", "null"})
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 _INT8 = frozenset({"int8", "static_int8", "s8"})
+# With one slash too: a typing error, not a folder.
+_URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
+_BUCKET = re.compile(r"//[^/]")
 _FP8 = frozenset(
     {"fp8", "static_fp8", "f8e4m3", "f8e4m3fn", "fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"}
 )
@@ -362,6 +365,25 @@ def plain(value: object, depth: int = MAX_DEPTH) -> object:
     raise ValueError(message)
 
 
+def _location(text: str) -> str:
+    """Check the form of a folder or S3 URI; returns the path of a `file://` URI."""
+    found = _URI.fullmatch(text)
+    if found is not None and found[1].lower() == "s3" and _BUCKET.match(found[2]):
+        return f"s3:{found[2]}"
+    return _local_path(text)
+
+
+def _local_path(text: str) -> str:
+    """Refuse a URI; returns the path of a `file://` URI."""
+    found = _URI.fullmatch(text)
+    if found is None:
+        return text
+    if found[1].lower() != "file" or not found[2].startswith("///"):
+        message = "expected a local path"
+        raise ValueError(message)
+    return found[2].removeprefix("//")
+
+
 def _weights(value: object) -> object:
     """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8."""
     enabled = truth(value)
@@ -384,8 +406,9 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
-Plain = AfterValidator(partial(_without, hints.TEXT))
-Location = Annotated[str, _Filled, Plain, Allowed("a folder or s3://bucket/key")]
+Plain = Annotated[str, _Filled, AfterValidator(partial(_without, hints.TEXT))]
+LocalPath = Annotated[Plain, AfterValidator(_local_path), Allowed("a file or folder")]
+Location = Annotated[Plain, AfterValidator(_location), Allowed("a folder or s3://bucket/key")]
 ModelSource = Annotated[
     str,
     AfterValidator(partial(_without, hints.NAME)),

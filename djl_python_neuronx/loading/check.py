@@ -17,7 +17,8 @@ from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
-from djl_python_neuronx.loading.prepare import Preparation, Prepared
+from djl_python_neuronx.loading.compiled import foresee
+from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
@@ -97,8 +98,11 @@ def check(
     if prepared is None:
         return Report(name, problems, settings)
     serves_here = machine is None and here.has_neuron
-    for obstacle in _missing_here(prepared.backend):
+    obstacles = [*_missing_here(prepared.backend)]
+    for obstacle in obstacles:
         problems.add("warning" if serves_here else "note", obstacle)
+    if not problems.errors:
+        _foresee(prepared, problems, here=serves_here and not obstacles)
     if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
@@ -110,6 +114,21 @@ def check(
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
+
+
+def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:
+    """Report whether a start compiles the model and its draft model, where this is the machine that serves."""
+    own = Problems()
+    if here and prepared.weights is not None:
+        with problems.catch():
+            foresee(prepared, problems)
+        with own.catch():
+            if prepared.draft is not None:
+                foresee(prepared.draft, own)
+        problems.include(own, DRAFT_PREFIX, ("speculative_draft_model",))
+    elif prepared.options.compilation == "forbid" and not prepared.case.on_cpu:
+        unseen = "compilation=forbid: only the machine that serves shows, with the weights, whether it has the graphs"
+        problems.add("note", unseen, ("compilation",))
 
 
 def _read_settings(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,37 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
-from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest, check_facts
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.manifest import (
+    CompileFacts,
+    artifact_digest,
+    differences,
+)
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
     CompileStore,
+    Miss,
     copy_once,
     locate,
 )
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import BackendError
+from djl_python_neuronx.config.findings import Level, Problems
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import as_property, join_words
+from djl_python_neuronx.errors import (
+    ArtifactMismatchError,
+    ArtifactNotFoundError,
+    BackendError,
+    describe_differences,
+)
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.mismatch import graph_target, has_own_graphs
-from djl_python_neuronx.loading.prepare import Prepared, load_plan, local_graphs
-from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.loading.prepare import Prepared, load_plan
+from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.plan import (
+    PACKAGE_VERSIONS,
     flag_facts,
     graph_options,
     library_arguments,
@@ -62,47 +75,67 @@ class Compiled:
     """Whether the compile store had the graphs; None: they were not looked up there."""
 
 
-def obtain(
-    prepared: Prepared, tokenizer: Callable[[], Tokenizer], *, required: bool = False
-) -> Compiled:
+def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
     """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
 
-    `tokenizer`: the model's own; a draft model has that of the model that it drafts for. `required`: refuse a model
-    whose graphs cannot be stored.
+    `tokenizer`: the model's own; a draft model has that of the model that it drafts for. A model that is compiled
+    `ahead` is refused if its graphs cannot be stored, and compiled whatever `option.compilation` is.
 
     Raises:
-        ArtifactMismatchError: there are graphs, but for other settings; see `CompileStore.build`.
-        ArtifactError: what is there is damaged, or cannot be read or stored.
+        ArtifactMismatchError: the user named a folder of graphs that are for other settings.
+        ArtifactError: what is there is damaged, or cannot be read or stored; or a compile is needed and forbidden.
         BackendError: the backend cannot compile the model.
     """
     plan = load_plan(prepared, tokenizer)
     options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.backend}
-    compiled = Compiled(None, plan, _facts(prepared, plan), options, _packages())
+    compiled = Compiled(None, plan, _facts(prepared, plan.model_dir), options, _packages())
     compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
     tokenizer()  # before hours of compiling: it may be damaged
-    if reason := compiler.uncompilable(plan):
-        if required:
+    if reason := compiler.uncompilable(prepared.artifact.config):
+        if prepared.ahead:
             msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
             raise BackendError(msg)
+        _check_allowed(prepared, reason)
         logger.warning("graphs_not_kept reason=%r", reason)
         return compiled
-    named = _resolve_path(prepared)
+    place, has_graphs = _named_place(prepared)
     if prepared.fits and prepared.artifact.compiled is not None:
         compiled = replace(compiled, folder=prepared.artifact.compiled)
-    elif isinstance(named, Path):
-        _check(named, compiled.facts)
-        compiled = replace(compiled, folder=named, plan=_adapt_plan(prepared, plan, named))
+    elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts)):
+        compiled = replace(compiled, folder=folder, plan=_adapt_plan(prepared, plan, folder))
     else:
-        origin = prepared.resolved.origins.get("compiled_graph_path", _OPTION)
-        place = locate(named, origin, prepared.environ, NEURON_CACHE)
-        compiled = _build(prepared, compiled, place)
+        compiled = _build(prepared, compiled, _locate(prepared, None if has_graphs else place))
     logger.info("compiled folder=%s", compiled.folder)
     return compiled
 
 
-def _facts(prepared: Prepared, plan: LoadPlan) -> CompileFacts:
+def foresee(prepared: Prepared, problems: Problems) -> None:
+    """Report whether a start on this machine compiles. Reads manifests and sizes, no graphs, and writes nothing.
+
+    Raises:
+        ServingError: the start would end with it before a compile.
+    """
+    compiler = backends.compiler(prepared.backend)
+    if compiler is None or prepared.fits or prepared.weights is None:
+        return
+    if reason := compiler.uncompilable(prepared.artifact.config):
+        _check_allowed(prepared, reason)
+        return
+    facts = _facts(prepared, prepared.weights.folder)
+    named, has_graphs = _named_place(prepared)
+    if has_graphs and (fetch.uri_scheme(str(named)) or _named_graphs(prepared, str(named), facts)):
+        return
+    place = _locate(prepared, None if has_graphs else named)
+    level: Level = "note"
+    message = f"{place.store} has the graphs: a start compiles nothing"
+    if (miss := _open_store(prepared, place).look(facts)) is not None:
+        level, message = _judge(prepared, place, miss)
+    problems.add(level, message)
+
+
+def _facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
     backend = prepared.backend
     wanted: dict[str, Any] = {}
     package, version = "none", ""
@@ -112,7 +145,7 @@ def _facts(prepared: Prepared, plan: LoadPlan) -> CompileFacts:
         package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,
-        artifact_digest=artifact_digest(plan.model_dir),
+        artifact_digest=artifact_digest(model_dir),
         compiler=package,
         compiler_version=version,
         target=graph_target(prepared.machine, backend),
@@ -122,34 +155,45 @@ def _facts(prepared: Prepared, plan: LoadPlan) -> CompileFacts:
 
 def _packages() -> dict[str, str]:
     """Return the versions of the packages that are installed."""
-    versions = {library.name: library.version for library in libraries().values()}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {name: version for name, version in versions.items() if version is not None}
+    return installed_versions((*libraries(), *_PACKAGES))
 
 
-def _resolve_path(prepared: Prepared) -> Path | str | None:
-    """Resolve `compiled_graph_path`: a `Path` is a local folder of saved graphs, a `str` a place to store compiles."""
-    value, environ = prepared.options.compiled_graph_path, prepared.environ
-    if (local := local_graphs(prepared.options)) is not None:
-        folder, has_graphs = local
-        return folder if has_graphs else str(folder)
-    if value is None or fetch.uri_scheme(value) != "s3":
-        return value  # `locate` takes file:// and refuses others
-    listed = fetch.list_names(value, environ, origin=_OPTION)
-    if not any(name.endswith(".neff") and "/" not in name for name in listed):
-        return value
+def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
+    """The folder or URI in `compiled_graph_path`, and whether it holds saved graphs instead of stored compiles."""
+    place = prepared.options.place("compiled_graph_path")
+    if place is None:
+        return None, False
+    if not fetch.uri_scheme(place):
+        return place, holds_graphs(Path(place))
+    listed = fetch.list_names(place, prepared.environ, origin=_OPTION)
+    return place, any(name.endswith(".neff") and "/" not in name for name in listed)
+
+
+def _named_graphs(prepared: Prepared, place: str, facts: CompileFacts) -> Path | None:
+    """Return the local folder of saved graphs; None if they are for other facts and are to be compiled again.
+
+    Only graphs that this package stored have a manifest to compare.
+
+    Raises:
+        ArtifactMismatchError: they are for other facts.
+        ArtifactError: one is damaged, or cannot be fetched.
+    """
+    environ = prepared.environ
     root = fetch.download_root(environ)
-    return fetch.fetch(value, environ=environ, root=root, everything=True, origin=_OPTION)
-
-
-def _check(folder: Path, facts: CompileFacts) -> None:
-    """Refuse a folder that this package stored and that is not whole, or was compiled for other facts."""
-    if (folder / manifests.FILE_NAME).is_file():
-        manifest = manifests.read(folder)
-        manifests.verify(folder, manifest, exact=False)
-        check_facts(facts, manifest.facts, where=str(folder))
+    folder = fetch.fetch(place, environ=environ, root=root, everything=True, origin=_OPTION)
+    if not (folder / manifests.FILE_NAME).is_file():
+        return folder
+    manifest = manifests.read(folder)
+    manifests.verify(folder, manifest, exact=False)
+    found = differences(facts, manifest.facts)
+    for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
+        found.pop(name, None)
+    if found and prepared.options.on_mismatch == "error":
+        raise ArtifactMismatchError(found, where=place)
+    if found:
+        listed = describe_differences(found, prepared.resolved.origins)
+        logger.warning("compiled_graphs_not_used place=%s %s", place, listed)
+    return None if found else folder
 
 
 def _adapt_plan(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
@@ -160,6 +204,11 @@ def _adapt_plan(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
     for finding in stored_findings(case):
         logger.warning("option_finding %s", prepared.resolved.describe(finding))
     return replace(plan, arguments=library_arguments(case))
+
+
+def _locate(prepared: Prepared, named: str | None) -> CompilePlace:
+    origin = prepared.resolved.origins.get("compiled_graph_path", _OPTION)
+    return locate(named, origin, prepared.environ, NEURON_CACHE)
 
 
 def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compiled:
@@ -181,9 +230,17 @@ def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compi
         )
         made.append(target)
 
+    def judge(miss: Miss) -> None:
+        level, message = _judge(prepared, place, miss)
+        logger.log(
+            logging.WARNING if level == "warning" else logging.INFO, "compile_needed %s", message
+        )
+
+    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     folder = _open_store(prepared, place).build(
         compiled.facts,
         compile_into,
+        on_miss=judge,
         effective_options=compiled.options,
         packages=compiled.packages,
     )
@@ -192,15 +249,54 @@ def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compi
 
 def _open_store(prepared: Prepared, place: CompilePlace) -> CompileStore:
     """Open the compile store at a place; what cannot be written there goes below the download root."""
-    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
     environ, own = prepared.environ, _own_store(prepared.environ)
-    # Graphs of a draft model in the store are never the user's choice: they are of other lengths, or for another model.
-    on_mismatch = "recompile" if prepared.role == "draft" else prepared.options.on_mismatch
     if place.is_remote:
         mirror = Mirror(place.store, fetch.download_root(environ), environ)
-        return CompileStore(own, mirror=mirror, on_mismatch=on_mismatch)
+        return CompileStore(own, mirror=mirror)
     root = Path(place.store)
-    return CompileStore(root, fallback=None if root == own else own, on_mismatch=on_mismatch)
+    return CompileStore(root, fallback=None if root == own else own)
+
+
+def _judge(prepared: Prepared, place: CompilePlace, miss: Miss) -> tuple[Level, str]:
+    """Return the level and the words of a compile that a start needs.
+
+    Raises:
+        ArtifactNotFoundError: it is forbidden.
+    """
+    level: Level = "warning"
+    if miss.damage is not None:
+        reason = f"the graphs in {place.store} are damaged: {miss.damage}"
+    elif miss.nearest is not None:
+        where, other = miss.nearest
+        found = differences(miss.wanted, other)
+        listed = describe_differences(found, prepared.resolved.origins)
+        reason = f"{place.store} has no graphs for these settings. Nearest, in {where}: {listed}"
+        names = {key.partition(".")[0] for key in found} & ServingOptions.model_fields.keys()
+        compiled = {name: other.graph_options.get(name) for name in sorted(names)}
+        if compiled:
+            back = [
+                f"{name}={as_property(value)}" if value is not None else f"no {name}"
+                for name, value in compiled.items()
+            ]
+            reason += f". To use these set {join_words(back)}"
+    else:
+        level = "note"
+        whose = "as a draft model" if prepared.role == "draft" else "of this model"
+        reason = f"{place.store} has no graphs {whose}"
+    _check_allowed(prepared, reason)
+    minutes = max(1, round(_forecast(prepared).seconds / 60))
+    return level, f"{reason}. A start compiles, about {minutes} min"
+
+
+def _check_allowed(prepared: Prepared, reason: str) -> None:
+    """Refuse to compile at a start if `option.compilation` forbids it."""
+    if prepared.options.compilation == "forbid" and not prepared.ahead:
+        origin = prepared.resolved.origins.get("compilation", "default")
+        msg = (
+            f"compilation=forbid ({origin}), and a start would compile: {reason}. Compile ahead of time "
+            "(`djl-neuronx compile`), or start once with option.compilation=allow"
+        )
+        raise ArtifactNotFoundError(msg)
 
 
 def _forecast(prepared: Prepared) -> Forecast:

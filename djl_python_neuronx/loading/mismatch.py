@@ -18,11 +18,11 @@ from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.plan import graph_options
+from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options
 
 FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
-_SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"})
+_SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
 """What graphs depend on beside options and flags; unknown of a machine that is not this one."""
 _NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
 
@@ -74,15 +74,16 @@ def find_mismatch(
     """Compare what the folder was compiled or cut for with the options. Returns None if both agree.
 
     `surroundings`: compiler flags (see `plan.flag_facts`) and, of the machine that will serve, `target` (see
-    `graph_target`), `library_version` and `compiler_version`. One of these three that is left out is unknown and not
-    compared. Only an output of this package records flags.
+    `graph_target`), `compiler_version` and those of `plan.library_facts`. One that is left out is unknown and not
+    compared, nor is a package's version that the folder does not record. Only an output of this package records flags.
     """
     recorded: dict[str, object] = dict(artifact.compiled_for)
     wanted: dict[str, object] = {**graph_options(case.options, case.backend), **surroundings}
     if artifact.format == OwnOutput.name:
         # It records all options: one that is missing was not set.
         recorded["target"] = read_manifest(artifact.path).facts.target
-        names = {*recorded, *wanted} - (_SURROUNDINGS - surroundings.keys())
+        unknown = (_SURROUNDINGS - surroundings.keys()) | (PACKAGE_VERSIONS - recorded.keys())
+        names = {*recorded, *wanted} - unknown
         recorded = {name: recorded.get(name) for name in names}
         wanted = {name: wanted.get(name) for name in names}
     else:

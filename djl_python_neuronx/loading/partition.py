@@ -75,6 +75,7 @@ def compile_model(
         environ=environ,
         overrides=overrides,
         machine=machine,
+        ahead=True,
         progress=progress,
     )
     return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
@@ -86,7 +87,9 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
     Raises:
         ServingError: the settings, the model, the machine or the output do not allow it.
     """
-    prepared = prepare_or_raise(properties, Path(properties["model_dir"]), environ=environ)
+    prepared = prepare_or_raise(
+        properties, Path(properties["model_dir"]), environ=environ, ahead=True
+    )
     options = prepared.options
     if options.save_mp_checkpoint_path is None:
         name = "save_mp_checkpoint_path"
@@ -129,7 +132,7 @@ class _Writer:
             else:
                 folder = Path(output).expanduser().absolute()
                 check_free(source, folder, overwrite=self.overwrite)
-            compiled = obtain(prepared, lambda: self.tokenizer, required=True)
+            compiled = obtain(prepared, lambda: self.tokenizer)
             made = self._write_folder(prepared, compiled, folder)
             if to_s3:
                 fetch.s3_module(output).upload(
@@ -162,7 +165,7 @@ class _Writer:
         options, write_draft = pinned(prepared), None
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
-            compiled_draft = obtain(draft, lambda: self.tokenizer, required=True)
+            compiled_draft = obtain(draft, lambda: self.tokenizer)
             write_draft = partial(
                 replace(self, own_properties=True)._write_folder, draft, compiled_draft
             )

@@ -26,15 +26,17 @@ from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenize
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config import sources, trust
-from djl_python_neuronx.config.findings import Problem, Problems
+from djl_python_neuronx.config.findings import Finding, Level, Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.sources import try_path
 from djl_python_neuronx.config.values import as_property, make_buckets
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
+    BackendUnavailableError,
     ConfigError,
     ServingError,
     UnknownFormatError,
@@ -71,7 +73,7 @@ logger = logging.getLogger(__name__)
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines that a dry run plans for without a Neuron device: the first one whose runtime takes the degrees."""
 _DRAFT = "speculative_draft_model"
-_DRAFT_PREFIX = "the draft model: "
+DRAFT_PREFIX = "the draft model: "
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Prepared:
     """Role in the compile store."""
     process_cores: int = 0
     """NeuronCores that the model and its draft model share; 0 without a draft model."""
+    ahead: bool = False
+    """See `Preparation`."""
 
     @property
     def options(self) -> ServingOptions:
@@ -162,11 +166,12 @@ def prepare_or_raise(
     environ: Mapping[str, str],
     overrides: Mapping[str, str] = MappingProxyType({}),
     machine: DeviceInfo | None = None,
+    ahead: bool = False,
     progress: LoadProgress = SILENT,
 ) -> Prepared:
     """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `machine`: the one that will serve, if it is not this one.
+    `machine`: the one that will serve, if it is not this one. `ahead`: see `Preparation`.
 
     Raises:
         ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
@@ -188,6 +193,7 @@ def prepare_or_raise(
         environ,
         problems,
         named=machine is not None,
+        ahead=ahead,
         progress=progress,
     )
     prepared = preparation.prepare(settings)
@@ -232,6 +238,8 @@ class Preparation:
     where there is none, and imports no library."""
     named: bool = False
     """`machine` is not this one, so that the libraries that are installed there are unknown."""
+    ahead: bool = False
+    """The model is compiled for a later start, perhaps elsewhere: there may be no Neuron device here."""
     progress: LoadProgress = SILENT
 
     def prepare(self, settings: Resolved) -> Prepared | None:
@@ -270,14 +278,14 @@ class Preparation:
         if (name := settings.options.speculative_draft_model) is not None:
             with own.problems.catch():
                 draft = own._find(name, base, _DRAFT, settings, weights_needed=model.whole)
-        self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
+        self.problems.include(own.problems, DRAFT_PREFIX, (_DRAFT,))
         machine = self._choose_machine(settings, backend)
         draft_facts = None if draft is None else draft.facts
         case = Case(settings.options, model.facts, machine, backend, draft_facts)
         prepared = self._plan(settings, model, case)
         if draft is not None and prepared.options.drafting and not self.problems.errors:
             prepared = own._prepare_draft(prepared, draft)
-            self.problems.include(own.problems, _DRAFT_PREFIX, (_DRAFT,))
+            self.problems.include(own.problems, DRAFT_PREFIX, (_DRAFT,))
         return prepared
 
     @property
@@ -303,7 +311,7 @@ class Preparation:
         revision = settings.options.revision if option == "model_id" else None
         folder = fetch.local_folder(model_id, base)
         if model_id is None:
-            if folder is None:
+            if folder is None or option in settings.refused:
                 return None
             try:
                 return self._detect(
@@ -368,11 +376,28 @@ class Preparation:
         machine = self.machine
         if machine.assumed:
             self.problems.add("warning" if self.fetch_weights else "note", machine.assumed)
-        if not machine.has_neuron and not self.fetch_weights:
-            machine = self._assume_machine(settings.options)
+        if not machine.has_neuron:
+            if self.fetch_weights:
+                self._report_no_device(backend)
+            else:
+                machine = self._assume_machine(settings.options)
         machine = machines.for_process(machine, self.environ)
         self._check_core_limit(machine, settings)
         return machine
+
+    def _report_no_device(self, backend: str) -> None:
+        problem = f"no Neuron device is visible here ({self.machine.seen})"
+        if self.ahead:
+            fix = (
+                "cores and memory are not checked. Name the machine that will serve with --instance"
+            )
+            self.problems.add("warning", f"{problem}: {fix}")
+        else:
+            fix = "Give the devices /dev/neuron* to this process or container, or set option.model_loader=cpu"
+            error = BackendUnavailableError(
+                f"{problem}, and the {backend} backend needs one. {fix}"
+            )
+            self.problems.add_error(error)
 
     def _assume_machine(self, options: ServingOptions) -> DeviceInfo:
         candidates = [
@@ -410,6 +435,7 @@ class Preparation:
         `case`: with the options of `settings`.
         """
         resolved, case = assess(settings, case, self.problems)
+        self._judge_places(resolved, case)
         weights, fits = self._judge_graphs(model.artifact, case)
         compiled = model.artifact.compiled if fits else None
         case = replace(
@@ -430,7 +456,25 @@ class Preparation:
             environ=self.environ,
             progress=self.progress,
             role="draft" if case.is_draft else "model",
+            ahead=self.ahead,
         )
+
+    def _judge_places(self, resolved: Resolved, case: Case) -> None:
+        """Report folders of compiled graphs that do not exist or are damaged; a draft model's with its target's."""
+        if case.on_cpu or case.is_draft:
+            return
+        level: Level = "error" if self.fetch_weights or self._here else "warning"
+        names = ("compiled_graph_path", "draft_model_compiled_path")
+        for name in names[: 1 + case.options.drafting]:
+            place = case.options.place(name)
+            if place is None or fetch.uri_scheme(place):
+                continue
+            if not try_path(Path(place).is_dir, failed=False):
+                problem = f"there is no folder {place}; correct it, or create it with `mkdir -p`"
+                resolved.report([Finding((name,), problem, level)], self.problems)
+                continue
+            with self.problems.catch():
+                holds_graphs(Path(place))
 
     def _judge_graphs(self, artifact: Artifact, case: Case) -> tuple[Weights | None, bool]:
         """Choose the weights, and compare what the folder was compiled for with the settings.
@@ -438,9 +482,6 @@ class Preparation:
         Returns the weights, and whether the folder's graphs can be used.
         """
         weights, fits = None, False
-        if not case.on_cpu:
-            with self.problems.catch():
-                local_graphs(case.options)
         with self.problems.catch():
             flags = {} if case.on_cpu else flag_facts(self.environ)
             others: set[str] = set()
@@ -602,19 +643,6 @@ def _log_plan(prepared: Prepared) -> None:
         planned.estimated_compile_s,
         f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",
     )
-
-
-def local_graphs(options: ServingOptions) -> tuple[Path, bool] | None:
-    """The local folder that `compiled_graph_path` names, and whether it holds saved graphs; None: it names none.
-
-    Raises:
-        ArtifactError: a graph in it is damaged.
-    """
-    value = options.compiled_graph_path
-    if value is None or fetch.uri_scheme(value):
-        return None
-    folder = (options.model_dir or Path()).absolute() / Path(value).expanduser()
-    return folder, holds_graphs(folder)
 
 
 def _check_beside(artifact: Artifact, weights: Weights) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
 from typing import Final, Literal
@@ -50,6 +51,15 @@ class Library:
 def libraries() -> Mapping[str, Library]:
     """Return the Neuron packages by name. Nothing is imported; a placeholder of PyPI is recognised."""
     return {name: _library(name, module) for name, module in _MODULES.items()}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    versions = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def choose_backend(

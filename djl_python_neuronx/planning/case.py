@@ -24,13 +24,26 @@ class NeuronBackend:
     """Package that must be installed."""
     architectures: Mapping[str, Capability]
     """`model_type` to what the library supports of it."""
+    traced_with: tuple[str, ...] = ()
+    """Further packages whose versions change the graphs."""
     served: bool = True
     """False: it is planned for, and this version cannot load with it."""
 
 
 NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
-    "nxdi": NeuronBackend("NxD Inference", "neuronx-distributed-inference", NXDI, served=False),
-    "tnx": NeuronBackend("transformers-neuronx", "transformers-neuronx", TNX),
+    "nxdi": NeuronBackend(
+        "NxD Inference",
+        "neuronx-distributed-inference",
+        NXDI,
+        # Source: neuronx-distributed-inference 0.9: torch traces modules of neuronx-distributed through torch-neuronx.
+        ("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
+        served=False,
+    ),
+    # Source: transformers-neuronx 0.13, compiler.py: torch-neuronx writes the graphs. transformers reads and changes
+    # config.json; torch computes nothing of them.
+    "tnx": NeuronBackend(
+        "transformers-neuronx", "transformers-neuronx", TNX, ("torch-neuronx", "transformers")
+    ),
 }
 """Backends that drive a Neuron library, the preferred one first. The cpu backend serves what transformers does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
@@ -15,6 +16,10 @@ from djl_python_neuronx.planning.model import ModelFacts
 
 MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows by default, so fewer slots would leave rows waiting."""
+_SMALLEST_PREFIX = 512
+"""Source: neuronx-distributed-inference 0.9, modules/autobucketing.py."""
+_MOST_SLOTS = 128
+"""Most slots that are tried one by one."""
 MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
 MOST_BLOCKS = 256
@@ -231,8 +236,13 @@ def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], s
 
 
 def _blocks(case: Case, positions: int, slots: int) -> Filled:
-    """Return layout and size of the cache's blocks if transformers-neuronx prefills prompts in chunks."""
+    """Return what a KV cache in blocks needs: layout and size for prompts in chunks, lengths of cached prefixes."""
     filled: Filled = {}
+    if case.backend == "nxdi" and case.options.enable_prefix_caching:
+        if case.options.prefix_buckets is None:
+            why = "powers of two up to n_positions, from the library's own least on"
+            filled["prefix_buckets"] = make_buckets(positions, _SMALLEST_PREFIX), why
+        return filled
     if case.backend != "tnx" or not case.effective.enable_chunked_prefill:
         return filled
     if case.options.cache_layout is None:
@@ -254,6 +264,31 @@ def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
     """
     alone = 1 << max(num_slots - 1, 1).bit_length()
     return tuple(sorted({min(alone, max_len), min(max(SMALLEST_BUCKET, 2 * alone), max_len)}))
+
+
+def others(name: str, case: Case) -> Iterator[object]:
+    """Yield other values for an option that the user left out, where a rule refuses its default; the best first."""
+    options, limit = case.options, case.options.max_model_len or 0
+    match name:
+        case "tensor_parallel_degree":
+            yield from reversed(legal_degrees(case.device.family, case.device.visible_cores))
+        case "max_rolling_batch_size":
+            yield from range(case.slots - 1, 0, -1)
+            yield from (*range(case.slots + 1, _MOST_SLOTS + 1), 2 * _MOST_SLOTS, 4 * _MOST_SLOTS)
+        case "n_positions":
+            prompt, most = _longest_prompt(options), case.model.max_positions or MAX_POSITIONS
+            yield from (prompt, (prompt,)) if prompt else ()
+            yield from ((limit,), min(2 * limit, most), most)
+        case "context_length_estimate":
+            prompts, degree = options.context_length_estimate or (), case.degree
+            yield tuple(sorted({min(-(-n // degree), limit // degree) * degree for n in prompts}))
+            yield from (prompts[:end] for end in range(len(prompts) - 1, 0, -1))
+        case "speculative_length":
+            yield from range(options.speculative_length - 1, 0, -1)
+        case "rolling_batch_strategy":
+            yield from ("continuous_batching", "naive_rolling_batch")
+        case "cast_type":
+            yield "as-declared"
 
 
 def _generation(case: Case) -> tuple[OnDeviceGeneration, str] | None:
@@ -290,7 +325,8 @@ def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[st
         "n_positions": ",".join(map(str, lengths)),
         "context_length_estimate": ",".join(map(str, prompts)),
         "allow_known_defects": True,
-        "compiled_graph_path": options.draft_model_compiled_path or options.compiled_graph_path,
+        "compiled_graph_path": options.place("draft_model_compiled_path")
+        or options.place("compiled_graph_path"),
         # Even with a single slot it is driven as the large model is, whose slots have positions of their own.
         "rolling_batch_strategy": (
             "continuous_batching" if backend != "cpu" and slots == 1 else None

@@ -289,7 +289,7 @@ def detect(
     search_path: str | None = None,
     environ: Mapping[str, str] = {},
 ) -> DeviceInfo:
-    """Detect the machine from `/dev/neuron*`, `neuron-ls -j`, the firmware's product name and the host's memory.
+    """Detect the machine from `/dev/neuron*`, `neuron-ls -j`, the driver, the product name and the host's memory.
 
     Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: the
     variables of `core_limit` and `NEURON_LOGICAL_NC_CONFIG` are read.
@@ -302,6 +302,7 @@ def detect(
     name = _product_name(root) or listing.instance_type
     instance = known(name)
     cores, memory = _total(listing.devices, "nc_count"), _total(listing.devices, "memory_size")
+    cores = cores or sum(_core_count(root, path.name) for path in paths)
     assumed = None
     if devices and instance:
         cores, memory, assumed = _corrected(cores, memory, devices, instance, environ)
@@ -356,7 +357,7 @@ def _corrected(
         assumed.append("neuron-ls does not list the cores")
     elif cores != expected and family.name == "trn2":
         # Which of the two neuron-ls lists is not documented.
-        assumed.append(f"neuron-ls lists {cores} cores, taken for physical ones")
+        assumed.append(f"{cores} cores are listed, taken for physical ones")
         cores = 0
     if not memory:
         assumed.append("neuron-ls does not list the memory")
@@ -428,6 +429,12 @@ def _neuron_ls(search_path: str | None) -> _Listing:
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     name = name if isinstance(name, str) and name else None
     return _Listing(listed, name, f"{program} lists {len(listed)}")
+
+
+def _core_count(root: Path, device: str) -> int:
+    """Return the cores that the driver counts on a device; 0 if unknown. Source: ai.djl.util.NeuronUtils (DJL 0.36)."""
+    text = _read(root / "sys/devices/virtual/neuron_device" / device / "core_count").strip()
+    return int(text) if text.isdecimal() and len(text) < 4 else 0
 
 
 def _total(rows: list[dict[str, Any]], key: str) -> int:

@@ -23,6 +23,7 @@ DJL_ROWS = 32
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
+_STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
 _MOST_THREADS_PER_CPU = 4
@@ -319,9 +320,10 @@ def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
         automatic = options.rolling_batch_strategy is None
         if side == "left" and automatic and case.continuous_batching:
             problem = "continuous batching pads on the right; leave padding_side out"
-            yield Finding(("padding_side", _SLOTS), problem)
+            yield Finding(("padding_side", _STRATEGY, _SLOTS), problem)
         if side == "right" and not case.continuous_batching:
-            yield Finding(("padding_side",), "static batches pad on the left; leave it out")
+            problem = "static batches pad on the left; leave it out"
+            yield Finding(("padding_side", _STRATEGY), problem)
         return
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{case.library} has no continuous batching for {model_type}; leave it out"
@@ -388,15 +390,16 @@ def _speculation(case: Case) -> Iterator[Finding]:
 
 def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
     options, architectures = case.options, NEURON_BACKENDS[case.backend].architectures
+    source = _DRAFT if options.drafting else _LOOKUP
     if not capability.speculation and _DRAFT not in capability.unsupported_options:
         able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))
         problem = f"{case.library} does not speculate for {case.model.model_type}, only for {able}; remove it"
-        yield Finding((_DRAFT if options.drafting else _LOOKUP,), problem)
+        yield Finding((source,), problem)
     # Source: neuronx-distributed-inference 0.9, modules/attention/attention_base.py.
     windowed = case.backend == "nxdi" and case.model.sliding_window is not None
     if windowed and not all(getattr(options, name) for name in _KERNELS):
         problem = f"with a sliding window speculation needs {' and '.join(_KERNELS)}; set both, or leave the draft out"
-        yield Finding((_DRAFT, *_KERNELS), problem)
+        yield Finding((source, *_KERNELS), problem)
 
 
 def _defects(case: Case, capability: Capability) -> Iterator[Finding]:

@@ -81,6 +81,9 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
 def _cores(case: Case) -> Iterator[Finding]:
     device, cores = case.device, case.device.cores_for(case.degree)
     if not cores:
+        if device.has_neuron:
+            problem = f"the number of NeuronCores is not known, so the degree is not compared with it ({device.seen})"
+            yield Finding((_DEGREE,), problem, "warning")
         return
     machines = device.machines(case.degree)
     where = f" on {device.instance_type}" if device.instance_type else ""
@@ -150,7 +153,7 @@ def _padding(case: Case) -> Iterator[Finding]:
     better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]
     if better:
         problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
-    problem += f". A decode step {_reading(memory, case.device)}"
+    problem += f". A decode step of full slots {_reading(memory, case.device)}"
     for lower in [*smaller][-1:]:
         unfit = "" if smaller[lower].fits else ", which does not fit"
         problem += f"; with {lower} cores it {_reading(smaller[lower], case.device)}{unfit}"
@@ -160,8 +163,8 @@ def _padding(case: Case) -> Iterator[Finding]:
 def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
     """What a core reads in a decode step, and the least time that this takes."""
     speed = device.core_bytes_per_s
-    least = f", at least {1000 * memory.read / speed:.1f} ms" if speed else ""
-    return f"reads up to {memory.read / GIB:.2f} GiB on each{least}"
+    least = f" in at least {1000 * memory.read / speed:.1f} ms" if speed else ""
+    return f"reads {memory.read / GIB:.2f} GiB on each{least}"
 
 
 def _flash_decoding(case: Case) -> Iterator[Finding]:

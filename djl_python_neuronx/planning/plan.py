@@ -11,16 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config.findings import Finding, Problems, is_set
 from djl_python_neuronx.config.options import ServingOptions, SpeculationOptions, option
 from djl_python_neuronx.config.resolve import Resolved, read_settings
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import InvalidOptionError
-from djl_python_neuronx.planning import defaults, memory, model_rules
+from djl_python_neuronx.planning import defaults, memory, model_rules, placement
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
-from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.defaults import draft_lengths
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -42,6 +43,7 @@ _FLAGS = "NEURON_CC_FLAGS"
 _PLACE = "--cache_dir"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _DEFAULT = "default"
+_SUITS = "suits"
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,7 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
 
     `case.options` are those of `resolved`, before they are filled in.
     """
-    filled = defaults.fill(case)
-    case = replace(
-        case.with_options(**{name: value for name, (value, _) in filled.items()}), filled=(*filled,)
-    )
+    case, filled, _ = _fill(case, resolved.origins)
     origins = {
         **resolved.origins,
         **{
@@ -107,6 +106,51 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
     resolved.report(found, problems)
     return resolved, case
+
+
+class _Filled(NamedTuple):
+    """A case whose options are filled in, what was filled in, and the options of each error that is left."""
+
+    case: Case
+    filled: defaults.Filled
+    wrong: dict[tuple[str, ...], None]
+
+
+def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
+    """Fill in every option, with another default where a rule refuses the usual one: only what is set is an error.
+
+    `origins`: of the options that are set.
+    """
+    best = _with_defaults(case, {})
+    while best.wrong and placement.fits(best.case) is not False:
+        attempts = (_with_defaults(case, chosen) for chosen in _attempts(case, best, origins))
+        better = next((one for one in attempts if one.wrong.keys() < best.wrong.keys()), None)
+        if better is None:
+            break
+        best = better
+    return best
+
+
+def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[defaults.Filled]:
+    """Yield values for the options that an error names and nobody set, with those that were chosen before."""
+    chosen = {name: entry for name, entry in best.filled.items() if entry[1].startswith(_SUITS)}
+    for names in best.wrong:
+        for name in names:
+            if name not in origins and (name in best.filled or not is_set(case.options, name)):
+                others = (other for other in names if other not in {name, *best.filled})
+                why = f"{_SUITS} {join_words(others)}"
+                for value in defaults.others(name, best.case):
+                    yield {**chosen, name: (value, why)}
+
+
+def _with_defaults(case: Case, chosen: defaults.Filled) -> _Filled:
+    case = case.with_options(**{name: value for name, (value, _) in chosen.items()})
+    filled = {**chosen, **defaults.fill(case)}
+    values = {name: value for name, (value, _) in filled.items()}
+    case = replace(case.with_options(**values), filled=(*filled,))
+    found = (*conflicts(case.options), *model_rules.findings(case))
+    wrong = dict.fromkeys(finding.names for finding in found if finding.level == "error")
+    return _Filled(case, filled, wrong)
 
 
 def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
@@ -190,10 +234,22 @@ def graph_options(options: ServingOptions, backend: str) -> dict[str, Any]:
 
 
 def library_facts(backend: str) -> dict[str, Any]:
-    """Return the version of the library that traces the graphs, since it changes them; empty if unknown."""
-    facts = NEURON_BACKENDS.get(backend)
-    version = None if facts is None else libraries()[facts.package].version
-    return {} if version is None else {"library_version": version}
+    """Return the versions of the packages that trace the graphs, since they change them; empty if unknown."""
+    if (facts := NEURON_BACKENDS.get(backend)) is None:
+        return {}
+    found = {_version_fact(name): v for name, v in installed_versions(facts.traced_with).items()}
+    version = libraries()[facts.package].version
+    return found if version is None else {**found, "library_version": version}
+
+
+def _version_fact(package: str) -> str:
+    return f"{package.replace('-', '_')}_version"
+
+
+PACKAGE_VERSIONS = frozenset(
+    _version_fact(name) for facts in NEURON_BACKENDS.values() for name in facts.traced_with
+)
+"""The facts about `NeuronBackend.traced_with`. Manifests of before have none."""
 
 
 def flag_facts(environ: Mapping[str, str]) -> dict[str, Any]:

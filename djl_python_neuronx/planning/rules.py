@@ -86,8 +86,8 @@ _REQUESTS = (
     ),
     when(
         lambda options: options.max_join_wait_ms / 1000 >= options.predict_timeout,
-        max_join_wait_ms=ANY,
-        predict_timeout=ANY,
+        max_join_wait_ms=SET,
+        predict_timeout=SET,
     ).refuse(
         "requests would time out while they wait to join a batch; lower max_join_wait_ms, or raise predict_timeout"
     ),

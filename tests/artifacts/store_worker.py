@@ -14,7 +14,7 @@ from pathlib import Path
 
 from djl_python_neuronx.artifacts import cache
 from djl_python_neuronx.artifacts.atomic import whole_file
-from djl_python_neuronx.artifacts.manifest import CompileFacts
+from djl_python_neuronx.artifacts.manifest import CompileFacts, differences
 from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactError
 
@@ -79,22 +79,35 @@ def graphs_made(journal):
 
 
 def build(root, journal, *, pause_s=0.0, options=None, role="model", **settings):
-    store = CompileStore(root, on_mismatch="recompile", **settings)
-    return store.build(
+    return make(
+        CompileStore(root, **settings),
         make_facts(role, **(options or {})),
         Compiler(journal, pause_s),
-        effective_options={},
-        packages={"neuronx-cc": "2.16.372.0"},
     )
 
 
-def never(folder):
-    msg = "compiled again"
-    raise AssertionError(msg)
+def make(store, facts, compile_into, **settings):
+    settings = {"on_miss": lambda miss: None, "effective_options": {}, "packages": {}, **settings}
+    return store.build(facts, compile_into, **settings)
+
+
+class MissedError(Exception):
+    """The store has no compile; `miss` says why."""
+
+    def __init__(self, miss):
+        self.miss = miss
+        super().__init__(str(miss.damage or miss.nearest))
+
+    @property
+    def differences(self):
+        return differences(self.miss.wanted, self.miss.nearest[1])
 
 
 def find_or_fail(store, facts):
-    return store.build(facts, never, effective_options={}, packages={})
+    def fail(miss):
+        raise MissedError(miss)
+
+    return make(store, facts, None, on_miss=fail)
 
 
 def finished(root):
@@ -128,7 +141,7 @@ def wait_with_lock(root, journal, ready):
         ready.set()
         time.sleep(600)
 
-    CompileStore(root).build(make_facts(), compile_for_ever, effective_options={}, packages={})
+    make(CompileStore(root), make_facts(), compile_for_ever)
 
 
 def small_disk(root):

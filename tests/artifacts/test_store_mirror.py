@@ -12,18 +12,18 @@ from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
-    ArtifactError,
-    ArtifactMismatchError,
     ArtifactNotFoundError,
 )
 from tests.artifacts.store_worker import (
     Compiler,
+    MissedError,
     build,
     expected_files,
     files_of,
     find_or_fail,
     finished,
     graphs_made,
+    make,
     make_facts,
 )
 
@@ -89,8 +89,21 @@ def test_what_one_machine_compiled_the_next_one_fetches(tmp_path, transport):
 def test_a_changed_option_names_itself_on_a_fresh_machine_too(tmp_path, transport):
     build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
     fresh = CompileStore(tmp_path / "two", mirror=mirror(transport))
-    with pytest.raises(ArtifactMismatchError, match="n_positions: compiled 128, wanted 256"):
+    with pytest.raises(MissedError) as caught:
         find_or_fail(fresh, make_facts(n_positions=256))
+    assert caught.value.differences == {"n_positions": (128, 256)}
+    assert fresh.look(make_facts(n_positions=256)) == caught.value.miss
+    assert fresh.look(make_facts()) is None
+    assert not finished(tmp_path / "two")
+
+
+def test_a_damaged_latest_manifest_explains_nothing_and_stops_nothing(tmp_path, transport):
+    journal = tmp_path / "journal"
+    build(tmp_path / "one", journal, mirror=mirror(transport))
+    for path in (transport.root / "bucket/compiled/latest").rglob("manifest.json"):
+        path.write_text("{")
+    build(tmp_path / "two", journal, mirror=mirror(transport), options={"n_positions": 256})
+    assert graphs_made(journal) == [0, 1, 2] * 2
 
 
 def test_a_draft_model_s_compile_is_not_the_latest_of_the_model(tmp_path, transport):
@@ -99,7 +112,7 @@ def test_a_draft_model_s_compile_is_not_the_latest_of_the_model(tmp_path, transp
     build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport), **drafts)
     fresh = CompileStore(tmp_path / "two", mirror=mirror(transport))
     for role, compiled in (("model", 128), ("draft", 64)):
-        with pytest.raises(ArtifactMismatchError) as caught:
+        with pytest.raises(MissedError) as caught:
             find_or_fail(fresh, make_facts(role, n_positions=256))
         assert caught.value.differences == {"n_positions": (compiled, 256)}
 
@@ -117,7 +130,7 @@ def test_a_draft_model_s_compile_that_is_served_is_the_latest_of_the_model_too(
     assert transport.asked == [], "known of both roles"
     fresh = CompileStore(tmp_path / "fresh", mirror=mirror(transport))
     for role in ("model", "draft"):
-        with pytest.raises(ArtifactMismatchError):
+        with pytest.raises(MissedError):
             find_or_fail(fresh, make_facts(role, n_positions=256))
 
 
@@ -147,9 +160,7 @@ def test_a_push_that_fails_is_made_up_for_at_the_next_start(tmp_path, transport,
         transport.broken = "connection lost"
 
     store = CompileStore(root, mirror=mirror(transport))
-    made = store.build(
-        make_facts(), compile_and_lose_the_network, effective_options={}, packages={}
-    )
+    made = make(store, make_facts(), compile_and_lose_the_network)
     assert files_of(made) == expected_files()
     assert "connection lost" in caplog.text
     transport.broken = None
@@ -167,8 +178,9 @@ def test_a_damaged_remote_compile_is_never_taken(tmp_path, transport, damage):
     else:
         (remote / "manifest.json").write_text(damage)
     fresh = tmp_path / "two"
-    with pytest.raises(ArtifactError, match=r"s3://bucket/compiled/.* is damaged"):
+    with pytest.raises(MissedError) as caught:
         find_or_fail(CompileStore(fresh, mirror=mirror(transport)), make_facts())
+    assert caught.value.miss.damage is not None
     assert not finished(fresh)
     assert files_of(build(fresh, journal, mirror=mirror(transport))) == expected_files()
     assert graphs_made(journal) == [0, 1, 2] * 2

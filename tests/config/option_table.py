@@ -449,17 +449,20 @@ SPECULATION = {
     "enable_eagle_speculation": optional_flag("is_eagle_target", "enable_eagle_speculation"),
 }
 
-_PATHS = (("/opt/graphs", "/opt/graphs"), ("s3://bucket/key", "s3://bucket/key"))
+_LOCAL = (("/opt/graphs", "/opt/graphs"), ("a:b", "a:b"), ("file:///opt/graphs", "/opt/graphs"))
+_PATHS = (*_LOCAL, ("s3://bucket/key", "s3://bucket/key"), ("S3://bucket", "s3://bucket"))
+_NO_PLACES = ("https://host/x", "s3://", "s3:///key", "s3:/bucket/key", "gs://b/k", "file://host/a")
 _CACHE = {"environment": {"NEURON_COMPILE_CACHE_URL": "/opt/graphs"}}
 
 ARTIFACTS = {
-    "compiled_graph_path": Row(_PATHS, ("", *TEXT_BAD), _CACHE, _CACHE),
-    "draft_model_compiled_path": Row(_PATHS, ("", *TEXT_BAD), BACKEND, LEFT_OUT),
-    "save_mp_checkpoint_path": Row(_PATHS, ("", *TEXT_BAD)),
+    "compiled_graph_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD), _CACHE, _CACHE),
+    "draft_model_compiled_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD), BACKEND, LEFT_OUT),
+    "save_mp_checkpoint_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD)),
     "partition_schema": choice("optimum", "safetensors", "compile_only", also_bad=("split",)),
     "load_split_model": flag("on_device_embedding", REFUSED),
     "low_cpu_mem_usage": flag(),
     "on_mismatch": choice("error", "recompile", also_bad=("ignore",)),
+    "compilation": choice("allow", "forbid", also_bad=("false",)),
 }
 
 COMPILER = {
@@ -571,7 +574,10 @@ NXDI_ONLY = {
         DTYPES, (*DTYPE_BAD, "auto"), REFUSED, config(attention_dtype="float16")
     ),
     "quantized_checkpoints_path": Row(
-        _PATHS, ("", *TEXT_BAD), LEFT_OUT, config(quantized_checkpoints_path="/opt/graphs")
+        _LOCAL,
+        ("", "s3://bucket/key", *_NO_PLACES, *TEXT_BAD),
+        LEFT_OUT,
+        config(quantized_checkpoints_path="/opt/graphs"),
     ),
     "quantization_type": choice(
         "per_tensor_symmetric",

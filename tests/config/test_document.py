@@ -28,7 +28,7 @@ SECTION = {
 
 def test_the_pages_name_no_command_that_does_not_exist():
     for page in (PAGE, EXAMPLE):
-        assert set(re.findall(r"djl-neuronx (\w+)", page)) <= {"serve", "check"}
+        assert set(re.findall(r"djl-neuronx (\w+)", page)) <= {"serve", "check", "compile"}
 
 
 def test_every_name_that_is_accepted_is_on_the_page():

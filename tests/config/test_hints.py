@@ -76,7 +76,7 @@ REFUSED = {
     "option.n_positions=2048 // tokens": ("n_positions", "write 2048"),
     "option.model_id=org/m # mine": ("model_id", "write org/m"),
     "option.model_id=org/m ; mine": ("model_id", "write org/m"),
-    'option.dtype="bf16", # comment': ("dtype", "comment", "no quotes: write bf16"),
+    'option.dtype="bf16", # comment': ("dtype", "no quotes: write bf16"),
     "option.dtype=bf16;": ("dtype", "write bf16"),
     "option.tensor_parallel_degree=8,": (DEGREE, "write 8"),
     "option.model_id=org/m,": ("model_id", "write org/m"),
@@ -149,6 +149,18 @@ REFUSED = {
     "option.rolling_batch=transformers-neuronx": ("rolling_batch", "write tnx"),
     "option.rolling_batch=lmi-dist": ("rolling_batch", "write tnx"),
     "option.model_loader=transformers_neuronx": ("model_loader", "write tnx"),
+    "option.rolling_batch=continuous_batching": ("rolling_batch", "write tnx"),
+    "option.async_mode=flase": ("async_mode", "did you mean 'false'"),
+    "option.fuse_qkv=ture": ("fuse_qkv", "did you mean 'true'"),
+    "option.quantize=static-int8": ("quantize", "did you mean 'static_int8'"),
+    "option.dtype=bf-16": ("dtype", "did you mean 'bf16'"),
+    "option.partition_schema=compile-only": ("partition_schema", "did you mean 'compile_only'"),
+    "option.output_formatter=jsonline": ("output_formatter", "did you mean 'jsonlines'"),
+    'option.load_in_8bit="true"': ("load_in_8bit", "no quotes: write true"),
+    "option.load_in_8bit=tru": ("load_in_8bit", "did you mean 'true'"),
+    "option.neuron_quant=int8": ("neuron_quant", "write option.quantize=int8"),
+    'option.revision="main"': ("revision", "write main"),
+    "option.model_name=mine # x": ("model_name", "write mine"),
     "option.neuron_optimize_level=-O2": ("neuron_optimize_level", "write 2"),
     # numbers
     "option.n_positions=8k": ("n_positions", "numbers have no unit: write 8192"),
@@ -171,6 +183,9 @@ REFUSED = {
         "times are in seconds, sizes in bytes: write 120",
     ),
     "option.predict_timeout=120s": ("predict_timeout", "write 120"),
+    "option.predict_timeout=2 minutes": ("predict_timeout", "write 120"),
+    "option.tensor_parallel_degree=24 cores": (DEGREE, "write 24"),
+    "option.tensor_parallel_degree=$TP": (DEGREE, "a placeholder is not replaced"),
     "option.model_loading_timeout=1 hour": ("model_loading_timeout", "write 3600"),
     "option.max_body_bytes=6MB": ("max_body_bytes", "sizes in bytes: write 6291456"),
     "option.max_rolling_batch_size=auto": ("max_rolling_batch_size", "leave the option out"),
@@ -194,6 +209,7 @@ REFUSED = {
     "option.model_id=$MODEL": ("model_id", "a placeholder is not replaced"),
     "option.model_id={{model_id}}": ("model_id", "a placeholder is not replaced"),
     "option.model_id=<your model>": ("model_id", "a placeholder is not replaced"),
+    "option.model_id=$HOME/models/m": ("model_id", "a placeholder is not replaced"),
     "option.speculative_draft_model=hf://org/m": ("speculative_draft_model", "write org/m"),
     # files
     "option.model_id=C:\\models\\m": ("model_id", "drops the backslash of \\m", "write /"),
@@ -291,6 +307,12 @@ def test_a_folder_without_a_model_names_the_option(tmp_path):
     (tmp_path / "serving.properties").write_text("option.dtype=bf16")
     (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
     assert message.startswith("no model: set option.model_id")
+
+
+def test_a_name_that_is_refused_is_the_only_error(tmp_path):
+    (tmp_path / "serving.properties").write_text("option.model_id=hf://a/b")
+    (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
+    assert "write a/b" in message
 
 
 def test_a_file_of_weights_is_no_model(tmp_path):

@@ -5,9 +5,12 @@ import shutil
 
 import pytest
 
+from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
+from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.loading import check as check_module
+from djl_python_neuronx.loading import compiled as compiled_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import plan
@@ -67,6 +70,7 @@ def at_hand(monkeypatch):
         monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: machine)
         for module in (check_module, prepare_module, plan):
             monkeypatch.setattr(module, "libraries", lambda: found)
+        monkeypatch.setattr(backends.get("tnx"), "compiler_version", lambda: compiler)
 
     return place
 
@@ -254,3 +258,58 @@ def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand)
     (warning,) = report.findings.messages("warning")
     assert warning.startswith("the draft model: what is compiled in ")
     assert "cc_flags" in warning
+
+
+def test_check_says_whether_a_start_compiles(tmp_path, at_hand):
+    """On the machine that serves. What the store has is written as a start writes it."""
+    at_hand(INF2, "0.13", "2.0")
+    (tmp_path / "cache").mkdir()
+    place = {"compiled_graph_path": str(tmp_path / "cache")}
+
+    def told(level, settings, **more):
+        return [
+            m
+            for m in run(TINY, **settings, **place, **more).findings.messages(level)
+            if "graphs" in m
+        ]
+
+    (note,) = told("note", GRAPHS)
+    assert "has no graphs of this model. A start compiles, about 1 min" in note
+    (error,) = told("error", GRAPHS, compilation="forbid")
+    assert "has no graphs of this model" in error
+    assert not list((tmp_path / "cache").iterdir())
+    prepared = run(TINY, **GRAPHS, **place).prepared
+    CompileStore(tmp_path / "cache" / "djl-neuronx").build(
+        compiled_module._facts(prepared, TINY),
+        lambda folder: (folder / "prefill.neff").write_text("x"),
+        on_miss=lambda miss: None,
+        effective_options={},
+        packages={},
+    )
+    for more in ({}, {"compilation": "forbid"}):
+        (note,) = told("note", GRAPHS, **more)
+        assert "has the graphs: a start compiles nothing" in note
+    other = {**GRAPHS, "max_rolling_batch_size": "4"}
+    (warning,) = told("warning", other)
+    assert (
+        "max_rolling_batch_size: compiled 2, wanted 4 (command line). To use these set" in warning
+    )
+    (error,) = told("error", other, compilation="forbid")
+    assert "max_rolling_batch_size: compiled 2, wanted 4" in error
+    draft = {"speculative_draft_model": str(TINY), "draft_model_tp_size": "1"}
+    (warning, of_draft) = told("error", {**GRAPHS, **draft}, compilation="forbid")
+    assert of_draft.startswith("the draft model: compilation=forbid")
+    assert "has no graphs as a draft model" in of_draft
+
+
+def test_check_elsewhere_cannot_see_the_store(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    missing = {"compiled_graph_path": str(tmp_path / "cache"), "compilation": "forbid"}
+    report = run(TINY, machine="inf2.xlarge", **GRAPHS, **missing)
+    (warning,) = report.findings.messages("warning")
+    assert "there is no folder" in warning
+    assert any("only the machine that serves shows" in m for m in report.findings.messages("note"))
+    assert report.ok
+    at_hand(INF2, "0.13", "2.0")
+    (error,) = run(TINY, **GRAPHS, **missing).findings.messages("error")
+    assert "there is no folder" in error

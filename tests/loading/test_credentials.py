@@ -139,7 +139,7 @@ def test_what_an_output_records(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     out = tmp_path / "out"
     environ = {"SERVING_DOWNLOAD_DIR": str(tmp_path / "downloads")}
-    options = {**CPU, "compiled_graph_path": S3, "save_mp_checkpoint_path": HTTPS}
+    options = {**CPU, "compiled_graph_path": S3, "save_mp_checkpoint_path": S3}
     compile_model(str(TINY), str(out), environ=environ, overrides=options)
     for name in ("manifest.json", "serving.properties"):
         assert "DUMMY" not in (out / name).read_text()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.compiled import local_graphs
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
 from tests.artifacts import folders, test_damaged
@@ -52,7 +52,7 @@ def test_check_refuses_damaged_graphs_as_a_start_does(tmp_path, name):
     overrides = {"model_loader": "tnx", "compiled_graph_path": str(path)}
     report = check(str(model), environ={}, overrides=overrides, machine=named("inf2.xlarge"))
     with pytest.raises(error) as caught:
-        local_graphs(report.prepared.options)
+        holds_graphs(path)
     assert str(caught.value) in report.findings.messages("error")
     assert named_file in str(caught.value)
 

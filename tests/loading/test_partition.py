@@ -159,6 +159,7 @@ def test_an_output_of_graphs_compiles_nothing(machine, options, tmp_path):
     with pytest.raises(ArtifactMismatchError) as caught:
         load(machine, {**named, "max_rolling_batch_size": "4"}, tmp_path / "other")
     assert caught.value.differences == {"max_rolling_batch_size": (2, 4)}
+    (tmp_path / "cache").mkdir()
     anew = {**named, "max_rolling_batch_size": "4", "on_mismatch": "recompile"}
     anew["compiled_graph_path"] = options["compiled_graph_path"]
     assert load(machine, anew, tmp_path / "other") == (0, 1)
@@ -174,7 +175,7 @@ def test_an_output_keeps_to_its_compilers_flags(machine, options, tmp_path):
     with pytest.raises(ArtifactMismatchError) as caught:
         load(machine, {}, out)
     assert caught.value.differences == {"cc_flags": (("-O1",), ("-O3",))}
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache" / "djl-neuronx")
     anew = {"compiled_graph_path": options["compiled_graph_path"]}
     assert load(machine, {**anew, "on_mismatch": "recompile"}, out) == (0, 1)
     assert machine.compiled() == 2 * GRAPHS

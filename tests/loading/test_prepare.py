@@ -19,9 +19,12 @@ from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
+    BackendUnavailableError,
     CompileError,
+    ConfigError,
     InvalidOptionError,
 )
+from djl_python_neuronx.loading import compiled as compiled_module
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.mismatch import has_own_graphs
@@ -55,21 +58,98 @@ def test_a_second_start_compiles_nothing(machine, options):
     assert machine.compiled() == GRAPHS
 
 
-def test_a_changed_option_names_itself_and_may_be_allowed(machine, options):
+def needed(caplog):
+    """The one warning of a start that a compile is needed."""
+    records = [record for record in caplog.records if record.levelname == "WARNING"]
+    (text,) = (text for record in records if "compile_needed" in (text := record.getMessage()))
+    caplog.clear()
+    return text
+
+
+def test_a_changed_option_compiles_anew_and_names_itself(machine, options, caplog):
     compiled(machine, options)
-    other = {**options, "max_rolling_batch_size": "4"}
-    with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, other)
-    assert caught.value.differences == {"max_rolling_batch_size": (2, 4)}
-    assert machine.compiled() == GRAPHS
+    assert not [record for record in caplog.records if "compile_needed" in record.getMessage()]
     # What no graph depends on is no difference.
     compiled(machine, {**options, "max_waiting": "7", "predict_timeout": "9"})
     assert machine.compiled() == GRAPHS
-    compiled(machine, {**other, "on_mismatch": "recompile"})
+    compiled(machine, {**options, "max_rolling_batch_size": "4"})
+    text = needed(caplog)
+    assert "max_rolling_batch_size: compiled 2, wanted 4 (command line)" in text
+    assert "To use these set max_rolling_batch_size=2. A start compiles, about 1 min" in text
+    assert machine.compiled() == 2 * GRAPHS
+    compiled(machine, {**options, "max_rolling_batch_size": "2"})
     assert machine.compiled() == 2 * GRAPHS
 
 
-def test_a_model_that_drafted_for_another_one_is_served_alone(machine, options, tmp_path):
+def test_a_start_that_must_not_compile_says_what_differs(machine, options, tmp_path):
+    forbid = {**options, "compilation": "forbid"}
+    with pytest.raises(ArtifactNotFoundError, match="has no graphs of this model") as caught:
+        compiled(machine, forbid)
+    assert "compilation=forbid (command line)" in str(caught.value)
+    compiled(machine, options)
+    compiled(machine, forbid)
+    with pytest.raises(ArtifactNotFoundError, match="max_rolling_batch_size: compiled 2, wanted 4"):
+        compiled(machine, {**forbid, "max_rolling_batch_size": "4"})
+    (folder,) = (path.parent for path in tmp_path.glob("cache/djl-neuronx/*/manifest.json"))
+    (folder / GRAPHS[0]).write_text("damaged")
+    with pytest.raises(ArtifactNotFoundError, match=f"changed {GRAPHS[0]}"):
+        compiled(machine, forbid)
+    assert machine.compiled() == GRAPHS
+    # An explicit compile compiles, and what it writes is served and keeps the option.
+    out = tmp_path / "out"
+    compile_model(str(TINY), str(out), environ=machine.environ, overrides=forbid)
+    assert machine.compiled() == 2 * GRAPHS
+    assert "option.compilation=forbid" in (out / "serving.properties").read_text()
+    assert load(machine, {}, out) == (0, 0)
+    # Without a store its graphs are the compiler's own, which nobody can look up.
+    machine.set(TOYC_UNCOMPILABLE="this class has no save()")
+    with pytest.raises(ArtifactNotFoundError, match=r"no save\(\)"):
+        compiled(machine, forbid)
+
+
+def test_a_draft_model_that_must_not_be_compiled(machine, options, tmp_path):
+    draft = shutil.copytree(TINY, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "of_its_own": True}))
+    compiled(machine, options)
+    drafts = {"speculative_draft_model": str(draft), "compilation": "forbid"}
+    prepared = prepare_or_raise(
+        None, TINY, environ=machine.environ, overrides={**options, **drafts}
+    )
+    with pytest.raises(ArtifactNotFoundError, match="compilation=forbid"):
+        obtain(prepared.draft, prepared.load_tokenizer)
+
+
+def test_a_damaged_compile_is_made_again_with_a_warning(machine, options, caplog):
+    folder = compiled(machine, options).folder
+    (folder / GRAPHS[0]).unlink()
+    compiled(machine, options)
+    assert f"are damaged: the files in {folder}" in needed(caplog)
+    assert machine.compiled() == 2 * GRAPHS
+    compiled(machine, options)
+    assert machine.compiled() == 2 * GRAPHS
+
+
+@pytest.mark.parametrize("name", ["compiled_graph_path", "draft_model_compiled_path"])
+def test_a_folder_that_is_not_there_is_refused(machine, options, tmp_path, name):
+    missing = {name: str(tmp_path / "typing-error")}
+    drafts = {"speculative_draft_model": str(TINY), "speculative_length": "2"}
+    with pytest.raises(ConfigError, match=rf"^{name}=.*typing-error \(command line\): .*mkdir -p"):
+        compiled(machine, {**options, **drafts, **missing})
+    # Ignored without a use.
+    unused = {"model_loader": "cpu"} if name == "compiled_graph_path" else {}
+    compiled(machine, {**options, **missing, **unused})
+
+
+def test_a_relative_folder_is_beside_the_model_for_its_draft_too(machine, options, tmp_path):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / "cache").mkdir()
+    drafts = {"speculative_draft_model": str(TINY), "speculative_length": "2"}
+    assert load(machine, {**options, **drafts, "compiled_graph_path": "cache"}, model) == (0, 2)
+    assert len(list(model.glob("cache/djl-neuronx/*/manifest.json"))) == 2
+
+
+def test_a_model_that_drafted_for_another_one_is_served_alone(machine, options, tmp_path, caplog):
     """Nobody asked for the lengths and slots that it was compiled for then."""
     draft = shutil.copytree(TINY, tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
@@ -77,24 +157,22 @@ def test_a_model_that_drafted_for_another_one_is_served_alone(machine, options, 
     speculating = {**options, "speculative_draft_model": str(draft), "speculative_length": "3"}
     assert load(machine, speculating) == (0, 2)
     assert load(machine, {**options, "max_rolling_batch_size": "4"}, draft) == (0, 1)
-    with pytest.raises(ArtifactMismatchError) as caught:
-        load(machine, {**options, "max_rolling_batch_size": "3"}, draft)
-    assert caught.value.differences == {"max_rolling_batch_size": (4, 3)}
+    caplog.clear()
+    assert load(machine, {**options, "max_rolling_batch_size": "3"}, draft) == (0, 1)
+    assert "max_rolling_batch_size: compiled 4, wanted 3 (command line). " in needed(caplog)
     # What fits is shared.
     assert load(machine, options, draft) == (1, 0)
-    other = {**speculating, "max_rolling_batch_size": "4", "on_mismatch": "recompile"}
-    assert load(machine, other) == (1, 1)
+    assert load(machine, {**speculating, "max_rolling_batch_size": "4"}) == (1, 1)
 
 
-def test_another_compiler_names_itself(machine, options):
+def test_another_compiler_names_itself(machine, options, caplog):
     compiled(machine, options)
     machine.set(TOYC_VERSION="2.0")
-    with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, options)
-    assert caught.value.differences == {"compiler_version": ("1.0", "2.0")}
+    compiled(machine, options)
+    assert ": compiler_version: compiled '1.0', wanted '2.0'. A start" in needed(caplog)
 
 
-def test_other_flags_of_the_compiler_name_themselves(machine, options):
+def test_other_flags_of_the_compiler_name_themselves(machine, options, caplog):
     machine.set(NEURON_CC_FLAGS="-O1 --model-type transformer")
     compiled(machine, options)
     # Where the compiler keeps its cache is no difference.
@@ -104,11 +182,9 @@ def test_other_flags_of_the_compiler_name_themselves(machine, options):
     compiled(machine, options)
     assert machine.compiled() == GRAPHS
     machine.set(NEURON_CC_FLAGS="-O2")
-    with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, options)
+    compiled(machine, options)
     before = ["-O1", "--model-type", "transformer"]
-    assert caught.value.differences == {"cc_flags": (before, ["-O2"])}
-    compiled(machine, {**options, "on_mismatch": "recompile"})
+    assert f": cc_flags: compiled {before}, wanted ['-O2']. A start" in needed(caplog)
     assert machine.compiled() == 2 * GRAPHS
 
 
@@ -118,7 +194,7 @@ def test_flags_that_no_shell_takes_are_refused(machine, options):
         compiled(machine, options)
 
 
-def test_another_version_of_the_library_names_itself(machine, options, monkeypatch):
+def test_another_version_of_the_library_names_itself(machine, options, monkeypatch, caplog):
     def install(version):
         library = Library("transformers-neuronx", version, "installed")
         monkeypatch.setattr(
@@ -128,16 +204,64 @@ def test_another_version_of_the_library_names_itself(machine, options, monkeypat
     install("0.12")
     compiled(machine, options)
     install("0.13")
+    compiled(machine, options)
+    assert ": library_version: compiled '0.12', wanted '0.13'. A start" in needed(caplog)
+    versions = {"transformers": "4.57.6", "torch-neuronx": "2.9"}
+    monkeypatch.setattr(
+        plan, "installed_versions", lambda names: {name: versions[name] for name in names}
+    )
+    compiled(machine, options)
+    changed = needed(caplog)
+    assert "torch_neuronx_version: compiled (absent), wanted '2.9'" in changed
+    assert "transformers_version: compiled" in changed
+
+
+def test_graphs_that_the_user_names_are_held_to_their_settings(
+    machine, options, tmp_path, monkeypatch
+):
+    folder = compiled(machine, options).folder
+    named = {**options, "compiled_graph_path": str(folder), "max_rolling_batch_size": "4"}
     with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, options)
-    assert caught.value.differences == {"library_version": ("0.12", "0.13")}
+        compiled(machine, named)
+    assert caught.value.differences == {"max_rolling_batch_size": (2, 4)}
+    monkeypatch.setattr(compiled_module, "NEURON_CACHE", tmp_path / "own")
+    again = compiled(machine, {**named, "on_mismatch": "recompile"}).folder
+    assert again.is_relative_to(tmp_path / "own")
+    assert (machine.compiled(), (folder / "manifest.json").exists()) == (2 * GRAPHS, True)
 
 
-def test_a_machine_of_another_kind_names_itself(machine, options):
+def test_what_was_compiled_before_versions_were_facts_is_served(machine, options, tmp_path):
+    """As a model, and as graphs that `compiled_graph_path` names."""
+    out = tmp_path / "out"
+    compile_model(str(TINY), str(out), environ=machine.environ, overrides=options)
+    graphs = compiled(machine, options).folder
+    for folder in (out, graphs):
+        path = folder / "manifest.json"
+        content = json.loads(path.read_text())
+        assert content["facts"]["graph_options"].pop("transformers_version")
+        path.unlink()  # the output's graphs are links to the store's
+        path.write_text(json.dumps(content))
+    assert compiled(machine, {**options, "compiled_graph_path": str(graphs)}).folder == graphs
+    assert load(machine, {}, out) == (0, 0)
+    assert machine.compiled() == GRAPHS
+
+
+def test_without_a_device_nothing_is_compiled_for_a_start_here(
+    machine, options, monkeypatch, caplog
+):
+    nothing = replace(machines.named("inf2.xlarge"), neuron_devices=0, neuron_cores=0)
+    monkeypatch.setattr(machines, "detect", lambda environ: replace(nothing, visible_cores=0))
+    with pytest.raises(BackendUnavailableError, match="no Neuron device is visible here"):
+        compiled(machine, {**options, "tensor_parallel_degree": "8"})
+    assert machine.compiled() == []
+    compiled(machine, options, ahead=True)
+    assert "cores and memory are not checked" in caplog.text
+
+
+def test_a_machine_of_another_kind_names_itself(machine, options, caplog):
     compiled(machine, options, machine=machines.named("inf2.xlarge"))
-    with pytest.raises(ArtifactMismatchError) as caught:
-        compiled(machine, options, machine=machines.named("trn2.48xlarge"))
-    assert caught.value.differences["target"] == ("inf2", "trn2")
+    compiled(machine, options, machine=machines.named("trn2.48xlarge"))
+    assert "target: compiled 'inf2', wanted 'trn2'" in needed(caplog)
 
 
 def test_a_machine_that_is_named_has_the_cores_that_variables_leave(machine, options):

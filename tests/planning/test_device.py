@@ -162,6 +162,15 @@ def test_the_name_may_come_from_neuron_ls(machine, neuron_ls):
     assert (found.instance_type, found.family, found.neuron_cores) == ("inf2.xlarge", "inf2", 2)
 
 
+def test_the_driver_counts_the_cores_where_neuron_ls_does_not(machine):
+    root = machine(nodes=["neuron0", "neuron1"])
+    for name, text in (("neuron0", "2\n"), ("neuron1", "many")):
+        folder = root / "sys/devices/virtual/neuron_device" / name
+        folder.mkdir(parents=True)
+        (folder / "core_count").write_text(text)
+    assert detect(root, search_path="").neuron_cores == 2
+
+
 def test_nodes_without_neuron_ls_are_devices_of_unknown_size(machine):
     found = detect(machine(nodes=["neuron0"], memory_kib=1024), search_path="")
     assert found.has_neuron

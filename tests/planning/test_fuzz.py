@@ -220,6 +220,94 @@ def test_options_that_are_fine_alone_are_judged_for_any_model_and_machine(
     make_plan(Case(done.options, ModelFacts.from_config(config), machine, loader))
 
 
+def errors_of(overrides, config, machine, loader):
+    """The errors, and the options that they name."""
+    written = {"model_id": "org/m", **overrides}
+    resolved, early = examine(None, None, {}, written)
+    done, late = assess(resolved, config, machine, loader)
+    named = {
+        name
+        for problem in (*resolved.problems, *done.problems)
+        if problem.level == "error"
+        for name in problem.options
+    }
+    return [*early, *late], named
+
+
+DEFAULTS = {
+    "tensor_parallel_degree": ["1", "2", "4", "8", "16", "24", "32", "64"],
+    "max_rolling_batch_size": [*map(str, range(1, 70)), "128", "256"],
+    "n_positions": [f"{left}{2**n}{right}" for n in range(1, 18) for left, right in ("  ", "[]")],
+    "context_length_estimate": [
+        str(n) for n in (16, 31, 33, 64, 128, 255, 500, 512, 1000, 1024, 2048, 4096)
+    ],
+    "speculative_length": ["1", "2", "3", "4"],
+    "rolling_batch_strategy": ["continuous_batching", "naive_rolling_batch"],
+    "cast_type": ["as-declared"],
+    "prefix_buckets": ["512"],
+    "max_join_wait_ms": ["0"],
+    "predict_timeout": ["1000"],
+}
+"""Options that have a default of ours or of the model, and values that the user might set instead."""
+LOOKUP = {"ngram_prompt_lookup_max": "3"}
+CHUNKS = {"enable_chunked_prefill": "true"}
+ALONE = [
+    # loader, what the user writes: fine, whatever is left to the defaults
+    ("cpu", {"predict_timeout": "0.05"}),
+    ("cpu", {"max_join_wait_ms": "200000"}),
+    ("tnx", {"on_device_generation": '{"dynamic": true, "global_top_k": 16}'}),
+    ("tnx", {"cache_layout": "BSH", "context_length_estimate": "500"}),
+    ("tnx", {"cache_layout": "BSH", "n_positions": "2048"}),
+    ("tnx", {"padding_side": "left"}),
+    ("tnx", {"padding_side": "right"}),
+    ("nxdi", {"padding_side": "left"}),
+    ("tnx", {**CHUNKS, "context_length_estimate": "16"}),
+    ("tnx", {**CHUNKS, "n_positions": "31"}),
+    ("tnx", {**CHUNKS, "pa_block_size": "4096"}),
+    ("tnx", {**LOOKUP, "speculative_length": "300"}),
+    ("tnx", {**LOOKUP, "context_length_estimate": "3"}),
+    ("tnx", {**LOOKUP, "n_positions": "4"}),
+    ("tnx", {"fuse_mlp": "true", "mlp_out_weight_transpose": "true"}),
+    ("tnx", {"qkv_tiling": "true", "fuse_qkv": "true"}),
+    ("tnx", {"sequence_parallel": "true", "sequence_parallel_norm_threshold": "33"}),
+    ("nxdi", {"attention_dp_degree": "8"}),
+    ("nxdi", {"attention_dp_degree": "2"}),
+    ("nxdi", {"cp_degree": "8"}),
+    ("nxdi", {"token_generation_batches": "64,256"}),
+    ("nxdi", {"ep_dispatch_cc_option": "RS_AG"}),
+    ("nxdi", {"enable_prefix_caching": "true"}),
+    ("nxdi", {"attention_dtype": "fp32"}),
+]
+LLAMA = json.loads((Path(__file__).parent / "models" / "llama-3-8b.json").read_text())
+
+
+@pytest.mark.parametrize(("loader", "overrides"), ALONE)
+@pytest.mark.parametrize("machine", ["inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge"])
+def test_what_is_fine_with_some_values_of_the_others_is_fine_alone(loader, overrides, machine):
+    errors, _ = errors_of(overrides, LLAMA, machines.named(machine), loader)
+    assert errors == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    base=st.sampled_from([{}, {}, {"cache_layout": "BSH"}, *(values for _, values in ALONE)]),
+    more=OPTIONS.filter(lambda values: len(values) < 3),
+    config=st.sampled_from(MODELS),
+    machine=st.sampled_from(MACHINES[:3]),
+    loader=st.sampled_from(LOADERS),
+)
+def test_no_default_makes_what_the_user_wrote_an_error(base, more, config, machine, loader):
+    """An error stays one whatever value the user gives to an option that it names and that was left out."""
+    overrides = {**more, **base}
+    errors, named = errors_of(overrides, config, machine, loader)
+    if not errors or "model_loader" in named or any("not fit" in str(one) for one in errors):
+        return
+    assert named & overrides.keys()
+    for name in named & DEFAULTS.keys() - overrides.keys():
+        for value in DEFAULTS[name]:
+            assert errors_of({**overrides, name: value}, config, machine, loader)[0]
+
+
 JSON = st.one_of(
     st.none(),
     st.booleans(),

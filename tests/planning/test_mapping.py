@@ -457,7 +457,7 @@ class TestOverrides:
         assert library_arguments(options, "nxdi").neuron_config["new"] == 1
 
     def test_what_has_no_option_is_the_librarys_to_judge(self):
-        note, other = overrides(given(override_neuron_config={"new": 1, "sequence_len": 2}))
+        note, other = overrides(given(override_neuron_config={"new": 1, "seq_lenn": 2}))
         assert (note.level, note.problem) == ("note", "new: checked when the model loads")
         assert "did you mean 'seq_len'" in other.problem
 

@@ -59,7 +59,12 @@ GENERAL = [
         {"max_join_wait_ms": 2000, "predict_timeout": 2},
         {"max_join_wait_ms": 1999},
     ),
-    ("max_join_wait_ms", "error", {"predict_timeout": 0.1}, {"predict_timeout": 0.11}),
+    (
+        "max_join_wait_ms",
+        "error",
+        {"max_join_wait_ms": 2000, "predict_timeout": 1},
+        {"max_join_wait_ms": 100},
+    ),
     (
         "rolling_batch_strategy",
         "note",
@@ -611,7 +616,6 @@ NXDI = [
         {"padding_side": "left", "max_rolling_batch_size": 2},
         {"max_rolling_batch_size": 1},
     ),
-    ("enable_prefix_caching", "error", PREFIXES, {"prefix_buckets": (512,)}),
     (
         "enable_prefix_caching",
         "error",

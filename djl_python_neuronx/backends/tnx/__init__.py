@@ -60,9 +60,9 @@ def compiler_version() -> str:
         raise BackendUnavailableError(message) from error
 
 
-def uncompilable(plan: LoadPlan) -> str | None:
-    """Return why the graphs of a plan cannot be stored apart from the model; None if they can."""
-    model_type = model_type_of(plan.model_dir)
+def uncompilable(config: Mapping[str, Any]) -> str | None:
+    """Return why the graphs of a model with this `config.json` cannot be stored apart from it; None if they can."""
+    model_type = config.get("model_type")
     if model_type in _UNSAVED:
         return (
             f"{CLASSES[model_type]} of transformers-neuronx cannot store its compiled graphs; the compiler's own cache "
@@ -85,7 +85,7 @@ def compile(plan: LoadPlan, target: Path) -> None:
             "weights stored per core leave no embedding for the host; set on_device_embedding=true"
         )
         raise IncompatibleOptionsError(message)
-    if reason := uncompilable(plan):
+    if reason := uncompilable({"model_type": model_type_of(plan.model_dir)}):
         raise BackendError(reason)
     model = _on_device(plan, None)
     try:

@@ -226,8 +226,8 @@ _BATCHES = (
     when(
         lambda options: not _static_batches(options),
         padding_side="left",
-        max_rolling_batch_size=ANY,
         rolling_batch_strategy=ANY,
+        max_rolling_batch_size=ANY,
     ).refuse("continuous batching pads on the right; leave padding_side out"),
     # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
     when(
@@ -237,11 +237,6 @@ _BATCHES = (
     ).refuse(
         "only prefix caching and chunked prefill use blocks; set enable_prefix_caching=true, or leave "
         "is_block_kv_layout out"
-    ),
-    # Source: modules/autobucketing.py.
-    when(enable_prefix_caching=True, context_length_estimate=SET, prefix_buckets=UNSET).refuse(
-        "prefill graphs for a cached prefix are compiled for pairs of lengths; set prefix_buckets, such as "
-        'prefix_buckets="512,1024"'
     ),
     # Source: modules/attention/attention_base.py.
     when(
@@ -279,7 +274,12 @@ _SPECULATION = (
         is_eagle3=ANY,
     ).refuse("a token tree is for EAGLE, but not for EAGLE 3; leave one of them out"),
     when(
-        _speculating, speculative_draft_model=ANY, is_medusa=ANY, on_device_generation=UNSET
+        _speculating,
+        speculative_draft_model=ANY,
+        enable_eagle_speculation=ANY,
+        is_medusa=ANY,
+        token_tree_config=ANY,
+        on_device_generation=UNSET,
     ).refuse(
         "NxD Inference verifies drafts on the device, which therefore samples; set on_device_generation=true"
     ),

@@ -60,7 +60,8 @@ _GROUPED = {
 }
 _MISTRAL = {**_GROUPED, **_read("sliding_window"), **_rotary("default", "linear")}
 
-TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+_OF_ALL = {"quantization_config": Field("ignores it", (None,))}
+_OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     "bloom": {
         **_read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
         "apply_residual_connection_post_layernorm": Field(
@@ -73,7 +74,7 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
         "n_kv_head": Field(_LIBRARY_ONLY, (None,), stops=True),
-        "pruned_heads": Field("needs whole heads", ({},), default={}, stops=True),
+        "pruned_heads": Field("prunes none", ({},), default={}),
         "scale_attn_by_inverse_layer_idx": Field(
             "scales all layers alike", (False,), default=False
         ),
@@ -112,5 +113,8 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "word_embed_proj_dim": Field("projects no embeddings", right=_as_wide, stops=True),
         "_remove_final_layer_norm": Field("needs that norm", (False,), default=False, stops=True),
     },
+}
+TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+    name: {**fields, **_OF_ALL} for name, fields in _OF_ONE.items()
 }
 """`model_type` to its fields."""
