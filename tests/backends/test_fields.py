@@ -96,6 +96,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 NEUTRAL: Mapping[str, Any] = {
     "add_cross_attention": True,
     "attention_dropout": 0.5,
+    "attention_softmax_in_fp32": False,
     "attn_pdrop": 0.5,
     "bos_token_id": 9,
     "classifier_dropout": 0.5,
@@ -108,6 +109,7 @@ NEUTRAL: Mapping[str, Any] = {
     "is_decoder": True,
     "layerdrop": 0.5,
     "max_position_embeddings": 128,
+    "num_key_value_heads": 2,  # of gpt_bigcode, where multi_query decides
     "output_router_logits": True,
     "pad_token_id": 9,
     "pretraining_tp": 2,
@@ -115,6 +117,7 @@ NEUTRAL: Mapping[str, Any] = {
     "resid_pdrop": 0.5,
     "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5,
+    "scale_attention_softmax_in_fp32": False,
     "slow_but_exact": True,
     "summary_activation": "tanh",
     "summary_first_dropout": 0.5,
@@ -247,6 +250,8 @@ def test_every_field_of_a_configuration_is_listed_or_changes_nothing(
     names -= {"model_type", "transformers_version"} | {
         alias for alias, name in every.attribute_map.items() if name in fields
     }
+    # Which transformers fails at.
+    names -= {"add_cross_attention"} if model_type == "gpt_bigcode" else set()
     # Of transformers 4.57: what it derives of rotary_pct and rotary_emb_base, and does not read.
     names -= {"partial_rotary_factor", "rope_theta"} if model_type == "gpt_neox" else set()
     assert names <= NEUTRAL.keys()
