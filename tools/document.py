@@ -19,7 +19,7 @@ from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
-from djl_python_neuronx.planning.capabilities import TNX, TNX_UNREADABLE, Capability
+from djl_python_neuronx.planning.capabilities import TNX, Capability
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
@@ -145,10 +145,10 @@ _ACCEPTED = "refused unless `allow_known_defects=true`"
 
 def architectures_page() -> str:
     """Text of docs/architectures.md."""
-    columns = [*TNX, *TNX_UNREADABLE]
+    columns = list(TNX)
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for title, can in _CAPABILITIES.items():
-        cells = ["yes" if name in TNX and can(TNX[name]) else "–" for name in columns]
+        cells = ["yes" if can(TNX[name]) else "–" for name in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     whose: dict[str, list[str]] = {}
     for name in columns:
@@ -168,7 +168,9 @@ def _fields() -> Iterator[str]:
     yield "| field | library computes | default | other values | architectures |"
     yield "| --- | --- | --- | --- | --- |"
     for (field, cells), names in sorted(whose.items()):
-        yield f"| `{field}` | {cells} | {', '.join(names)} |"
+        row = f"| `{field}` | {cells} | "
+        for part in textwrap.wrap(", ".join(names), 118 - len(row)):
+            yield f"{row}{part.rstrip(',')} |"
 
 
 def _treatment(field: Field) -> str:
@@ -195,9 +197,6 @@ def metrics_page() -> str:
 
 def _notes(name: str) -> Iterator[str]:
     """Limits and defects of an architecture."""
-    if name in TNX_UNREADABLE:
-        yield f"not served; {TNX_UNREADABLE[name]}"
-        return
     entry = TNX[name]
     if not entry.continuous_batching:
         yield "static batches: when a sequence joins, all are prefilled again"

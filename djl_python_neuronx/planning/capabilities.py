@@ -8,7 +8,7 @@ device. The same of NxD Inference is in nxdi/capabilities.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -114,11 +114,6 @@ _GROUP_DEFECTS = (
         "set replicated-heads, or leave it out",
     ),
 )
-_GPTJ_DECODE = Defect(
-    "with transformers-neuronx each token of a GPT-J attends only to the first position",
-    lambda _options, _model: True,
-    fix="set model_loader=cpu",
-)
 _WINDOW_PREFILL = Defect(
     "transformers-neuronx lets a prompt look back one token more than the model's window",
     _prompts_beyond_window,
@@ -212,6 +207,7 @@ _GPT_NEOX = Capability(
     context_buckets=False,
     token_buckets=False,
     speculation=False,
+    degree_divides=("intermediate_size",),
     ignored_options=_LLAMA_ONLY | _DECODER | {"unroll"},
     unsupported_options=_NO_WEIGHTS,
     fields=TNX_FIELDS["gpt_neox"],
@@ -227,17 +223,19 @@ TNX: Final[Mapping[str, Capability]] = {
         fields=TNX_FIELDS["bloom"],
     ),
     "gpt2": _GPT2,
-    "gpt_neox": _GPT_NEOX,
-    "gptj": Capability(
-        continuous_batching=False,
-        pads_heads=False,
-        context_buckets=False,
-        token_buckets=False,
-        speculation=False,
-        ignored_options=_LLAMA_ONLY | _DECODER,
-        unsupported_options=_NO_WEIGHTS,
-        defects=(_GPTJ_DECODE,),
+    "gpt_bigcode": replace(
+        _GPT2,
+        ignored_options=_GPT2.ignored_options | {"fuse_qkv", "qkv_tiling"},
+        unsupported_options={
+            **_NO_CACHE,
+            "attention_layout": "transformers-neuronx has no BSH layout for it",
+            "collectives_layout": _COLLECTIVES,
+        },
+        bsh_collectives="",
+        fields=TNX_FIELDS["gpt_bigcode"],
     ),
+    "gpt_neox": _GPT_NEOX,
+    "gptj": replace(_GPT_NEOX, fields=TNX_FIELDS["gptj"]),
     "llama": Capability(defects=_GROUP_DEFECTS, fields=TNX_FIELDS["llama"]),
     "mistral": Capability(
         speculation=False,
@@ -266,9 +264,3 @@ TNX: Final[Mapping[str, Capability]] = {
     ),
 }
 """Architectures of transformers-neuronx, by `model_type`."""
-
-TNX_UNREADABLE: Final[Mapping[str, str]] = {
-    "gpt_bigcode": "gpt2's class, which would be its own, expects the projections transposed, as gpt2's "
-    "checkpoints have them, and stops while it builds its graphs"
-}
-"""Architectures that transformers-neuronx computes and whose checkpoints it cannot read, to the reason. Seen."""

@@ -9,7 +9,7 @@ from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
-from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE, Capability, Defect
+from djl_python_neuronx.planning.capabilities import Capability, Defect
 from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
 from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
@@ -23,6 +23,7 @@ DJL_ROWS = 32
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
+_STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
 _MOST_THREADS_PER_CPU = 4
@@ -273,13 +274,10 @@ def _unknown_architecture(case: Case) -> Finding:
         for name, facts in NEURON_BACKENDS.items()
         if case.model.model_type in facts.architectures
     ]
-    reason = TNX_UNREADABLE.get(model_type) if case.backend == "tnx" else None
-    lack = (
-        f"reads no checkpoint of {model_type}: {reason}"
-        if reason
-        else f"has no class for model_type {model_type}"
+    problem = (
+        f"{case.library} has no class for model_type {model_type}; supported types: {known}; "
+        f"{use_backend(*others, 'cpu')}"
     )
-    problem = f"{case.library} {lack}; supported types: {known}; {use_backend(*others, 'cpu')}"
     return Finding(("model_loader",), problem)
 
 
@@ -319,9 +317,10 @@ def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
         automatic = options.rolling_batch_strategy is None
         if side == "left" and automatic and case.continuous_batching:
             problem = "continuous batching pads on the right; leave padding_side out"
-            yield Finding(("padding_side", _SLOTS), problem)
+            yield Finding(("padding_side", _STRATEGY, _SLOTS), problem)
         if side == "right" and not case.continuous_batching:
-            yield Finding(("padding_side",), "static batches pad on the left; leave it out")
+            problem = "static batches pad on the left; leave it out"
+            yield Finding(("padding_side", _STRATEGY), problem)
         return
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{case.library} has no continuous batching for {model_type}; leave it out"

@@ -26,11 +26,11 @@ from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import logits_of, make_rows  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
-VERSION = int(transformers.__version__.split(".")[0])
 IDS = [5, 60, 7, 31, 9, 10, 44, 12, 13, 80, 3, 16]
 SAME = 1e-4
 """Largest difference of right logits; of wrong ones it is far larger."""
 
+VERSION = int(transformers.__version__.split(".")[0])
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -54,11 +54,12 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast"),
     "hidden_size": (64,),
     "intermediate_size": (80,),
-    "layer_norm_elementwise_affine": (False,),
+    "layer_norm_elementwise_affine": (),  # transformers fails to initialise such a model
     "layer_norm_eps": (0.1,),
     "layer_norm_epsilon": (0.1,),
     "max_position_embeddings": (80,),
     "mlp_bias": (True,),
+    "multi_query": (False,),
     "n_embd": (64,),
     "n_head": (2,),
     "n_inner": (80,),
@@ -71,11 +72,13 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (4, 1),
     "num_local_experts": (2,),
     "position_interpolation_factor": (2.0,),
-    "pruned_heads": ({"0": [1]},),
+    "pruned_heads": ({0: [1]},) if VERSION < 5 else (),  # version 5 prunes none
+    "quantization_config": (),  # transformers needs packages for it: tests/planning/test_model_rules.py
     "rms_norm_eps": (0.1,),
     "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC),
     "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC),
     "rope_theta": (500000.0,),
+    "rotary_dim": (8, 6),
     "rotary_emb_base": (500000,),
     "rotary_pct": (1.0, 0.25),
     "rotary_percentage": (0.5,),
@@ -91,18 +94,54 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 
 NEUTRAL: Mapping[str, Any] = {
     "add_cross_attention": True,
+    "attention_dropout": 0.5,
+    "attn_pdrop": 0.5,
+    "bos_token_id": 9,
+    "classifier_dropout": 0.5,
+    "dropout": 0.5,
+    "embd_pdrop": 0.5,
+    "eos_token_id": 9,
+    "hidden_dropout": 0.5,
+    "init_std": 0.5,
+    "initializer_range": 0.5,
+    "is_decoder": True,
+    "layerdrop": 0.5,
+    "max_position_embeddings": 128,
+    "output_router_logits": True,
+    "pad_token_id": 9,
+    "pretraining_tp": 2,
+    "reorder_and_upcast_attn": True,
+    "resid_pdrop": 0.5,
+    "router_aux_loss_coef": 0.5,
+    "router_jitter_noise": 0.5,
+    "slow_but_exact": True,
+    "summary_activation": "tanh",
+    "summary_first_dropout": 0.5,
+    "summary_proj_to_labels": False,
+    "summary_type": "mean",
+    "summary_use_proj": False,
+    "use_cache": False,
 }
 """Field that changes no number to another value than its default."""
 
+BASES: Mapping[str, Mapping[str, Any]] = {
+    # Without it transformers 4.57 fails to scale positions.
+    "mistral": {"head_dim": 8},
+    "mixtral": {"head_dim": 8},
+}
+
 
 def base(model_type: str) -> dict[str, Any]:
-    # Without it transformers 4.57 fails to scale a Mistral's positions.
-    return {**VARIANTS[model_type][1], **({"head_dim": 8} if model_type == "mistral" else {})}
+    return {**VARIANTS[model_type][1], **BASES.get(model_type, {})}
 
 
 def save(directory: Path, model_type: str, name: str, value: object) -> None:
     """Write a tiny model with a field of this value, also where transformers itself would not write it."""
     settings = {**base(model_type), name: value}
+    if (model_type, name) == ("opt", "hidden_size"):
+        settings["word_embed_proj_dim"] = value
+    if value == DYNAMIC:  # which scales beyond these only
+        settings["max_position_embeddings"] = 8
     if name == "rope_parameters":
         settings["rope_scaling"] = settings.pop(name)
     save_tiny_model(model_type, directory, **settings)
@@ -187,3 +226,102 @@ def test_a_value_is_computed_or_refused(
     else:
         assert levels == ["error"]
         assert gap > 1e-2
+
+
+FIELDS = {
+    (loader, name): capability.fields
+    for loader, facts in NEURON_BACKENDS.items()
+    for name, capability in facts.architectures.items()
+    if capability.fields
+}
+
+
+@pytest.mark.parametrize(("loader", "model_type"), FIELDS)
+def test_every_field_of_a_configuration_is_listed_or_changes_nothing(
+    tmp_path: Path, loader: str, model_type: str
+) -> None:
+    """With values that the weights fit, transformers' own logits show which fields those are."""
+    fields, every = FIELDS[loader, model_type], transformers.AutoConfig.for_model(model_type)
+    general = transformers.PretrainedConfig().to_dict().keys() - fields.keys() - NEUTRAL.keys()
+    names = {*every.to_dict(), *every.attribute_map} - general - fields.keys()
+    names -= {"model_type", "transformers_version"} | {
+        alias for alias, name in every.attribute_map.items() if name in fields
+    }
+    # Of transformers 4.57: what it derives of rotary_pct and rotary_emb_base, and does not read.
+    names -= {"partial_rotary_factor", "rope_theta"} if model_type == "gpt_neox" else set()
+    assert names <= NEUTRAL.keys()
+    save_tiny_model(model_type, tmp_path, **base(model_type))
+    before, wanted = (tmp_path / "config.json").read_text(), expected(tmp_path)
+    for name in names:
+        edit(tmp_path, lambda config, name=name: {**config, name: NEUTRAL[name]})
+        assert np.abs(expected(tmp_path) - wanted).max() < SAME, name
+        (tmp_path / "config.json").write_text(before)
+
+
+def written_by_4(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 4 writes it."""
+    rope = config.pop("rope_parameters", None)
+    if rope is None:
+        return config
+    neox = config["model_type"] == "gpt_neox"
+    theta = {"rotary_emb_base" if neox else "rope_theta": rope.pop("rope_theta")}
+    part = {"rotary_pct": rope.pop("partial_rotary_factor")} if neox else {}
+    return {
+        **config,
+        **theta,
+        **part,
+        "rope_scaling": rope if rope["rope_type"] != "default" else None,
+    }
+
+
+def written_by_5(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 5 writes it."""
+    if "rope_parameters" in config:
+        return config
+    rope = {
+        "rope_type": "default",
+        **(config.pop("rope_scaling", None) or {}),
+        "rope_theta": config.pop("rope_theta"),
+    }
+    if config["model_type"] == "gpt_neox":
+        rope["rope_theta"] = config.pop("rotary_emb_base")
+        rope["partial_rotary_factor"] = config.pop("rotary_pct")
+        config.pop("partial_rotary_factor")
+    return {**config, "rope_parameters": rope}
+
+
+@pytest.mark.parametrize("write", [written_by_4, written_by_5])
+@pytest.mark.parametrize("loader", ["cpu", pytest.param("tnx", marks=pytest.mark.tnx)])
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"rope_theta": 500000.0}),
+        ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
+        ("llama", {"rope_theta": 500000.0, "rope_scaling": LINEAR}),
+        ("mistral", {"rope_theta": 1000000.0}),
+        ("mixtral", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
+        ("gpt_neox", {"rotary_emb_base": 500000, "rotary_pct": 0.75}),
+    ],
+)
+def test_rotary_positions_are_right_whichever_version_wrote_them(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], loader: str, write: Any
+) -> None:
+    save_tiny_model(model_type, tmp_path, **{**base(model_type), **settings})
+    wanted = expected(tmp_path)
+    edit(tmp_path, write)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert ("rope_parameters" in config) == (write is written_by_5)
+    backend = LOADERS[loader](tmp_path)
+    try:
+        assert np.abs(found(backend) - wanted[4:]).max() < SAME
+    finally:
+        backend.close()
+
+
+@pytest.mark.skipif(VERSION >= 5, reason="transformers 5 has them")
+def test_positions_that_differ_from_layer_to_layer_need_transformers_5(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    edit(tmp_path, lambda config: {**config, "rope_parameters": rope})
+    with pytest.raises(ArtifactError, match=r"rope_parameters for each type.*transformers 5"):
+        load_cpu(tmp_path)

@@ -63,18 +63,20 @@ def test_what_was_compiled_is_loaded_by_a_new_process_without_compiling(
     assert compilations(first) == num_graphs  # the cache had them all
 
 
-def test_programs_of_another_plan_are_refused(tmp_path: Path) -> None:
-    model, compiled = save_tiny_model("opt", tmp_path, **VARIANTS["opt"][1]), tmp_path / "c"
+@pytest.mark.parametrize("name", ["opt", "gpt_bigcode"])
+def test_programs_of_another_plan_are_refused(tmp_path: Path, name: str) -> None:
+    model, compiled = save_tiny_model(name, tmp_path, **VARIANTS[name][1]), tmp_path / "c"
     compiled.mkdir()
     tnx.compile(tnx_plan(model, continuous=False), compiled)
     tnx.load(tnx_plan(model, continuous=False), compiled).close()
-    other = tnx_plan(model, token_buckets=(16, 48), continuous=False)
+    other = tnx_plan(model, prefill_buckets=(16, 20), continuous=False)
     with pytest.raises(ArtifactError, match="Compile it again"):
         tnx.load(other, compiled)
 
 
-def test_gpt_neox_says_that_its_programs_cannot_be_stored(tmp_path: Path) -> None:
-    save_tiny_model("gpt_neox", tmp_path, **VARIANTS["gpt_neox"][1])
+@pytest.mark.parametrize("name", ["gpt_neox", "gptj"])
+def test_gpt_neox_says_that_its_programs_cannot_be_stored(tmp_path: Path, name: str) -> None:
+    save_tiny_model(name, tmp_path, **VARIANTS[name][1])
     with pytest.raises(BackendError, match="compiled_graph_path"):
         tnx.compile(tnx_plan(tmp_path, continuous=False), tmp_path)
 

@@ -27,18 +27,19 @@ from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
 pytestmark = pytest.mark.tnx
 
 
-def test_gptj_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
+WINDOW = 7
+
+
+def test_a_model_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
     vocab_size = json.loads((TINY_LLAMA / "config.json").read_text())["vocab_size"]
-    save_tiny_model("gptj", tmp_path, vocab_size=vocab_size)
+    save_tiny_model("mistral", tmp_path, vocab_size=vocab_size, sliding_window=WINDOW)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)
-    settings = {**BASE, "n_positions": "64"}
-    with pytest.raises(
-        ConfigError, match=r"attends only to the first position.*allow_known_defects=true"
-    ):
+    settings = {**BASE, "n_positions": "64", "rolling_batch_strategy": "naive_rolling_batch"}
+    with pytest.raises(ConfigError, match=r"look back one token more.*allow_known_defects=true"):
         Service.load(None, tmp_path, environ=ENVIRON, overrides=settings)
     settings["allow_known_defects"] = "true"
-    application = Application("gptj")
+    application = Application("mistral")
     application.service = Service.load(None, tmp_path, environ=ENVIRON, overrides=settings)
     server = Running(application)
     try:
@@ -51,26 +52,20 @@ def test_gptj_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None:
         application.service.close()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_gptj_sees_the_first_position_alone(tmp_path: Path, tp: int) -> None:
-    """transformers gives the same logits where its mask leaves that position only, and others where it is causal."""
-    save_tiny_model("gptj", tmp_path)
-    backend = backends.get("tnx").load(tnx_plan(tmp_path, tp=tp, continuous=False))
-    ids = [5, 6, 7, 8, 9, 10]
-    backend.acquire(0, ids[:1], 0)
-    steps = [Step(prefill=make_rows({0: ids[:1]}))]
-    steps += [Step(decode=make_rows({0: [ids[i]]}, {0: i})) for i in range(1, len(ids))]
-    found = np.stack([logits_of(backend, step)[0, 0] for step in steps])
+def test_mistral_s_prompts_look_back_one_token_too_far(tmp_path: Path) -> None:
+    """transformers gives the same logits with a window of one token more, and others with the model's."""
+    save_tiny_model("mistral", tmp_path, sliding_window=WINDOW)
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
+    ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    backend.acquire(0, ids, 0)
+    found = logits_of(backend, Step(prefill=make_rows({0: ids})))[0, 0]
     backend.close()
-    hidden = torch.full((1, 1, len(ids), len(ids)), -1e9)
-    hidden[..., 0] = 0
+    model = load_reference(tmp_path)
     with torch.no_grad():
-        model = load_reference(tmp_path)
-        causal = model(torch.tensor([ids])).logits[0].numpy()
-        masked = model(torch.tensor([ids]), attention_mask=hidden).logits[0].numpy()
-    assert np.abs(found - masked).max() < 1e-4
-    assert np.abs(found[0] - causal[0]).max() < 1e-4
-    assert (np.abs(found - causal)[1:].max(axis=1) > 0.5).all()
+        right = model(torch.tensor([ids])).logits[0, -1].numpy()
+        model.config.sliding_window = WINDOW + 1
+        wrong = model(torch.tensor([ids])).logits[0, -1].numpy()
+    assert np.abs(found - wrong).max() < 1e-4 < np.abs(found - right).max()
 
 
 def test_a_window_moves_over_a_bsh_cache_only(tmp_path: Path) -> None:

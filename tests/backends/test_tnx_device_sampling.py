@@ -42,7 +42,8 @@ DYNAMIC: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("generation", [GREEDY, DYNAMIC], ids=["greedy", "dynamic"])
 @pytest.mark.parametrize(
-    ("name", "continuous"), [("llama", True), ("mixtral", True), ("opt", False)]
+    ("name", "continuous"),
+    [("llama", True), ("mixtral", True), ("opt", False), ("gpt_bigcode", False)],
 )
 def test_a_greedy_request_gets_the_best_tokens(
     tmp_path: Path, name: str, continuous: bool, generation: Mapping[str, Any]
@@ -184,7 +185,7 @@ def test_a_slot_recovers_from_what_is_not_a_number(
 
 
 @pytest.mark.parametrize("generation", [GREEDY, DYNAMIC, FIXED], ids=["greedy", "dynamic", "fixed"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt2", "opt", "bloom"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "gpt_bigcode", "opt", "bloom"])
 def test_what_is_sampled_from_nan_is_known(
     tmp_path: Path, name: str, generation: Mapping[str, Any]
 ) -> None:

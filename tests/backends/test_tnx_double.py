@@ -179,7 +179,7 @@ def test_torch_takes_no_more_threads_than_there_are_cores(tmp_path: Path, made: 
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "gpt_bigcode"])
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt_neo"])
 def test_an_unknown_architecture_is_refused(
     tmp_path: Path, made: list[Any], model_type: str
 ) -> None:

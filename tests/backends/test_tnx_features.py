@@ -54,6 +54,9 @@ EXACT: list[tuple[str, int, bool, dict[str, Any], dict[str, Any]]] = [
     ),
     ("opt", 2, False, {"on_device_embedding": True}, {}),
     ("bloom", 2, False, {"fuse_qkv": True}, {}),
+    ("gpt_bigcode", 2, False, {"on_device_embedding": True}, {}),
+    ("gpt_bigcode", 3, False, {"weight_tiling": True}, {"n_embd": 384, "n_head": 3}),
+    ("gpt_bigcode", 8, False, {"all_reduce_dtype": "float32"}, {}),
     ("llama", 4, True, {}, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
 ]  # fmt: skip
 
@@ -128,6 +131,9 @@ COARSE = [
     ("mistral", True, {"quantize": "int8"}, 0.25),
     ("opt", False, {"quantize": "int8"}, 0.25),
     ("gpt2", False, {"quantize": "int8"}, 0.25),
+    ("gpt_bigcode", False, {"quantize": "int8"}, 0.25),
+    ("gpt_bigcode", False, {"dtype": "bfloat16"}, 0.25),
+    ("gptj", False, {"dtype": "bfloat16"}, 0.25),
     ("llama", True, {"kv_cache_quantize": "fp8"}, 0.5),
     ("llama", True, {"dtype": "bfloat16"}, 0.25),
     ("llama", True, {"dtype": "float16"}, 0.05),

@@ -49,6 +49,11 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
             "gpt_neox",
             {"hidden_act": "gelu_new", "rotary_pct": 0.5, "use_parallel_residual": True},
         ),
+        "gptj": ("gptj", {}),
+        # int(44 * (30 / 44)) is 29: so GPT-NeoX counts, whose fraction this class has to give.
+        "gptj-odd": ("gptj", {"n_embd": 88, "n_head": 2, "rotary_dim": 30, "n_inner": 50}),
+        "gpt_bigcode": ("gpt_bigcode", {}),
+        "gpt_bigcode-mha": ("gpt_bigcode", {"multi_query": False, "n_inner": 50}),
         "opt": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": True}),
         "bloom": ("bloom", {"hidden_size": 32, "n_head": 4}),
     }

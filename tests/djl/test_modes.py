@@ -70,6 +70,16 @@ def test_a_stream_comes_in_pieces_that_make_the_whole(served):
     assert generated(answer) == generated(whole)
 
 
+def test_a_list_is_answered_by_a_list_and_a_text_is_a_prompt(served, alone):
+    several = body([COUNT, "7 8 9", COUNT])
+    answer = one(served, several)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, JSON)
+    assert json.loads(answer.content) == json.loads(alone(several))
+    assert len(json.loads(answer.content)) == 3
+    text = one(served, COUNT, headers={"Content-Type": "text/plain"})
+    assert json.loads(text.content) == json.loads(alone(body(num_tokens=30)))
+
+
 BAD = {
     "empty": ("", 400),
     "cut off": ("{", 400),

@@ -7,10 +7,10 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS
 
 CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
 
-# Source: transformers-neuronx 0.13, the packages with a model.py (the old engine listed gpt_bigcode, which is none);
+# Source: transformers-neuronx 0.13, the packages with a model.py, and gpt_bigcode, which gpt2's serves;
 # neuronx-distributed-inference 0.9.0, utils/constants.py MODEL_TYPES.
 MODEL_TYPES = {
-    "tnx": "bloom gpt2 gpt_neox gptj llama mistral mixtral opt",
+    "tnx": "bloom gpt2 gpt_bigcode gpt_neox gptj llama mistral mixtral opt",
     "nxdi": "dbrx gemma3 gpt_oss llama llama4 mistral mixtral mllama pixtral qwen2 qwen2_vl qwen3 qwen3_moe qwen3_vl",
 }
 ROWS = [

@@ -21,7 +21,6 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
-from djl_python_neuronx.planning.capabilities import TNX_UNREADABLE
 
 PACKAGE = "transformers-neuronx"
 ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
@@ -30,8 +29,9 @@ CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "bloom": "BloomForSampling",
         "gpt2": "GPT2ForSamplingWithContextBroadcasting",
+        "gpt_bigcode": "GPT2ForSamplingWithContextBroadcasting",
         "gpt_neox": "GPTNeoXForSampling",
-        "gptj": "GPTJForSampling",
+        "gptj": "GPTNeoXForSampling",
         "llama": "LlamaForSampling",
         "mistral": "MistralForSampling",
         "mixtral": "MixtralForSampling",
@@ -39,6 +39,9 @@ CLASSES: Mapping[str, str] = MappingProxyType(
     }
 )
 """`model_type` to the class that serves it."""
+
+_ADAPTED: Mapping[str, str] = MappingProxyType({"gpt_bigcode": "GptBigCode", "gptj": "GptJ"})
+"""`model_type` to the class in adapted.py that gives the one above the weights as it expects them."""
 
 CACHE_CALL = "init_cache_engine"
 """The call of `LibraryArguments.calls` that is not a method of the model."""
@@ -81,8 +84,6 @@ def refusal(model_type: str | None) -> str | None:
     """Return why the library cannot serve an architecture; None if it can."""
     if model_type in CLASSES:
         return None
-    if reason := TNX_UNREADABLE.get(model_type or ""):
-        return f"{PACKAGE} reads no checkpoint of {model_type}: {reason}"
     return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(CLASSES)}"
 
 
@@ -93,7 +94,12 @@ def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
     if reason := refusal(model_type):
         message = f"the tnx backend cannot serve {plan.model_dir}: {reason}"
         raise BackendError(message)
-    return _reading_any_version(getattr(library, CLASSES[model_type])).from_pretrained(
+    module = library
+    if model_type in _ADAPTED:
+        # Not at the top: it imports the library.
+        module = importlib.import_module("djl_python_neuronx.backends.tnx.adapted")
+    made = getattr(module, _ADAPTED.get(model_type, CLASSES[model_type]))
+    return _reading_any_version(made).from_pretrained(
         str(plan.model_dir),
         neuron_config=_neuron_config(library, plan.arguments),
         **plan.arguments.constructor,

@@ -44,6 +44,7 @@ def _rotary(*types: str, stops: bool = False) -> dict[str, Field]:
 
 _EPSILON = Field("computes 1e-05", (1e-5,), 1e-5)
 _GELU = Field("computes gelu's tanh form", _TANH, "gelu_new", near=("gelu",))
+_SCALES = Field("scales attention", (True,), default=True)
 _LIBRARY_ONLY = "reads it, which transformers does not"
 _GROUPED = {
     **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
@@ -60,7 +61,8 @@ _GROUPED = {
 }
 _MISTRAL = {**_GROUPED, **_read("sliding_window"), **_rotary("default", "linear")}
 
-TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+_OF_ALL = {"quantization_config": Field("ignores it", (None,))}
+_OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     "bloom": {
         **_read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
         "apply_residual_connection_post_layernorm": Field(
@@ -73,11 +75,18 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
         "n_kv_head": Field(_LIBRARY_ONLY, (None,), stops=True),
-        "pruned_heads": Field("needs whole heads", ({},), default={}, stops=True),
+        "pruned_heads": Field("prunes none", ({},), default={}),
         "scale_attn_by_inverse_layer_idx": Field(
             "scales all layers alike", (False,), default=False
         ),
-        "scale_attn_weights": Field("scales attention", (True,), default=True),
+        "scale_attn_weights": _SCALES,
+    },
+    "gpt_bigcode": {
+        **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
+        "activation_function": Field(_GELU.does, _TANH, "gelu_pytorch_tanh", near=_GELU.near),
+        "layer_norm_epsilon": _EPSILON,
+        "multi_query": _TRANSLATED,
+        "scale_attn_weights": _SCALES,
     },
     "gpt_neox": {
         **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
@@ -89,6 +98,13 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "hidden_act": Field(_GELU.does, _TANH, "gelu", near=_GELU.near),
         "layer_norm_eps": _EPSILON,
         "use_parallel_residual": Field("has no such layers", (True,), default=True, stops=True),
+    },
+    "gptj": {
+        **_read("n_embd n_head n_layer tie_word_embeddings vocab_size"),
+        "activation_function": _GELU,
+        "layer_norm_epsilon": _EPSILON,
+        "n_inner": _TRANSLATED,
+        "rotary_dim": _TRANSLATED,
     },
     "llama": {
         **_GROUPED,
@@ -112,5 +128,8 @@ TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "word_embed_proj_dim": Field("projects no embeddings", right=_as_wide, stops=True),
         "_remove_final_layer_norm": Field("needs that norm", (False,), default=False, stops=True),
     },
+}
+TNX_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+    name: {**fields, **_OF_ALL} for name, fields in _OF_ONE.items()
 }
 """`model_type` to its fields."""
