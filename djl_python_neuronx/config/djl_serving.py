@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Finding, Level
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, DJL_READS
 from djl_python_neuronx.config.options import (
     INVALID,
@@ -23,7 +23,7 @@ from djl_python_neuronx.config.options import (
     parse_value,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting, try_path
-from djl_python_neuronx.config.values import as_property, join_words, shortened, truth
+from djl_python_neuronx.config.values import join_words, shortened
 
 ENTRY_POINT = "djl_python_neuronx.handler"
 ARGUMENTS: Final = {"retry_threshold": "3", "minWorkers": "1", "maxWorkers": "1"}
@@ -48,23 +48,31 @@ _READS: Final[Mapping[str, str]] = {
 """Name to how DJL Serving reads its value, see `Djl.reads`; with ``option.`` unless it is in `_BARE`."""
 _BARE = DJL_ARGUMENTS | {"batch_size"}
 """Names that DJL Serving reads without ``option.``."""
-_WHOLE = re.compile(r"[+-]?[0-9]{1,10}")
-_MODES = {"auto", "disable"}
-"""Values of `rolling_batch` that are no name of a rolling batch, in lower case only."""
-_EMPTY_IS_UNSET = {"max_rolling_batch_size", "retry_threshold", "metrics_aggregation"} | {
-    name for name, kind in _READS.items() if kind == "seconds"
+_DIGITS = "[+-]?0*(?:[0-9]{1,9}|1[0-9]{9}|2[01][0-9]{8})"  # of 32 bits
+_NO_NUMBER = "takes {} for no number and does not start the model; write digits alone"
+_KINDS = {
+    "whole": (_DIGITS, _NO_NUMBER),
+    "rows": (f"{_DIGITS}|", _NO_NUMBER),
+    "cores": (f"{_DIGITS}|max", f"{_NO_NUMBER}, or max"),
+    "seconds": (
+        f"{_DIGITS}|",
+        "reads whole seconds only, and uses its own default otherwise; write a whole number",
+    ),
+    "truth": (r"(?i:true)|(?!\s*(?i:true|1|yes|on)\s*$).*", "takes {} for false; write true"),
+    "word": (r"s3://.*|(?!\s).*(?<!\s)|", "reads the blanks of {} too; remove them"),
+    "mode": (
+        r"auto|disable|(?!(?i:auto|disable)$)\S+",
+        "takes {} for the name of a rolling batch; write auto or disable so, without blanks",
+    ),
 }
-_ALL_CORES = "tensor_parallel_degree=max"
+"""Kind of `Djl.reads` to the pattern of values that mean the same here, and what DJL Serving does with others."""
 _ONE = r"-.*|\+?0*[01]|"
 _EXPECTED = {
     "engine": ("Python", "Python", "does not run this handler in one process for all cores"),
     "handler": ("handle", "handle", "is no function of this handler"),
     "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
-    **{
-        f"{kind}{name}": (_ONE, "1", "processes share the cores of one")
-        for kind in ("", "nc.")
-        for name in ("minWorkers", "maxWorkers")
-    },
+    "minWorkers": (_ONE, "1", "processes share the cores of one"),
+    "maxWorkers": (_ONE, "1", "processes share the cores of one"),
 }
 """Name to the pattern of values that work with this handler, the one to write, and what any other value does."""
 _VARIABLES = {
@@ -112,16 +120,14 @@ def handed_over(
     """
     java = _read_by_java(inputs)
     arguments = {one.name for one in written if not one.by_user} - java.keys()
-    batch, late = java.get("batch_size"), java.get("max_dynamic_batch_size")
+    batch = java.get("batch_size")
     in_time = batch is not None and batch.source == sources.FILE_NAME and _number(batch) > 1
-    in_time = in_time and (late is None or batch is None or late.origin != batch.origin)
     features = inputs.environ.get("SERVING_FEATURES", "")
-    mode = "auto" if "rolling_batch" in arguments else options.rolling_batch
+    outside = inputs.properties is None
+    mode = "auto" if outside and "rolling_batch" in arguments else options.rolling_batch
     decided = _text(java["rolling_batch"].value) if "rolling_batch" in java else "auto"
     forced = decided == "auto" and not in_time and ("vllm" in features or "trtllm" in features)
-    if inputs.properties is not None:
-        mode = options.rolling_batch
-    elif in_time or forced or (mode == "auto" and options.batch_size > 1):
+    if (outside and (in_time or forced)) or (mode == "auto" and options.batch_size > 1):
         mode = "disable"
     asynchronous = forced or (options.async_mode and "async_mode" not in arguments)
     wanted = {"rolling_batch": mode, "async_mode": asynchronous}
@@ -131,7 +137,7 @@ def handed_over(
 def _number(setting: Setting | None) -> int:
     """The number of a batch, 1 without one."""
     text = "1" if setting is None else str(setting.value)
-    return int(text) if _WHOLE.fullmatch(text) else 1
+    return int(text) if re.fullmatch(_DIGITS, text) else 1
 
 
 def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
@@ -140,7 +146,6 @@ def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
     Options of the command line count as if they stood in the file, as they do in what `compile` writes.
     """
     found = {one.name: one for one in sources.from_overrides(inputs, ())}
-    places = {sources.FILE_NAME, sources.ENVIRONMENT}
     for setting in (
         *sources.from_sagemaker(inputs, ()),
         *inputs.file,
@@ -148,98 +153,67 @@ def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
         # Not the variables of `option.env`, which are for the Python process.
         *sources.from_fallbacks(replace(inputs, properties={}), ()),
     ):
-        bare = setting.name in _BARE
-        in_place = (
-            setting.source not in places or setting.by_user != bare or setting.name == "engine"
+        anywhere = (
+            setting.source not in {sources.FILE_NAME, sources.ENVIRONMENT}
+            or setting.name == "engine"
         )
+        in_place = anywhere or setting.by_user != (setting.name in _BARE)
         if in_place and (setting.value or setting.source == sources.FILE_NAME):
             found.setdefault(setting.name, setting)
     return found
 
 
 def _misread(java: Mapping[str, Setting]) -> Iterator[Finding]:
-    """Errors about values that DJL Serving reads otherwise than this package, or fails at; warnings about seconds."""
+    """Errors about values that DJL Serving reads otherwise than this package, or fails at.
+
+    Warnings about seconds, and about empty values, which are none at all here.
+    """
     for name, setting in java.items():
-        text = str(setting.value)
-        meant: object = text.strip()
-        if name in NAMES and meant:
-            meant = parse_value(name, meant)
-        problem = None if meant is INVALID else _problem(name, text)
-        if problem is None or setting.source == sources.COMMAND_LINE:
+        text, kind = str(setting.value), _READS.get(name, "")
+        plain = text.strip()
+        refused = bool(plain) and name in NAMES and parse_value(name, plain) is INVALID
+        if refused or kind not in _KINDS or setting.source == sources.COMMAND_LINE:
             continue
-        where = "" if name in NAMES else f"{shortened(text)!r} ({setting.origin}): "
-        if _READS[name] == "seconds":
-            yield Finding((name,), f"{problem}; write a whole number", "warning")
-        elif name in NAMES and meant:
-            yield Finding((name,), f"{problem}; write {shortened(as_property(meant))}")
-        else:
-            kind = "a whole number" if _READS[name] == "whole" else "it without blanks, or true"
-            level: Level = "error" if meant or name == "rolling_batch" else "warning"
-            yield Finding((name,), f"{where}{problem}; write {kind}, or remove it", level)
-
-
-def _problem(name: str, text: str) -> str | None:
-    """What DJL Serving makes of a value that it reads itself; None if it reads what is meant."""
-    shown = repr(shortened(text))
-    if not text and name in _EMPTY_IS_UNSET:
-        return None
-    match _READS.get(name):
-        case "whole" if not _WHOLE.fullmatch(text) and f"{name}={text}" != _ALL_CORES:
-            return f"DJL Serving takes {shown} for no number and does not start the model"
-        case "seconds" if not _WHOLE.fullmatch(text):
-            return "DJL Serving reads whole seconds only, and uses its own default otherwise"
-        case "truth" if truth(text) and text.lower() != "true":
-            return f"DJL Serving takes {shown} for false"
-        case "word" if text != text.strip() and not text.startswith("s3://"):
-            return f"DJL Serving reads the blanks of {shown} too"
-        case "word" if name == "rolling_batch" and text not in _MODES:
-            if text.lower() in {"", *_MODES}:
-                return f"DJL Serving takes {shown} for the name of a rolling batch"
-    return None
+        pattern, problem = _KINDS[kind]
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            where = "" if name in NAMES else f"{shortened(text)!r} ({setting.origin}): "
+            problem = f"{where}DJL Serving {problem.format(repr(shortened(text)))}"
+            mild = kind == "seconds" or not (plain or kind == "mode")
+            yield Finding((name,), problem, "warning" if mild else "error")
 
 
 def _twice(written: Sequence[Setting]) -> Iterator[Finding]:
     """Warnings about a key without prefix beside the one with it, which DJL Serving passes in its place."""
-    passed: dict[str, Setting] = {}
+    places, passed = {sources.FILE_NAME, sources.ENVIRONMENT}, dict[str, Setting]()
     for setting in written:
-        if setting.by_user and setting.source in {sources.FILE_NAME, sources.ENVIRONMENT}:
-            passed.setdefault(setting.name, setting)
-        other, name = passed.get(setting.name), NAMES.get(setting.name, setting.name)
-        if setting.by_user or other is None or name in _BARE:
-            continue
-        values = [
-            parse_value(name, one.value) if name in NAMES else one.value for one in (setting, other)
-        ]
-        if values[0] != values[1]:
+        name = setting.name
+        if setting.by_user and setting.source in places:
+            passed.setdefault(name, setting)
+        elif name in passed and name not in _BARE and setting.value != passed[name].value:
             problem = (
-                f"{setting.name}={shortened(setting.value)} ({setting.origin}) has no effect: DJL Serving passes the "
-                f"value with the prefix ({other.origin}); keep one"
+                f"{name}={shortened(setting.value)} ({setting.origin}) has no effect: DJL Serving passes the value "
+                f"with the prefix ({passed[name].origin}); keep one"
             )
-            yield Finding((name,), problem, "warning")
+            yield Finding((NAMES.get(name, name),), problem, "warning")
 
 
 def _batches(java: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
     """Findings about the batches that DJL Serving collects, which it does whatever the mode."""
-    setting = java.get("batch_size")
-    collected = _number(setting)
+    collected = _number(java.get("batch_size"))
     rolling = options.rolling_batch in {"tnx", "vllm"}
-    unseen = rolling and options.batch_size == 1
-    if setting is not None and collected > 1 and (options.async_mode or unseen):
-        mode = "async_mode" if options.async_mode else "rolling_batch"
+    mode = "async_mode" if options.async_mode else "rolling_batch"
+    # `planning.rules` refuses a larger one beside a rolling batch.
+    if collected > 1 and (options.async_mode or (rolling and options.batch_size == 1)):
         problem = (
-            f"DJL Serving would collect {collected} requests ({setting.origin}) and hand them over as one, which fails "
-            f"for all of them; remove batch_size or {mode}"
+            f"DJL Serving would collect {collected} requests ({java['batch_size'].origin}) and hand them over as one, "
+            f"which fails for all of them; remove batch_size or {mode}"
         )
         yield Finding(("batch_size", mode), problem)
-    elif options.batch_size != collected and options.async_mode:
-        problem = (
-            "async_mode delivers requests one by one, so batch_size has no effect; leave it out"
-        )
-        yield Finding(("batch_size", "async_mode"), problem, "warning")
     elif options.batch_size != collected and not rolling:
+        fix = f"write batch_size={options.batch_size} in {sources.FILE_NAME}, without `option.`"
         problem = (
-            f"DJL Serving reads batch_size without `option.` only, and collects {collected}; write "
-            f"batch_size={options.batch_size} in {sources.FILE_NAME}, without `option.`"
+            f"no effect on DJL Serving, which collects {collected} and reads batch_size without `option.` only; "
+            f"{'leave it out' if options.async_mode else fix}"
         )
         yield Finding(("batch_size",), problem, "warning")
 
@@ -354,30 +328,24 @@ def _unread(
 ) -> Iterator[Finding]:
     """Warnings about options that DJL Serving reads itself, but not under the name or in the place that they have."""
     rows = _ROWS.get(options.rolling_batch, _USUAL_ROWS)
-    rolling = options.rolling_batch in {"tnx", "vllm"}
-    for name in sorted(_READS.keys() - java.keys() - _BARE):
-        own = (one for one in written if NAMES.get(one.name, one.name) == name)
-        setting = next(own, None)
-        passed = name == "max_rolling_batch_size" and not (
-            rolling and options.max_rolling_batch_size not in {None, rows}
-        )
-        if setting is None or passed or name == "entryPoint":
-            continue
-        if setting.source not in {sources.COMMAND_LINE, sources.HUB_SOURCE}:
-            otherwise = option(name).djl.otherwise if name in NAMES else "does without it"
-            if name == "max_rolling_batch_size":
-                otherwise = f"sends up to {rows} rows"
-            problem = (
-                f"DJL Serving does not read {setting.name} ({setting.origin}) and {otherwise}; write "
-                f"{_spelled(name, written)}={shortened(setting.value)} instead"
-            )
-            yield Finding((name,), problem, "warning")
-    if rolling and rows != _USUAL_ROWS and options.max_rolling_batch_size is None:
+    slots = options.max_rolling_batch_size if options.rolling_batch in {"tnx", "vllm"} else rows
+    if slots is None and rows != _USUAL_ROWS:
         problem = (
             f"DJL Serving sends up to {rows} rows, and those without a slot wait; set max_rolling_batch_size, or "
             "rolling_batch=tnx"
         )
         yield Finding(("rolling_batch",), problem, "warning")
+    for name in sorted(_READS.keys() - java.keys() - _BARE - {"entryPoint"}):
+        setting = next((one for one in written if NAMES.get(one.name, one.name) == name), None)
+        if setting is None or setting.source in {sources.COMMAND_LINE, sources.HUB_SOURCE}:
+            continue
+        otherwise = option(name).djl.otherwise if name in NAMES else "does without it"
+        if name != "max_rolling_batch_size" or slots not in {None, rows}:
+            problem = (
+                f"DJL Serving does not read {setting.name} ({setting.origin}) and {otherwise.format(rows=rows)}; "
+                f"write {_spelled(name, written)}={shortened(setting.value)} instead"
+            )
+            yield Finding((name,), problem, "warning")
 
 
 def _entry_point(

@@ -72,19 +72,17 @@ def repair(value: object, allowed: Callable[[str], bool], *, is_name: bool = Fal
     """
     if not isinstance(value, str) or len(value) > LONGEST:
         return ""
-    reasons: list[str] = []
     for mistake in NAME if is_name else _VALUE:
-        mended = re.sub(mistake[0], mistake[1], value)
-        if mended != value:
-            reasons.append(mistake[2])
-            if not mended:
-                return f"; {mistake[2]}"
-            if allowed(mended):
-                return f"; {', '.join(reasons)}: write {mended}"
-            if mistake in TEXT:
-                value = mended
-            else:
-                reasons.pop()
+        pattern, instead, why = mistake
+        mended = re.sub(pattern, instead, value)
+        if mended == value:
+            continue
+        if not mended:
+            return f"; {why}"
+        if allowed(mended):
+            return f"; {why}: write {mended}"
+        if mistake in TEXT:  # two mistakes in one value
+            value = mended
     return ""
 
 

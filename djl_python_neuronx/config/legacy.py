@@ -104,8 +104,8 @@ DJL_READS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("entryPoint", "handler", "pythonExecutable", "engine"), "word"),
     **dict.fromkeys(("env", "modelName"), "any"),
     **dict.fromkeys(("batch_size", "max_dynamic_batch_size", "max_batch_delay"), "whole"),
-    **dict.fromkeys(("job_queue_size", "max_idle_time", "retry_threshold"), "whole"),
-    "metrics_aggregation": "whole",
+    **dict.fromkeys(("job_queue_size", "max_idle_time"), "whole"),
+    **dict.fromkeys(("retry_threshold", "metrics_aggregation"), "rows"),
     **{f"{kind}{name}": "whole" for kind in ("", "cpu.", "gpu.", "nc.") for name in _WORKERS},
 }
 """Other names than options, and `batch_size`, to how DJL Serving reads their values: see `config.values.Djl.reads`."""

@@ -180,7 +180,7 @@ class GeneralOptions(OptionGroup):
             env=("TENSOR_PARALLEL_DEGREE",),
             to={"tnx": "tp_degree", "nxdi": "tp_degree"},
             computed=True,
-            djl=Djl(reads="whole", otherwise="starts a process for each NeuronCore"),
+            djl=Djl(reads="cores", otherwise="starts a process for each NeuronCore"),
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
@@ -249,7 +249,7 @@ class BatchingOptions(OptionGroup):
     rolling_batch: Annotated[
         Literal["auto", "tnx", "vllm", "disable"],
         Lower,
-        Option(output="file", djl=Djl(overrules=True, sign=True, reads="word")),
+        Option(output="file", djl=Djl(overrules=True, sign=True, reads="mode")),
     ] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same: requests join and leave the batch at each
     step. `disable`: one request, or `batch_size` of them, at a time. Recent DJL Serving turns `auto` into `disable`
@@ -267,7 +267,12 @@ class BatchingOptions(OptionGroup):
             computed=True,
             cpu=True,
             draft="same",
-            djl=Djl(fills_in=("32", "256"), sign=True, reads="whole"),
+            djl=Djl(
+                fills_in=("32", "256"),
+                sign=True,
+                reads="rows",
+                otherwise="sends up to {rows} rows",
+            ),
         ),
     ] = None
     """Sequences that are generated at once: the slots of the KV cache. Default: what fits into memory, at most 32,

@@ -449,7 +449,8 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
         line += len(_LINE_END.findall(entry.source))
     if "max_dynamic_batch_size" in found:
         # Source: djl-serving d21927c, ModelInfo.java configPerModelSettings: it is passed on under this name.
-        found.setdefault("batch_size", replace(found["max_dynamic_batch_size"], name="batch_size"))
+        late = found["max_dynamic_batch_size"]
+        found.setdefault("batch_size", replace(late, name="batch_size", source=late.name))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
 
 

@@ -86,12 +86,10 @@ class Djl:
     """It replaces the user's value: `batch_size` above 1 turns rolling batches off, for one."""
     fills_in: tuple[str, ...] = ()
     """Values that it sets where the user sets none."""
-    reads: Literal["", "whole", "seconds", "truth", "word"] = ""
-    """How it reads ``option.<name>`` itself; empty if it only passes the option on. `whole`: anything but a whole
-    number ends the load. `seconds`: anything else is its own default. `truth`: anything but ``true`` is false. `word`:
-    as it is, with case and blanks."""
+    reads: str = ""
+    """How it reads ``option.<name>`` itself: a kind of `djl_serving._KINDS`; empty if it only passes the option on."""
     otherwise: str = "uses its own default"
-    """What it does where it finds no value."""
+    """What it does where it finds no value; ``{rows}`` are the most rows of a call."""
     sign: bool = False
     """A file that sets the option was written for DJL Serving."""
 

@@ -311,7 +311,7 @@ class Preparation:
         revision = settings.options.revision if option == "model_id" else None
         folder = fetch.local_folder(model_id, base)
         if model_id is None:
-            if folder is None:
+            if folder is None or option in settings.refused:
                 return None
             try:
                 return self._detect(

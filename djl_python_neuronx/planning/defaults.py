@@ -67,7 +67,6 @@ def fill(case: Case) -> Filled:
     if options.context_length_estimate is None and (buckets := _buckets(case, positions, slots)):
         filled["context_length_estimate"] = buckets
     filled.update(_blocks(case, positions, slots))
-    filled.update(_strategy(case, slots))
     if generation := _generation(case):
         filled["on_device_generation"] = generation
     return filled
@@ -267,24 +266,6 @@ def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
     return tuple(sorted({min(alone, max_len), min(max(SMALLEST_BUCKET, 2 * alone), max_len)}))
 
 
-def _strategy(case: Case, slots: int) -> Filled:
-    """Return the kind of batches that pads on the side that is set, unless a feature needs the other kind."""
-    options = case.options
-    side, possible = (
-        options.padding_side,
-        case.capability is None or case.capability.continuous_batching,
-    )
-    if case.on_cpu or not possible or options.rolling_batch_strategy or side is None:
-        return {}
-    continuous = options.model_copy(update={"max_rolling_batch_size": 1}).continuous_batching
-    needed = continuous or options.is_block_kv_layout or options.enable_prefix_caching
-    if side == "right":
-        return {"rolling_batch_strategy": ("continuous_batching", "which pads on the right")}
-    if slots > 1 and not needed and options.cache_layout != "BSH":
-        return {"rolling_batch_strategy": ("naive_rolling_batch", "static batches pad on the left")}
-    return {}
-
-
 def others(name: str, case: Case) -> Iterator[object]:
     """Yield other values for an option that the user left out, where a rule refuses its default; the best first."""
     options, limit = case.options, case.options.max_model_len or 0
@@ -304,6 +285,8 @@ def others(name: str, case: Case) -> Iterator[object]:
             yield from (prompts[:end] for end in range(len(prompts) - 1, 0, -1))
         case "speculative_length":
             yield from range(options.speculative_length - 1, 0, -1)
+        case "rolling_batch_strategy":
+            yield from ("continuous_batching", "naive_rolling_batch")
         case "cast_type":
             yield "as-declared"
 

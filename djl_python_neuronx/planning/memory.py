@@ -49,7 +49,7 @@ class CoreMemory:
 
     @property
     def read(self) -> int:
-        """What a decode step reads at most: all weights and the cache of all slots, with padding.
+        """What a decode step of full slots reads: all weights and the whole cache, with padding.
 
         Divided by `DeviceInfo.core_bytes_per_s` it is a lower bound of the step's time: AWS measured two to seven times
         as much, because each layer takes another 0.15 to 0.35 ms (Llama and Mistral, 7B to 70B, SDK 2.18).

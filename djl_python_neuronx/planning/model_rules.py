@@ -23,6 +23,7 @@ DJL_ROWS = 32
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
+_STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
 _MOST_THREADS_PER_CPU = 4
@@ -316,9 +317,10 @@ def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
         automatic = options.rolling_batch_strategy is None
         if side == "left" and automatic and case.continuous_batching:
             problem = "continuous batching pads on the right; leave padding_side out"
-            yield Finding(("padding_side", _SLOTS), problem)
+            yield Finding(("padding_side", _STRATEGY, _SLOTS), problem)
         if side == "right" and not case.continuous_batching:
-            yield Finding(("padding_side",), "static batches pad on the left; leave it out")
+            problem = "static batches pad on the left; leave it out"
+            yield Finding(("padding_side", _STRATEGY), problem)
         return
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{case.library} has no continuous batching for {model_type}; leave it out"

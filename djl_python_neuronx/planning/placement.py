@@ -153,7 +153,7 @@ def _padding(case: Case) -> Iterator[Finding]:
     better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]
     if better:
         problem += f"; tensor_parallel_degree={better[-1]} needs no more memory on each"
-    problem += f". A decode step {_reading(memory, case.device)}"
+    problem += f". A decode step of full slots {_reading(memory, case.device)}"
     for lower in [*smaller][-1:]:
         unfit = "" if smaller[lower].fits else ", which does not fit"
         problem += f"; with {lower} cores it {_reading(smaller[lower], case.device)}{unfit}"
@@ -163,8 +163,8 @@ def _padding(case: Case) -> Iterator[Finding]:
 def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
     """What a core reads in a decode step, and the least time that this takes."""
     speed = device.core_bytes_per_s
-    least = f", at least {1000 * memory.read / speed:.1f} ms" if speed else ""
-    return f"reads up to {memory.read / GIB:.2f} GiB on each{least}"
+    least = f" in at least {1000 * memory.read / speed:.1f} ms" if speed else ""
+    return f"reads {memory.read / GIB:.2f} GiB on each{least}"
 
 
 def _flash_decoding(case: Case) -> Iterator[Finding]:

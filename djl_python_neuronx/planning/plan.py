@@ -109,16 +109,11 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
 
 
 class _Filled(NamedTuple):
-    """A case whose options are filled in, with what was filled in and the errors that are left."""
+    """A case whose options are filled in, what was filled in, and the options of each error that is left."""
 
     case: Case
     filled: defaults.Filled
-    wrong: list[Finding]
-
-    @property
-    def refused(self) -> set[tuple[str, ...]]:
-        """The combinations of options that are errors."""
-        return {finding.names for finding in self.wrong}
+    wrong: dict[tuple[str, ...], None]
 
 
 def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
@@ -129,7 +124,7 @@ def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
     best = _with_defaults(case, {})
     while best.wrong and placement.fits(best.case) is not False:
         attempts = (_with_defaults(case, chosen) for chosen in _attempts(case, best, origins))
-        better = next((one for one in attempts if one.refused < best.refused), None)
+        better = next((one for one in attempts if one.wrong.keys() < best.wrong.keys()), None)
         if better is None:
             break
         best = better
@@ -139,10 +134,10 @@ def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
 def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[defaults.Filled]:
     """Yield values for the options that an error names and nobody set, with those that were chosen before."""
     chosen = {name: entry for name, entry in best.filled.items() if entry[1].startswith(_SUITS)}
-    for finding in best.wrong:
-        for name in finding.names:
+    for names in best.wrong:
+        for name in names:
             if name not in origins and (name in best.filled or not is_set(case.options, name)):
-                others = (other for other in finding.names if other not in {name, *best.filled})
+                others = (other for other in names if other not in {name, *best.filled})
                 why = f"{_SUITS} {join_words(others)}"
                 for value in defaults.others(name, best.case):
                     yield {**chosen, name: (value, why)}
@@ -154,7 +149,8 @@ def _with_defaults(case: Case, chosen: defaults.Filled) -> _Filled:
     values = {name: value for name, (value, _) in filled.items()}
     case = replace(case.with_options(**values), filled=(*filled,))
     found = (*conflicts(case.options), *model_rules.findings(case))
-    return _Filled(case, filled, [finding for finding in found if finding.level == "error"])
+    wrong = dict.fromkeys(finding.names for finding in found if finding.level == "error")
+    return _Filled(case, filled, wrong)
 
 
 def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:

@@ -160,6 +160,18 @@ def test_any_settings_together_mean_what_java_makes_of_them(tmp_path):
         judge(tmp_path / str(i), tuple(settings))
 
 
+def test_djls_partition_script_plans_the_same(tmp_path):
+    """It passes the file without Java's recommendations."""
+    for i, batch in enumerate(("batch_size", "max_dynamic_batch_size", "option.batch_size")):
+        folder = tmp_path / str(i)
+        write(folder, ((batch, "4"),))
+        name = batch.removeprefix("option.").replace("max_dynamic_", "")
+        inside, errors = examine({"model_dir": str(folder), name: "4"}, folder, {})
+        outside, _ = examine(None, folder, {})
+        assert errors == []
+        assert outcome(inside) == outcome(outside) == (False, False, 4)
+
+
 def read_both(folder, settings):
     """What Java starts, or None if it fails, and the settings outside with their errors."""
     environ = write(folder, settings)
@@ -170,7 +182,7 @@ def read_both(folder, settings):
     return started, *examine(None, folder, environ)
 
 
-NUMBERS = ("4", "+4", "04", "4.0", "1_0", "4 ", "MAX", "max", "max ", "0x4", "1e1", "", "9" * 12)
+NUMBERS = ("4", "+4", "04", "4.0", "1_0", "4 ", "MAX", "max", "max ", "0x4", "1e1", "", "9" * 10)
 WHOLE = (
     *("option.tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE", "TENSOR_PARALLEL_DEGREE"),
     *("option.pipeline_parallel_degree", "PIPELINE_PARALLEL_DEGREE", "SM_NUM_GPUS"),
@@ -360,7 +372,7 @@ def test_a_key_with_and_without_its_prefix_is_warned_of(tmp_path, name):
         ("option.handler=infer", "set handler=handle"),
         ("option.handler=handle", ""),
         ("maxWorkers=2", "set maxWorkers=1"),
-        ("nc.minWorkers=3", "set nc.minWorkers=1"),
+        ("minWorkers=3", "set minWorkers=1"),
         ("maxWorkers=-1", ""),
         ("gpu.maxWorkers=2", ""),
         ("log_model_metric=true", "nor a key of DJL Serving"),
@@ -388,4 +400,4 @@ def test_a_batch_that_java_would_collect_beside_async_mode(tmp_path):
     settings = (("option.batch_size", "4"), ("option.async_mode", "true"))
     _, outside, errors = read_both(tmp_path / "option", settings)
     assert errors == []
-    assert "no effect; leave it out" in "".join(outside.problems.messages("warning"))
+    assert "no effect on DJL Serving" in "".join(outside.problems.messages("warning"))

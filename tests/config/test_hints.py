@@ -76,7 +76,7 @@ REFUSED = {
     "option.n_positions=2048 // tokens": ("n_positions", "write 2048"),
     "option.model_id=org/m # mine": ("model_id", "write org/m"),
     "option.model_id=org/m ; mine": ("model_id", "write org/m"),
-    'option.dtype="bf16", # comment': ("dtype", "comment", "no quotes: write bf16"),
+    'option.dtype="bf16", # comment': ("dtype", "no quotes: write bf16"),
     "option.dtype=bf16;": ("dtype", "write bf16"),
     "option.tensor_parallel_degree=8,": (DEGREE, "write 8"),
     "option.model_id=org/m,": ("model_id", "write org/m"),
@@ -223,8 +223,8 @@ REFUSED = {
     # what Java reads in another way
     "option.async_mode=yes": ("async_mode", "for false; write true"),
     "option.async_mode=1": ("async_mode", "for false; write true"),
-    "option.tensor_parallel_degree=MAX": ("does not start", "write max"),
-    "option.rolling_batch=DISABLE": ("rolling_batch", "write disable"),
+    "option.tensor_parallel_degree=MAX": ("does not start", "or max"),
+    "option.rolling_batch=DISABLE": ("rolling_batch", "write auto or disable"),
     # two settings
     "option.quantize=static_int8\noption.load_in_8bit=false": ("quantize", "keep one"),
     "option.partition_schema=optimum\noption.save_mp_checkpoint_path=/o": ("partition", "set safe"),
@@ -307,6 +307,12 @@ def test_a_folder_without_a_model_names_the_option(tmp_path):
     (tmp_path / "serving.properties").write_text("option.dtype=bf16")
     (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
     assert message.startswith("no model: set option.model_id")
+
+
+def test_a_name_that_is_refused_is_the_only_error(tmp_path):
+    (tmp_path / "serving.properties").write_text("option.model_id=hf://a/b")
+    (message,) = check(str(tmp_path), environ={}, overrides={}).findings.messages("error")
+    assert "write a/b" in message
 
 
 def test_a_file_of_weights_is_no_model(tmp_path):

@@ -735,7 +735,7 @@ CORES = [
     (
         DEGREE,
         "note",
-        "with 8 cores it reads up to 1.81 GiB on each, at least 4.7 ms",
+        "with 8 cores it reads 1.81 GiB on each in at least 4.7 ms",
         {DEGREE: 24, "n_positions": 4096, "max_rolling_batch_size": 1},
         {DEGREE: 8},
     ),

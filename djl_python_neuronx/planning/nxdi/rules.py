@@ -226,8 +226,8 @@ _BATCHES = (
     when(
         lambda options: not _static_batches(options),
         padding_side="left",
-        max_rolling_batch_size=ANY,
         rolling_batch_strategy=ANY,
+        max_rolling_batch_size=ANY,
     ).refuse("continuous batching pads on the right; leave padding_side out"),
     # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
     when(
