@@ -26,6 +26,7 @@ from djl_python_neuronx.errors import (  # noqa: E402
     ConfigError,
 )
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
+from djl_python_neuronx.loading.check import check  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
@@ -229,6 +230,51 @@ def test_a_draft_model_is_compiled_by_itself_and_once(
     compile_model(str(draft), str(tmp_path / "alone"), environ=environ, overrides={**BASE, **alone})
     assert start(speculative_draft_model=str(tmp_path / "alone")) == (0, 1)
     assert start(speculative_draft_model=str(TINY_LLAMA)) == (1, 1)
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_an_output_has_the_weights_as_each_core_takes_them(tmp_path: Path, tp: str) -> None:
+    """It is served by a new process, compiles nothing and needs no checkpoint; and the compile store has no weights."""
+    cache, output = tmp_path / "cache", tmp_path / "out"
+    environ = {
+        "NEURON_RT_NUM_CORES": "8",
+        "NEURON_COMPILE_CACHE_URL": str(cache),
+        "DJL_CACHE_DIR": str(tmp_path / "downloads"),
+    }
+    source = Path(shutil.copytree(TINY_LLAMA, tmp_path / "model"))
+    settings = {**BASE, "tensor_parallel_degree": tp}
+    made = compile_model(
+        str(source), str(output), environ=environ, overrides=settings, weights="presharded"
+    )
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    names = {"DecoderLMHead", *(f"decoder_layer_{i}" for i in range(layers))}
+    written = {name for name in made.files if name.endswith(".safetensors")}
+    assert written == {f"compiled/{name}.safetensors" for name in names}
+    assert not list(cache.rglob("*.safetensors"))
+    graphs = [name for name in made.files if name.endswith(".neff")]
+    assert graphs
+    assert all((output / name).stat().st_nlink == 1 for name in graphs)
+    assert not list(tmp_path.glob(".out.*"))
+    assert "option.on_device_embedding=true" in (output / "serving.properties").read_text()
+    shutil.rmtree(source)
+    shutil.rmtree(cache)
+    report = check(str(output), environ=environ, overrides={})
+    assert not report.findings.errors
+    assert not report.lacking
+    loaded = Service.load(None, output, environ=environ)
+    assert not list(cache.rglob("MODULE_*"))
+    application = Application("cut")
+    application.service = loaded
+    server = Running(application)
+    try:
+        for known in [known for known in checks() if len(known["prompt"].encode()) < 100][:8]:
+            parameters = {"max_new_tokens": known["max_new_tokens"], "do_sample": False}
+            payload = {"inputs": known["prompt"], "parameters": parameters}
+            response = httpx.post(server.url + "/invocations", json=payload, timeout=60)
+            assert response.json()["generated_text"] == known["completion"]
+    finally:
+        server.close()
+        loaded.close()
 
 
 @pytest.mark.parametrize("layout", ["graphs", "no graphs", "lmi_aot"])
