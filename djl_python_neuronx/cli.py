@@ -150,9 +150,10 @@ def _add_compile(commands: Commands) -> None:
     )
     command.add_argument(
         "--weights",
-        choices=["none", "link", "copy"],
+        choices=["none", "link", "copy", "presharded"],
         default="link",
-        help="how the weights get into the output: as hard links if on the same disk (default), as copies, or not",
+        help="how the weights get into the output: as hard links if on the same disk (default), as copies, not at all, "
+        "or cut for each core (tnx, on a machine with its cores; turns on_device_embedding on)",
     )
     command.add_argument(
         "--overwrite", action="store_true", help="replace the output folder whatever its content"

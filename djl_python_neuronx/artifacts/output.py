@@ -47,7 +47,7 @@ COMPILED = "compiled"
 DRAFT = "draft"
 """The folder of the draft model in an output, itself an output."""
 
-WeightsInOutput = Literal["none", "link", "copy"]
+WeightsInOutput = Literal["none", "link", "copy", "presharded"]
 
 _KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
@@ -64,6 +64,7 @@ def write_output(
     packages: Mapping[str, str],
     layout: str,
     compiled: Path | None = None,
+    write_weights: Callable[[Path], object] | None = None,
     write_draft: Callable[[Path], object] | None = None,
     weights: WeightsInOutput = "link",
     for_djl: Mapping[str, str] = MappingProxyType({}),
@@ -76,7 +77,8 @@ def write_output(
     folder `compiled`, what `write_draft` writes to the folder `draft`, and a `serving.properties`, see
     `properties_file`. The manifest lists that file unless another program replaces it (`own_properties`). `layout` is
     the name of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system
-    supports it, else a copy): a linked file changes with its source.
+    supports it, else a copy): a linked file changes with its source. With ``presharded`` they are what `write_weights`
+    writes into the folder `compiled`, whose files are then copies.
 
     Raises:
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
@@ -93,6 +95,8 @@ def write_output(
         new = beside / "new"
         new.mkdir()
         _fill(new, model, compiled, weights)
+        if write_weights is not None:
+            write_weights(new / COMPILED)
         if write_draft is not None:
             write_draft(new / DRAFT)
         (new / PROPERTIES).write_bytes(properties_file(options, for_djl))
@@ -199,7 +203,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     for name in small:
         copy_file(model.path / name, target / name, model.root)
     folders = COPIED_FOLDERS & model.folders
-    if weights == "none":
+    if weights in {"none", "presharded"}:
         folders -= {SPLIT_FOLDER}
     else:
         for name in cut:
@@ -208,7 +212,8 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
         inner, linked = model.path / name, link and name == SPLIT_FOLDER
         copy_tree(inner, target / name, model.root, link=linked, choose=choose)
     if compiled is not None:
-        copy_tree(compiled, target / COMPILED, link=True, choose=choose)
+        # A library that writes beside its graphs writes them anew, into the compile store if they were links.
+        copy_tree(compiled, target / COMPILED, link=weights != "presharded", choose=choose)
 
 
 def _move_into(new: Path, destination: Path, *, besides: Path) -> None:

@@ -236,7 +236,10 @@ def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compi
             logging.WARNING if level == "warning" else logging.INFO, "compile_needed %s", message
         )
 
-    logger.info("compile_store place=%s origin=%r", place.store, place.origin)
+    new = not (place.is_remote or place.origin == "default" or Path(place.neff_cache).is_dir())
+    # A compiler's cache is made by whoever needs it first, but the variable may have a typing error.
+    level = logging.WARNING if new else logging.INFO
+    logger.log(level, "compile_store place=%s origin=%r new=%s", place.store, place.origin, new)
     folder = _open_store(prepared, place).build(
         compiled.facts,
         compile_into,

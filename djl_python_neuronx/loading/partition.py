@@ -16,8 +16,9 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.artifact import READS, WHOLE, Artifact
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
+from djl_python_neuronx.artifacts.compiled_formats import LmiAot
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
@@ -27,8 +28,10 @@ from djl_python_neuronx.config.trust import is_harmless
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
+    IncompatibleOptionsError,
     InvalidOptionError,
 )
+from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -69,6 +72,8 @@ def compile_model(
     model_dir = fetch.local_folder(model, None)
     if model_dir is None:
         overrides = {"model_id": model, **overrides}
+    if weights == "presharded":
+        overrides = {**overrides, "on_device_embedding": "true"}  # the library stores no other
     prepared = prepare_or_raise(
         None,
         model_dir,
@@ -78,6 +83,8 @@ def compile_model(
         ahead=True,
         progress=progress,
     )
+    if weights == "presharded":
+        _check_presharded(prepared)
     return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
 
 
@@ -166,9 +173,10 @@ class _Writer:
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
             compiled_draft = obtain(draft, lambda: self.tokenizer)
-            write_draft = partial(
-                replace(self, own_properties=True)._write_folder, draft, compiled_draft
-            )
+            # A draft model is small: its weights stay whole.
+            whole: WeightsInOutput = "link" if self.weights == "presharded" else self.weights
+            writer = replace(self, own_properties=True, weights=whole)
+            write_draft = partial(writer._write_folder, draft, compiled_draft)
             options[_DRAFT_OPTION] = DRAFT
         return write_output(
             _source(prepared),
@@ -176,14 +184,42 @@ class _Writer:
             facts=compiled.facts,
             options=options,
             packages=compiled.packages,
-            layout=_layout(prepared.artifact),
+            layout=LmiAot.name if self.weights == "presharded" else _layout(prepared.artifact),
             compiled=compiled.folder,
+            write_weights=partial(_preshard, prepared, compiled)
+            if self.weights == "presharded"
+            else None,
             write_draft=write_draft,
             weights=self.weights,
             for_djl=_for_djl(prepared),
             own_properties=self.own_properties,
             overwrite=self.overwrite,
         )
+
+
+def _check_presharded(prepared: Prepared) -> None:
+    problem = None
+    if "presharded" not in READS.get(prepared.backend, WHOLE):
+        problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
+    elif prepared.case.effective.shard_over_sequence:
+        problem = (
+            "with shard_over_sequence transformers-neuronx cannot load the weights that it has cut"
+        )
+    if problem is not None:
+        msg = f"{problem} (--weights presharded); name link, copy or none"
+        raise IncompatibleOptionsError(msg)
+
+
+def _preshard(prepared: Prepared, compiled: Compiled, folder: Path) -> None:
+    """Write the weights of a model as each core takes them into a folder with its graphs."""
+    compile_guarded(
+        prepared.backend,
+        replace(compiled.plan, presharded=True),
+        folder,
+        environ=prepared.environ,
+        neff_cache=None,
+        forecast=Forecast(0, 0.0),
+    )
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:

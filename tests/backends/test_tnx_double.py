@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import types
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
@@ -247,3 +248,38 @@ def test_a_keyword_that_the_library_does_not_know_is_refused(
         with pytest.raises(IncompatibleOptionsError, match=told):
             backends.get("tnx").load(plan)
     assert made == []
+
+
+def test_weights_are_rearranged_without_changing_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each row with its number as value: GPT-J's pairs become halves, GPT-BigCode's heads become blocks."""
+    torch = importlib.import_module("torch")
+    for path, names in {
+        "gpt2.model": ("GPT2Block", "GPT2ForSampling", "GPT2ForSamplingWithContextBroadcasting"),
+        "gptj.model": ("GPTJBlock", "GPTJTransformer"),
+        "gptneox.model": ("GPTNeoXForSampling", "GPTNeoXLayer"),
+        "module": ("LowMemoryModuleList",),
+    }.items():
+        module = types.ModuleType(f"transformers_neuronx.{path}")
+        for name in names:
+            methods = {"load_weights": None, "maybe_nullify_embeddings": None}
+            setattr(module, name, type(name, (), methods))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent = module.__name__.rpartition(".")[0]
+        monkeypatch.setitem(
+            sys.modules, parent, sys.modules.get(parent) or types.ModuleType(parent)
+        )
+    path = "djl_python_neuronx.backends.tnx.adapted"
+    monkeypatch.delitem(sys.modules, path, raising=False)
+    adapted = importlib.import_module(path)
+    del sys.modules[path]
+    rows = torch.arange(12.0)[:, None].repeat(1, 12)
+    fused = adapted.fuse_rotary(rows, rows + 100, rows + 200, num_heads=2, rotary_dim=4)
+    halves = torch.tensor([0, 2, 1, 3, 4, 5])
+    heads = [halves, halves + 100, torch.arange(6) + 200]
+    assert (
+        fused[:, 0].tolist() == torch.cat([head + 6 * i for i in (0, 1) for head in heads]).tolist()
+    )
+    grouped = torch.tensor([0, 1, 100, 101, 200, 201, 2, 3, 102, 103, 202, 203])
+    blocks = [0, 1, 2, 3, 100, 101, 102, 103, 200, 201, 202, 203]
+    assert adapted.ungroup(grouped, 2).tolist() == blocks
+    assert adapted.ungroup(grouped[:, None], 2)[:, 0].tolist() == blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,13 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
-from djl_python_neuronx.errors import ArtifactMismatchError, ConfigError  # noqa: E402
+from djl_python_neuronx.errors import (  # noqa: E402
+    ArtifactNotFoundError,
+    BackendUnavailableError,
+    ConfigError,
+)
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
+from djl_python_neuronx.loading.check import check  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
@@ -65,7 +71,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 @pytest.fixture(params=list(WAYS))
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    settings = {**BASE, **WAYS[request.param], "on_mismatch": "recompile"}
+    settings = {**BASE, **WAYS[request.param]}
     loaded = Service.load(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
     yield loaded
     loaded.close()
@@ -98,6 +104,24 @@ def test_known_answers_come_through_the_server(service: Service) -> None:
         server.close()
 
 
+def test_a_degree_above_the_cores_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No variable announces the cores: `neuron-ls` does, or nothing."""
+    cache = tmp_path / "cache"
+    environ = {"NEURON_COMPILE_CACHE_URL": str(cache), "DJL_CACHE_DIR": str(tmp_path / "downloads")}
+    monkeypatch.setenv("NEURON_EMU_CORES", "4")
+    for name in ("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {**BASE, "tensor_parallel_degree": "8"}
+    with pytest.raises(ConfigError, match="8 NeuronCores are needed and 4 can be used"):
+        Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(BackendUnavailableError, match="no Neuron device is visible here"):
+        Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
+    assert not cache.exists()
+
+
 def test_what_the_library_gets_wrong_is_refused_before_it_is_loaded() -> None:
     wrong = {"group_query_attention": "shard-over-batch"}
     with pytest.raises(ConfigError, match="mixes up the rows"):
@@ -123,7 +147,9 @@ def hits_and_misses(service: Service) -> tuple[int, int]:
     return hits, misses
 
 
-def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_and_another_option_names_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = tmp_path / "cache"
     environ = {
         "NEURON_RT_NUM_CORES": "8",
@@ -142,10 +168,15 @@ def test_a_second_start_compiles_nothing_and_another_option_names_itself(tmp_pat
     assert num_compiled > 0
     assert start() == (1, 0)
     assert len(list(cache.rglob("MODULE_*"))) == num_compiled
-    with pytest.raises(ArtifactMismatchError, match="max_rolling_batch_size") as caught:
-        start(max_rolling_batch_size="2")
+    with pytest.raises(ArtifactNotFoundError, match="max_rolling_batch_size: compiled 4") as caught:
+        start(max_rolling_batch_size="2", compilation="forbid")
     assert "n_positions" not in str(caught.value)
-    assert start(max_rolling_batch_size="2", on_mismatch="recompile") == (0, 1)
+    assert len(list(cache.rglob("MODULE_*"))) == num_compiled
+    assert start(compilation="forbid") == (1, 0)
+    caplog.clear()
+    assert start(max_rolling_batch_size="2") == (0, 1)
+    assert "compile_needed" in caplog.text
+    assert "max_rolling_batch_size: compiled 4, wanted 2" in caplog.text
     assert len(list(cache.rglob("MODULE_*"))) > num_compiled
 
 
@@ -188,7 +219,7 @@ def test_a_draft_model_is_compiled_by_itself_and_once(
     assert turns == ["compile_guarded", "compile_guarded", "load", "load"]
     assert start() == (2, 0)
     # The draft model does not depend on how many drafts are verified.
-    assert start(speculative_length="3", on_mismatch="recompile") == (1, 1)
+    assert start(speculative_length="3") == (1, 1)
     output = tmp_path / "output"
     compile_model(str(TINY_LLAMA), str(output), environ=environ, overrides=settings)
     shutil.rmtree(tmp_path / "cache")
@@ -201,11 +232,56 @@ def test_a_draft_model_is_compiled_by_itself_and_once(
     assert start(speculative_draft_model=str(TINY_LLAMA)) == (1, 1)
 
 
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_an_output_has_the_weights_as_each_core_takes_them(tmp_path: Path, tp: str) -> None:
+    """It is served by a new process, compiles nothing and needs no checkpoint; and the compile store has no weights."""
+    cache, output = tmp_path / "cache", tmp_path / "out"
+    environ = {
+        "NEURON_RT_NUM_CORES": "8",
+        "NEURON_COMPILE_CACHE_URL": str(cache),
+        "DJL_CACHE_DIR": str(tmp_path / "downloads"),
+    }
+    source = Path(shutil.copytree(TINY_LLAMA, tmp_path / "model"))
+    settings = {**BASE, "tensor_parallel_degree": tp}
+    made = compile_model(
+        str(source), str(output), environ=environ, overrides=settings, weights="presharded"
+    )
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    names = {"DecoderLMHead", *(f"decoder_layer_{i}" for i in range(layers))}
+    written = {name for name in made.files if name.endswith(".safetensors")}
+    assert written == {f"compiled/{name}.safetensors" for name in names}
+    assert not list(cache.rglob("*.safetensors"))
+    graphs = [name for name in made.files if name.endswith(".neff")]
+    assert graphs
+    assert all((output / name).stat().st_nlink == 1 for name in graphs)
+    assert not list(tmp_path.glob(".out.*"))
+    assert "option.on_device_embedding=true" in (output / "serving.properties").read_text()
+    shutil.rmtree(source)
+    shutil.rmtree(cache)
+    report = check(str(output), environ=environ, overrides={})
+    assert not report.findings.errors
+    assert not report.lacking
+    loaded = Service.load(None, output, environ=environ)
+    assert not list(cache.rglob("MODULE_*"))
+    application = Application("cut")
+    application.service = loaded
+    server = Running(application)
+    try:
+        for known in [known for known in checks() if len(known["prompt"].encode()) < 100][:8]:
+            parameters = {"max_new_tokens": known["max_new_tokens"], "do_sample": False}
+            payload = {"inputs": known["prompt"], "parameters": parameters}
+            response = httpx.post(server.url + "/invocations", json=payload, timeout=60)
+            assert response.json()["generated_text"] == known["completion"]
+    finally:
+        server.close()
+        loaded.close()
+
+
 @pytest.mark.parametrize("layout", ["graphs", "no graphs", "lmi_aot"])
 def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout: str) -> None:
     """As the library's `save(sharded_weights=True)` leaves them, beside the tokenizer; and as the old container did."""
     prompt = "Monday Tuesday Wednesday"
-    settings = {**BASE, "on_device_embedding": "true", "on_mismatch": "recompile"}
+    settings = {**BASE, "on_device_embedding": "true"}
     prepared = prepare_or_raise(None, TINY_LLAMA, environ=ENVIRON, overrides=settings)
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)

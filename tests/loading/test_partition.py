@@ -16,11 +16,14 @@ from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
+    CompileError,
     IncompatibleOptionsError,
     InvalidOptionError,
 )
 from djl_python_neuronx.loading import partition
+from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
+from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.service import Service
 from tests.neuron_machine import GRAPHS, TINY, load
 from tests.test_readme import BlockingQueue, rounded
@@ -164,6 +167,73 @@ def test_an_output_of_graphs_compiles_nothing(machine, options, tmp_path):
     anew["compiled_graph_path"] = options["compiled_graph_path"]
     assert load(machine, anew, tmp_path / "other") == (0, 1)
     assert machine.compiled() == 2 * GRAPHS
+
+
+def test_weights_are_cut_beside_copies_of_the_stored_graphs(machine, options, tmp_path):
+    out, stored = tmp_path / "out", tmp_path / "cache"
+    arguments = {"environ": machine.environ, "overrides": options, "weights": "presharded"}
+    made = compile_model(str(TINY), str(out), **arguments)
+    assert machine.compiled() == GRAPHS
+    cut = {name for name in made.files if name.endswith(".safetensors")}
+    layers = json.loads((TINY / "config.json").read_text())["num_hidden_layers"]
+    assert cut == {
+        "compiled/DecoderLMHead.safetensors",
+        *(f"compiled/decoder_layer_{i}.safetensors" for i in range(layers)),
+    }
+    # What the library writes into the output never reaches the store, and the store holds no weights.
+    assert all((out / "compiled" / name).stat().st_nlink == 1 for name in GRAPHS)
+    assert not list(stored.rglob("*.safetensors"))
+    artifact = formats.detect(out)
+    assert (artifact.format, artifact.backend, artifact.kind) == (
+        "djl_neuronx",
+        "tnx",
+        "presharded",
+    )
+    report = check(str(out), environ=machine.environ, overrides={})
+    assert not report.findings.errors
+    assert report.resolved.options.on_device_embedding
+    assert report.prepared.planned.arguments.neuron_config["on_device_embedding"]
+    # Cut for one core, they serve no other number of them.
+    other = {"tensor_parallel_degree": "2"}
+    refused = check(str(out), environ=machine.environ, overrides=other)
+    assert any("tensor_parallel_degree" in str(error) for error in refused.findings.errors)
+    # An output without a checkpoint cannot be the source of another.
+    with pytest.raises(ArtifactError, match="Compile the checkpoint"):
+        compile_model(str(out), str(tmp_path / "again"), environ=machine.environ)
+
+
+def test_nothing_is_left_of_weights_whose_cut_failed(machine, options, tmp_path):
+    arguments = {"environ": machine.environ, "overrides": options}
+    compile_model(str(TINY), str(tmp_path / "plain"), **arguments)
+    machine.set(TOYC_FAIL="the device is gone")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    overrides = {**options, "n_positions": "64", "context_length_estimate": "64"}
+    arguments = {"environ": machine.environ, "overrides": overrides, "weights": "presharded"}
+    with pytest.raises(CompileError, match="the device is gone"):
+        compile_model(str(TINY), str(tmp_path / "out"), **arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_the_cpu_backend_cuts_no_weights(tmp_path, capsys):
+    command = ["compile", str(TINY), "--output", str(tmp_path / "out"), "--weights", "presharded"]
+    assert cli.main([*command, "-o", "model_loader=cpu"]) == 1
+    assert "the cpu backend reads no weights that are cut" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cache_divided_by_tokens_goes_with_whole_weights(machine, options, tmp_path):
+    divided = {"shard_over_sequence": "true", "group_query_attention": "replicated-heads"}
+    settings = {**options, **divided, "tensor_parallel_degree": "4"}
+    with pytest.raises(IncompatibleOptionsError, match="cannot load the weights that it has cut"):
+        compile_model(
+            str(TINY),
+            str(tmp_path / "out"),
+            environ=machine.environ,
+            overrides=settings,
+            machine=named("inf2.24xlarge"),
+            weights="presharded",
+        )
+    assert machine.compiled() == []
 
 
 def test_an_output_keeps_to_its_compilers_flags(machine, options, tmp_path):

@@ -33,6 +33,7 @@ from djl_python_neuronx.loading.prepare import LoadProgress, prepare_or_raise
 from djl_python_neuronx.planning import backend_choice as loaders
 from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
+from djl_python_neuronx.planning.machines import DeviceInfo
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -141,6 +142,18 @@ def test_a_folder_that_is_not_there_is_refused(machine, options, tmp_path, name)
     compiled(machine, {**options, **missing, **unused})
 
 
+def test_a_folder_that_a_variable_names_is_made_with_a_warning(machine, options, tmp_path, caplog):
+    """As the compiler makes its own cache, whose variable it is."""
+    machine.set(NEURON_COMPILE_CACHE_URL=tmp_path / "new")
+    unset = {name: value for name, value in options.items() if name != "compiled_graph_path"}
+    assert compiled(machine, unset).folder.is_relative_to(tmp_path / "new")
+    (record,) = (
+        record for record in caplog.records if "compile_store place" in record.getMessage()
+    )
+    assert record.levelname == "WARNING"
+    assert "origin='environment NEURON_COMPILE_CACHE_URL' new=True" in record.getMessage()
+
+
 def test_a_relative_folder_is_beside_the_model_for_its_draft_too(machine, options, tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     (model / "cache").mkdir()
@@ -244,6 +257,12 @@ def test_what_was_compiled_before_versions_were_facts_is_served(machine, options
     assert compiled(machine, {**options, "compiled_graph_path": str(graphs)}).folder == graphs
     assert load(machine, {}, out) == (0, 0)
     assert machine.compiled() == GRAPHS
+
+
+def test_cores_that_nobody_counts_are_a_warning(machine, options, caplog):
+    unknown = DeviceInfo(None, 1, 0, 0, 4, "1 device, no neuron-ls")
+    prepare_or_raise(None, TINY, environ=machine.environ, overrides=options, machine=unknown)
+    assert "the number of NeuronCores is not known" in caplog.text
 
 
 def test_without_a_device_nothing_is_compiled_for_a_start_here(

@@ -74,6 +74,8 @@ def uncompilable(config: Mapping[str, Any]) -> str | None:
 def compile(plan: LoadPlan, target: Path) -> None:
     """Write the compiled graphs of a plan into `target`, an existing folder. Takes minutes, and needs a device.
 
+    With `presharded` the weights too; graphs of the plan that are there are used.
+
     Raises:
         IncompatibleOptionsError: `presharded` without `on_device_embedding`.
         BackendUnavailableError: the library or its cores are missing.
@@ -87,7 +89,8 @@ def compile(plan: LoadPlan, target: Path) -> None:
         raise IncompatibleOptionsError(message)
     if reason := uncompilable({"model_type": model_type_of(plan.model_dir)}):
         raise BackendError(reason)
-    model = _on_device(plan, None)
+    stored = plan.presharded and any(target.glob("*.neff"))
+    model = _on_device(plan, target if stored else None)
     try:
         model.save(str(target), sharded_weights=plan.presharded)
     except Exception as error:

@@ -6,9 +6,13 @@ hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from djl_python_neuronx.artifacts.atomic import whole_file
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -39,6 +43,27 @@ def compile(plan: LoadPlan, target: Path) -> None:
             time.sleep(60)
         with whole_file(target / name) as temporary:
             temporary.write_text(repr((plan.num_slots, plan.tensor_parallel_degree)))
+    if plan.presharded:
+        assert plan.arguments.neuron_config["on_device_embedding"]
+        _cut(plan, target)
+
+
+def _cut(plan: LoadPlan, target: Path) -> None:
+    """Rewrite the graphs in place, as the library does, and write shards with the library's names."""
+    for name in _graphs(plan):
+        with (target / name).open("r+") as graph:
+            text = graph.read()
+            graph.seek(0)
+            graph.write(text)
+    config = json.loads((plan.model_dir / "config.json").read_text())
+    layers = (f"decoder_layer_{i}" for i in range(config["num_hidden_layers"]))
+    shards = {
+        f"weight*{core}": np.ones(2, np.float32) for core in range(plan.tensor_parallel_degree)
+    }
+    for name in ("DecoderLMHead", *layers):
+        save_file(shards, target / f"{name}.safetensors")
+    cut = {**config, "is_presharded_checkpoint": True}
+    (target / "config.json").write_text(json.dumps(cut))
 
 
 def load(plan: LoadPlan, compiled: Path | None = None):
