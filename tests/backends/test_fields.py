@@ -109,6 +109,7 @@ NEUTRAL: Mapping[str, Any] = {
     "is_decoder": True,
     "layerdrop": 0.5,
     "max_position_embeddings": 128,
+    "n_positions": 128,  # of gptj
     "num_key_value_heads": 2,  # of gpt_bigcode, where multi_query decides
     "output_router_logits": True,
     "pad_token_id": 9,
