@@ -408,7 +408,10 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
         if near:
             yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
         else:
-            yield _defect(case, Defect(problem, backends=field.backends, stops=field.stops))
+            fix = "" if field.backends else "correct config.json"
+            yield _defect(
+                case, Defect(problem, fix=fix, backends=field.backends, stops=field.stops)
+            )
 
 
 def _defect(case: Case, defect: Defect) -> Finding:
