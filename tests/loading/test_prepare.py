@@ -183,6 +183,12 @@ def test_another_compiler_names_itself(machine, options, caplog):
     machine.set(TOYC_VERSION="2.0")
     compiled(machine, options)
     assert ": compiler_version: compiled '1.0', wanted '2.0'. A start" in needed(caplog)
+    # No option brings back what another compiler has made.
+    machine.set(TOYC_VERSION="3.0")
+    compiled(machine, {**options, "max_rolling_batch_size": "4"})
+    text = needed(caplog)
+    assert "max_rolling_batch_size: compiled 2, wanted 4" in text
+    assert "To use these set" not in text
 
 
 def test_other_flags_of_the_compiler_name_themselves(machine, options, caplog):
