@@ -202,6 +202,8 @@ def _check_presharded(prepared: Prepared) -> None:
     problem = next((finding.problem for finding in found if finding.level == "error"), None)
     if "presharded" not in READS.get(prepared.backend, WHOLE):
         problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
+    elif not prepared.options.on_device_embedding:
+        problem = "override_neuron_config sets on_device_embedding=false; leave it out"
     if problem is not None:
         msg = f"{problem} (--weights presharded), or name link, copy or none"
         raise IncompatibleOptionsError(msg)
