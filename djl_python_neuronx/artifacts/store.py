@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -212,13 +213,10 @@ class CompileStore:
         """
         damages: list[ArtifactError] = []
         for one in (facts, *_in_other_roles(facts)):
-
-            def get(one: CompileFacts = one) -> object:
-                return self.find(one, hashes="none") or (
-                    self._mirror and self._mirror.manifest(one)
-                )
-
-            if _unless_damaged(get, damages if one == facts else []):
+            found = damages if one == facts else []
+            if _unless_damaged(partial(self.find, one, hashes="none"), found):
+                return None
+            if self._mirror and _unless_damaged(partial(self._mirror.manifest, one), found):
                 return None
         return self._miss(facts, damages)
 

@@ -197,7 +197,7 @@ class EngineLoop:
                 check(request, self.spec)
             group = [Stream(one, self._tokenizer, output_queue) for one in requests]
             for stream in group:
-                stream.group = group
+                stream.begun = group[0].begun
             self.streams.open(group, self._add)
         except ServingError as error:
             if isinstance(error, QueueFullError) and self._link is None:
@@ -311,7 +311,7 @@ class EngineLoop:
     def _note_entering(self, request_ids: list[str]) -> None:
         for stream in map(self.streams.get, request_ids):
             if stream is not None:
-                stream.entered = True
+                stream.begun.add(stream.request.request_id)
 
     def _explain_end(self) -> _Death:
         """The reason why a connection has ended without one."""
@@ -452,8 +452,9 @@ class EngineLoop:
         """End the streams that the next engine must not run again."""
         sent, twice = [], []
         for stream in self.streams.open_streams():
-            if stream.entered:
-                stream.entered, stream.waiting_since_s = False, time.monotonic()
+            if stream.request.request_id in stream.begun:
+                stream.begun.discard(stream.request.request_id)
+                stream.waiting_since_s = time.monotonic()
                 stream.deaths += 1
             if stream.first_token_s is not None:
                 sent.append(stream)
@@ -507,7 +508,7 @@ class EngineLoop:
             limit_s = min(stream.request.max_seconds, self._settings.max_request_s)
             if time.monotonic() - stream.request.arrived_s < limit_s:
                 continue
-            if any(one.entered for one in stream.group):
+            if stream.begun:
                 output = TokenOutput(stream.request.request_id, (), FinishReason.TIME)
                 with self._delivering:
                     self._deliver(StepResult([output]))

@@ -143,14 +143,13 @@ class Stream:
         self.message = encode_request(request, self.text.stop_tokens)
         """The request, encoded for the engine."""
         self.queue = queue
-        self.group: Sequence[Stream] = (self,)
-        """The streams that are answered together."""
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
         self.waiting_since_s = self.submitted_s
-        self.entered = False
-        """A step of this engine has begun it."""
+        self.begun: set[str] = set()
+        """The requests answered together that a step of this engine has begun. One set for all of them, not their
+        streams: these would be freed only by the garbage collector, long after their end."""
         self.deaths = 0
         """Ends of the engine at which the request was running."""
 

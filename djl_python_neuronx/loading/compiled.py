@@ -15,6 +15,7 @@ from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
+    Hashes,
     artifact_digest,
     differences,
 )
@@ -103,7 +104,7 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
     place, has_graphs = _named_place(prepared)
     if prepared.fits and prepared.artifact.compiled is not None:
         compiled = replace(compiled, folder=prepared.artifact.compiled)
-    elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts)):
+    elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts, "all")):
         compiled = replace(compiled, folder=folder, plan=_adapt_plan(prepared, plan, folder))
     else:
         compiled = _build(prepared, compiled, _locate(prepared, None if has_graphs else place))
@@ -125,7 +126,9 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
         return
     facts = _facts(prepared, prepared.weights.folder)
     named, has_graphs = _named_place(prepared)
-    if has_graphs and (fetch.uri_scheme(str(named)) or _named_graphs(prepared, str(named), facts)):
+    if has_graphs and fetch.uri_scheme(str(named)):
+        return
+    if has_graphs and _named_graphs(prepared, str(named), facts, "none"):
         return
     place = _locate(prepared, None if has_graphs else named)
     level: Level = "note"
@@ -169,7 +172,9 @@ def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
     return place, any(name.endswith(".neff") and "/" not in name for name in listed)
 
 
-def _named_graphs(prepared: Prepared, place: str, facts: CompileFacts) -> Path | None:
+def _named_graphs(
+    prepared: Prepared, place: str, facts: CompileFacts, hashes: Hashes
+) -> Path | None:
     """Return the local folder of saved graphs; None if they are for other facts and are to be compiled again.
 
     Only graphs that this package stored have a manifest to compare.
@@ -184,7 +189,7 @@ def _named_graphs(prepared: Prepared, place: str, facts: CompileFacts) -> Path |
     if not (folder / manifests.FILE_NAME).is_file():
         return folder
     manifest = manifests.read(folder)
-    manifests.verify(folder, manifest, exact=False)
+    manifests.verify(folder, manifest, hashes=hashes, exact=False)
     found = differences(facts, manifest.facts)
     for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
         found.pop(name, None)
@@ -274,9 +279,9 @@ def _judge(prepared: Prepared, place: CompilePlace, miss: Miss) -> tuple[Level, 
         found = differences(miss.wanted, other)
         listed = describe_differences(found, prepared.resolved.origins)
         reason = f"{place.store} has no graphs for these settings. Nearest, in {where}: {listed}"
-        names = {key.partition(".")[0] for key in found} & ServingOptions.model_fields.keys()
+        names = {key.partition(".")[0] for key in found}
         compiled = {name: other.graph_options.get(name) for name in sorted(names)}
-        if compiled:
+        if compiled and names <= ServingOptions.model_fields.keys():
             back = [
                 f"{name}={as_property(value)}" if value is not None else f"no {name}"
                 for name, value in compiled.items()

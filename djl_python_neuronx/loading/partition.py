@@ -35,7 +35,7 @@ from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.plan import graph_options
+from djl_python_neuronx.planning.plan import graph_options, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -198,15 +198,14 @@ class _Writer:
 
 
 def _check_presharded(prepared: Prepared) -> None:
-    problem = None
+    found = stored_findings(replace(prepared.case, presharded=True))
+    problem = next((finding.problem for finding in found if finding.level == "error"), None)
     if "presharded" not in READS.get(prepared.backend, WHOLE):
         problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
-    elif prepared.case.effective.shard_over_sequence:
-        problem = (
-            "with shard_over_sequence transformers-neuronx cannot load the weights that it has cut"
-        )
+    elif not prepared.options.on_device_embedding:
+        problem = "override_neuron_config sets on_device_embedding=false; leave it out"
     if problem is not None:
-        msg = f"{problem} (--weights presharded); name link, copy or none"
+        msg = f"{problem} (--weights presharded), or name link, copy or none"
         raise IncompatibleOptionsError(msg)
 
 

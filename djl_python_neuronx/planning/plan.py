@@ -193,9 +193,9 @@ def library_arguments(case: Case) -> LibraryArguments:
 
 
 def stored_findings(case: Case) -> Iterator[Finding]:
-    """Return the findings about graphs that exist already: `Case.foreign_graphs`."""
+    """Return the findings about what exists already: `Case.presharded`, `Case.foreign_graphs`."""
     if case.backend == "tnx":
-        yield from tnx.foreign_findings(case)
+        yield from tnx.stored_findings(case)
 
 
 def graphs(case: Case) -> Iterator[Graph]:

@@ -97,6 +97,15 @@ def test_a_changed_option_names_itself_on_a_fresh_machine_too(tmp_path, transpor
     assert not finished(tmp_path / "two")
 
 
+def test_a_damaged_copy_of_what_the_mirror_has_is_no_compile(tmp_path, transport):
+    for role in ("model", "draft"):
+        folder = build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
+        (folder / "graphs" / "1.neff").unlink()
+        store = CompileStore(tmp_path / "one", mirror=mirror(transport))
+        assert store.look(make_facts(role)) is None
+        assert files_of(find_or_fail(store, make_facts(role))) == expected_files()
+
+
 def test_a_damaged_latest_manifest_explains_nothing_and_stops_nothing(tmp_path, transport):
     journal = tmp_path / "journal"
     build(tmp_path / "one", journal, mirror=mirror(transport))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -237,6 +239,25 @@ def test_a_group_that_is_not_read_to_its_end_leaves_nothing(ends_by: str) -> Non
         wait_until(lambda: not loop.engine.has_work)
         assert backend.num_steps < ENDLESS
         assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_request_that_has_ended_leaves_no_garbage(names: str) -> None:
+    """A prompt's ids and its text are free at its end, not when a collector looks for cycles."""
+    backend = ToyBackend()
+    backend.hang_at = {0}
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        gc.disable()
+        try:
+            loop.submit_all([request(name, [5, 6]) for name in names], inbox)
+            streams = [weakref.ref(stream) for stream in loop.streams.open_streams()]
+            backend.resume.set()
+            collect(inbox, *names)
+            assert len(streams) == len(names)
+            wait_until(lambda: not any(stream() for stream in streams))
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(("own", "general"), [(1.0, 3600.0), (3600.0, 1.0), (1.0, math.inf)])
@@ -670,7 +691,7 @@ def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
         wait_until(lambda: len(hosts) == 2)
         assert [hosts[1].receive("add")["request_id"] for _ in "12"] == ["unsent", "waiting"]
         hosts[1].engine.send("entering", ["unsent"])
-        wait_until(lambda: loop.streams.get("unsent").entered)  # type: ignore[union-attr]
+        wait_until(lambda: loop.streams.get("unsent").begun)  # type: ignore[union-attr]
         hosts[1].ended.set()
         hosts[1].engine.close()
         (last,) = unsent.drain(PATIENCE_S)

@@ -244,6 +244,15 @@ def test_cut_weights_are_for_the_library_that_cut_them(tmp_path, at_hand):
     assert "the cpu backend cannot load the model" in error
 
 
+def test_cut_weights_do_not_serve_a_cache_divided_by_tokens(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = folders.presharded(tmp_path)
+    (path / "tokenizer.json").touch()
+    divided = {"shard_over_sequence": "true", "group_query_attention": "replicated-heads"}
+    errors = run(path, machine="inf2.48xlarge", **divided).findings.messages("error")
+    assert any("cannot load the weights that it has cut" in error for error in errors)
+
+
 def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand):
     """As at a start, where a draft is compiled again for other flags."""
     at_hand(INF2, "0.13", "2.0")
@@ -294,6 +303,10 @@ def test_check_says_whether_a_start_compiles(tmp_path, at_hand):
     assert (
         "max_rolling_batch_size: compiled 2, wanted 4 (command line). To use these set" in warning
     )
+    # Of graphs that are named it reads the sizes, however large they are.
+    (stored,) = (path.parent for path in (tmp_path / "cache").rglob("prefill.neff"))
+    (stored / "prefill.neff").write_text("y")
+    assert run(TINY, **GRAPHS, compiled_graph_path=str(stored)).findings.messages("error") == ()
     (error,) = told("error", other, compilation="forbid")
     assert "max_rolling_batch_size: compiled 2, wanted 4" in error
     draft = {"speculative_draft_model": str(TINY), "draft_model_tp_size": "1"}

@@ -221,10 +221,24 @@ def test_the_cpu_backend_cuts_no_weights(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cache_divided_by_tokens_goes_with_whole_weights(machine, options, tmp_path):
-    divided = {"shard_over_sequence": "true", "group_query_attention": "replicated-heads"}
-    settings = {**options, **divided, "tensor_parallel_degree": "4"}
-    with pytest.raises(IncompatibleOptionsError, match="cannot load the weights that it has cut"):
+@pytest.mark.parametrize(
+    ("excluded", "message"),
+    [
+        (
+            {"shard_over_sequence": "true", "group_query_attention": "replicated-heads"},
+            "cannot load the weights that it has cut",
+        ),
+        (
+            {"override_neuron_config": '{"on_device_embedding": false}'},
+            "override_neuron_config sets on_device_embedding=false",
+        ),
+    ],
+)
+def test_what_excludes_cut_weights_is_refused_before_the_compile(
+    machine, options, tmp_path, excluded, message
+):
+    settings = {**options, **excluded, "tensor_parallel_degree": "4"}
+    with pytest.raises(IncompatibleOptionsError, match=message):
         compile_model(
             str(TINY),
             str(tmp_path / "out"),

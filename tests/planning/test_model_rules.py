@@ -149,7 +149,7 @@ LENGTHS = [
         "max_rolling_batch_size",
         "note",
         "24 of them would wait",
-        {"rolling_batch": "vllm", "filled": ("max_rolling_batch_size",)},
+        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
         {"max_rolling_batch_size": 32},
     ),
     (

@@ -88,9 +88,12 @@ def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
         yield from (Graph("speculation", length, slots) for length in lengths)
 
 
-def foreign_findings(case: Case) -> Iterator[Finding]:
-    """Return a note if graphs that another program compiled lack the longest prompt that static batches need."""
+def stored_findings(case: Case) -> Iterator[Finding]:
+    """Return what weights that are cut exclude, and what graphs lack that another program compiled."""
     options = case.effective
+    if case.presharded and options.shard_over_sequence:
+        problem = "with shard_over_sequence transformers-neuronx cannot load the weights that it has cut; leave it out"
+        yield Finding(("shard_over_sequence",), problem)
     prompts, limit = options.context_length_estimate or (), options.max_model_len
     here = context_lengths(prompts, limit, case.slots, continuous=case.continuous_batching)
     if case.foreign_graphs and here != prompts:
