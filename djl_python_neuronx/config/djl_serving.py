@@ -90,11 +90,15 @@ _USUAL_ROWS = 32
 
 
 def findings(
-    inputs: Inputs, written: Sequence[Setting], options: ServingOptions
+    inputs: Inputs,
+    written: Sequence[Setting],
+    options: ServingOptions,
+    keywords: Sequence[Setting] = (),
 ) -> Iterator[Finding]:
     """Errors and warnings about what DJL Serving reads, or would read, in place of what the user has `written`.
 
-    Outside DJL Serving most of them are left out if the settings were not written for it.
+    Outside DJL Serving most of them are left out if the settings were not written for it. `keywords`: settings that
+    stand in `override_neuron_config`, and count.
     """
     java = _read_by_java(inputs)
     planned = options.model_copy(update=handed_over(inputs, written, options))
@@ -107,7 +111,7 @@ def findings(
         yield from _ahead(inputs, java, written, planned)
     else:
         return
-    yield from _unread(java, written, options)
+    yield from _unread(java, written, options, keywords)
 
 
 def handed_over(
@@ -282,7 +286,8 @@ def _ahead(
             f"batches of {options.batch_size}; remove batch_size or rolling_batch"
         )
         yield Finding(("rolling_batch", "batch_size"), problem, "warning")
-    if options.rolling_batch == "auto" and _one_at_a_time(written, options):
+    refused = setting and parse_value("rolling_batch", setting.value) is INVALID
+    if options.rolling_batch == "auto" and not refused and _one_at_a_time(written, options):
         yield Finding(
             ("rolling_batch", "async_mode"),
             "under DJL Serving, whose recent versions turn rolling_batch=auto or unset into disable, "
@@ -324,25 +329,36 @@ def _batching(written: Sequence[Setting]) -> str:
 
 
 def _unread(
-    java: Mapping[str, Setting], written: Sequence[Setting], options: ServingOptions
+    java: Mapping[str, Setting],
+    written: Sequence[Setting],
+    options: ServingOptions,
+    keywords: Sequence[Setting],
 ) -> Iterator[Finding]:
     """Warnings about options that DJL Serving reads itself, but not under the name or in the place that they have."""
     rows = _ROWS.get(options.rolling_batch, _USUAL_ROWS)
-    slots = options.max_rolling_batch_size if options.rolling_batch in {"tnx", "vllm"} else rows
+    by_rows = options.rolling_batch in {"tnx", "vllm"}
+    slots = options.max_rolling_batch_size if by_rows else rows
     if slots is None and rows != _USUAL_ROWS:
         problem = (
             f"DJL Serving sends up to {rows} rows, and those without a slot wait; set max_rolling_batch_size, or "
             "rolling_batch=tnx"
         )
         yield Finding(("rolling_batch",), problem, "warning")
-    for name in sorted(_READS.keys() - java.keys() - _BARE - {"entryPoint"}):
-        setting = next((one for one in written if NAMES.get(one.name, one.name) == name), None)
+    for name in sorted(_READS.keys() - _BARE - {"entryPoint"}):
+        read, places = java.get(name), keywords if name in java else (*keywords, *written)
+        setting = next((one for one in places if NAMES.get(one.name, one.name) == name), None)
         if setting is None or setting.source in {sources.COMMAND_LINE, sources.HUB_SOURCE}:
             continue
         otherwise = option(name).djl.otherwise if name in NAMES else "does without it"
-        if name != "max_rolling_batch_size" or slots not in {None, rows}:
+        if read is not None:
+            same = parse_value(name, read.value) == parse_value(name, setting.value)
+            otherwise = f"reads {shortened(read.value)!r} ({read.origin})"
+        else:
+            same = name == "max_rolling_batch_size" and slots in {None, rows}
+        if not same and (by_rows or name != "max_rolling_batch_size"):
+            place = setting.source if setting in keywords else f"{setting.name} ({setting.origin})"
             problem = (
-                f"DJL Serving does not read {setting.name} ({setting.origin}) and {otherwise.format(rows=rows)}; "
+                f"DJL Serving does not read {place} and {otherwise.format(rows=rows)}; "
                 f"write {_spelled(name, written)}={shortened(setting.value)} instead"
             )
             yield Finding((name,), problem, "warning")

@@ -52,7 +52,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"(?<=\d)[\s;|]+(?=\d)|,\s*,+", ",", "a comma separates lengths"),
     (r"(?<=\d)\s*[A-Za-z]+$", "", "numbers have no unit"),
     (r"^-{0,2}O(?=\d$)", "", "the level alone is enough"),
-    (r"[^!-~]+$", "", "an invisible character follows it"),
+    (r"(?<=[!-~])[^!-~]+$", "", "an invisible character follows it"),
     (r"(?i)^b(f|fp|float)(16)?$", "bf16", _OTHER),
     (r"([{,]\s*)(\w+)\s*:", r'\1"\2":', "names in JSON have quotes"),
     (r"(?i)^enabled?$", "true", _OTHER),

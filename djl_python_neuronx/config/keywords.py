@@ -72,6 +72,7 @@ _IMPLIED: Mapping[str, Mapping[str, object]] = {
     "chunked_prefill_config": {"": True},
 }
 """Keyword that takes an object, to what the library does where one is given."""
+OBJECTS: Final = _IMPLIED.keys() - {"kv_cache_quant"}  # a flag in NxDI
 _SAMPLING: Mapping[str, Mapping[str, object]] = {
     "on_device_generation": {},
     "on_device_sampling_config": {"top_k": 1},
@@ -137,6 +138,11 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
         for name in left
         if name in RESERVED
     ]
+    refused += [
+        ("error", f"{name}: expected an object of keywords, or null")
+        for name, value in left.items()
+        if name in OBJECTS and not isinstance(value, Mapping)
+    ]
     rest = replace(override, value=left or None, remarks=(*override.remarks, *refused))
     before = {"argument", sources.COMMAND_LINE} - {override.source}
     return [
@@ -192,22 +198,23 @@ def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
         given.setdefault("is_continuous_batching", False)  # whose prompts are prefilled one by one
     names = ("seq_len", "max_length", "n_positions")
     limit = parse_value("n_positions", next((given[n] for n in names if n in given), positions))
-    prompt = given.get("max_context_length")
+    prompt = parse_value("n_positions", given.get("max_context_length"))
     if truth(given.get("enable_bucketing")) is False and isinstance(limit, int):
         del given["enable_bucketing"]
         given["token_generation_buckets"] = [limit]
-        given["context_encoding_buckets"] = [prompt or limit]
-    elif isinstance(prompt, int):
-        given.setdefault("context_encoding_buckets", make_buckets(max(prompt, 1)))
+        given["context_encoding_buckets"] = [given.get("max_context_length") or limit]
+    elif isinstance(prompt, int) and "context_encoding_buckets" not in given:
+        given["max_context_length"] = make_buckets(prompt)
     for buckets, lengths in {
         "token_generation_buckets": names,
         "context_encoding_buckets": ("max_context_length",),
     }.items():
-        longest = [given[name] for name in lengths if name in given]
-        agree = longest and longest.count(longest[0]) == len(longest)
-        if agree and isinstance(given.get(buckets), list | tuple):
+        found = {parse_value("n_positions", given[name]) for name in lengths if name in given}
+        longest = found.pop() if len(found) == 1 else None
+        shorter = parse_value("context_length_estimate", given.get(buckets))
+        if isinstance(shorter, tuple) and isinstance(longest, int) and shorter[-1] <= longest:
             given = {name: value for name, value in given.items() if name not in lengths}
-            given[buckets] = [*given[buckets], longest[0]]
+            given[buckets] = sorted({*shorter, longest})
     return given
 
 

@@ -248,12 +248,13 @@ class BatchingOptions(OptionGroup):
     step, prompts may be as long as `n_positions`, and the default is derived from `max_rolling_batch_size`."""
     rolling_batch: Annotated[
         Literal["auto", "tnx", "vllm", "disable"],
+        BeforeValidator(lambda mode: "vllm" if mode == "lmi-dist" else mode),
         Lower,
         Option(output="file", djl=Djl(overrules=True, sign=True, reads="mode")),
     ] = "auto"
     """How DJL Serving hands over requests. `tnx` and `vllm` mean the same: requests join and leave the batch at each
-    step. `disable`: one request, or `batch_size` of them, at a time. Recent DJL Serving turns `auto` into `disable`
-    before the handler gets it: set `tnx`, or `async_mode`."""
+    step; `lmi-dist` is read as `vllm`, as in DJL Serving. `disable`: one request, or `batch_size` of them, at a time.
+    Recent DJL Serving turns `auto` into `disable` before the handler gets it: set `tnx`, or `async_mode`."""
     async_mode: Annotated[bool, Option(output="file", djl=Djl(overrules=True, reads="truth"))] = (
         False
     )

@@ -151,7 +151,8 @@ def read_settings(
         if name not in reader.refused
     }
     workers = sources.worker_variables(written)
-    about_djl = [*djl_serving.findings(inputs, written, options)]
+    in_override = [one for one, _ in reader.chosen.values() if one.source == keywords.OVERRIDE]
+    about_djl = [*djl_serving.findings(inputs, written, options, in_override)]
     handed_over = djl_serving.handed_over(inputs, written, options)
     options = options.model_copy(update=handed_over)
     origins.update(dict.fromkeys(handed_over, sources.DJL))
@@ -204,6 +205,7 @@ class _Reader:
         self.refused: dict[str, str] = {}
         self.findings: list[Finding] = []
         """Warnings and notes, which are described when all values are known."""
+        self._overrides: list[Finding] = []
         self._problems = problems
         self._firsts: dict[tuple[str, str], tuple[Setting, object]] = {}
         """Source and option to the first of its settings."""
@@ -250,6 +252,7 @@ class _Reader:
             advice = _advice(name, setting.value, partial(_allows, name), words)
             self._refuse(setting, words + why + advice)
             self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
+        self.findings += (entry for entry in self._overrides if entry.names[0] not in wrong)
         for name, (_, value) in self.chosen.items():
             if name not in wrong and reordered(value, getattr(options, name)):
                 self.findings.append(
@@ -272,7 +275,7 @@ class _Reader:
             self._problems.add_error(IncompatibleOptionsError(message))
         if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
             level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
-            self.findings.append(Finding((name,), f"overrides {_written(setting)}", level))
+            self._overrides.append(Finding((name,), f"overrides {_written(setting)}", level))
 
     def _translate(self, setting: Setting) -> None:
         """Choose the option and value that a name of the old engine stands for."""

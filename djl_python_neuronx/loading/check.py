@@ -187,6 +187,7 @@ def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
     """
     degree = prepared.case.degree
     unset = settings.written_for_djl and settings.options.tensor_parallel_degree is None
+    unset = unset and "tensor_parallel_degree" not in settings.refused
     if not unset or prepared.case.on_cpu or degree == 1:
         return None
     return (

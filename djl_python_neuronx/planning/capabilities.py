@@ -127,8 +127,8 @@ _WINDOW_DECODE = Defect(
         and options.cache_layout != "BSH"
         and sequences_beyond_window(options, model)
     ),
-    ("n_positions", "cache_layout"),
-    "set n_positions to the window at most, or cache_layout=BSH",
+    ("n_positions", "max_rolling_batch_size"),
+    "set n_positions to the window at most, or max_rolling_batch_size=1 with prompts within the window",
     stops=True,
 )
 

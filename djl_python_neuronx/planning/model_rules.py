@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from djl_python_neuronx.config.findings import Finding, is_set
-from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
+from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
@@ -94,9 +94,12 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
 
 def overrides(options: ServingOptions) -> Iterator[Finding]:
     """Yield a note with the keywords in `override_neuron_config` that have no option."""
+    known = {keyword.partition(".")[0] for keyword in OPTIONS}
     for name in options.override_neuron_config or {}:
-        problem = f"{name}: checked when the model loads{did_you_mean(name, OPTIONS)}"
-        yield Finding((OVERRIDE,), problem, "note")
+        if name in RESERVED:
+            continue  # refused where it was read
+        hint = "" if name in known else did_you_mean(name, known)
+        yield Finding((OVERRIDE,), f"{name}: checked when the model loads{hint}", "note")
 
 
 def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...]:
@@ -160,7 +163,7 @@ def _steps(case: Case) -> Iterator[Finding]:
 
 def _djl(case: Case) -> Iterator[Finding]:
     slots = case.options.max_rolling_batch_size or DJL_ROWS
-    by_rows = case.options.rolling_batch in {"tnx", "vllm"}
+    by_rows = case.options.rolling_batch == "tnx"  # `djl_serving` warns of the rows of vllm
     if by_rows and _SLOTS in case.filled and slots < DJL_ROWS:
         problem = (
             f"DJL Serving sends up to {DJL_ROWS} rows by default, and {DJL_ROWS - slots} of them would wait for a slot "
@@ -408,7 +411,10 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
         if near:
             yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
         else:
-            yield _defect(case, Defect(problem, backends=field.backends, stops=field.stops))
+            fix = "" if field.backends else "correct config.json"
+            yield _defect(
+                case, Defect(problem, fix=fix, backends=field.backends, stops=field.stops)
+            )
 
 
 def _defect(case: Case, defect: Defect) -> Finding:

@@ -19,6 +19,7 @@ from djl_python_neuronx.errors import BackendError, ConfigError  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import tnx_plan  # noqa: E402
 from tests.device_driver import logits_of, make_rows  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running  # noqa: E402
@@ -68,18 +69,30 @@ def test_mistral_s_prompts_look_back_one_token_too_far(tmp_path: Path) -> None:
     assert np.abs(found - wrong).max() < 1e-4 < np.abs(found - right).max()
 
 
-def test_a_window_moves_over_a_bsh_cache_only(tmp_path: Path) -> None:
+def test_a_window_moves_over_a_bsh_cache_of_several_rows(tmp_path: Path) -> None:
+    """Where no prompt is longer than the window, though its graph is."""
     save_tiny_model("mistral", tmp_path, sliding_window=10)
     with pytest.raises(BackendError, match="unmatched batch_sizes"):
         backends.get("tnx").load(tnx_plan(tmp_path))
     plan = tnx_plan(tmp_path, prefill_buckets=(48,), token_buckets=(48,), cache_layout="BSH")
-    backend = backends.get("tnx").load(plan)
-    ids = [3 + i * i % 83 for i in range(30)]
-    backend.acquire(2, ids[:9], 0)
-    steps = [Step(prefill=make_rows({2: ids[:9]}))]
-    steps += [Step(decode=make_rows({2: [ids[i]]}, {2: i})) for i in range(9, len(ids))]
-    found = np.stack([logits_of(backend, step)[0, 0] for step in steps])
-    backend.close()
+    lengths = {0: 3, 1: 9, 3: 6}
+    ids = {slot: [3 + (i * i + 7 * slot) % 83 for i in range(30)] for slot in lengths}
     with torch.no_grad():
-        wanted = load_reference(tmp_path)(torch.tensor([ids])).logits[0, 8:].numpy()
-    assert np.abs(found - wanted).max() < 1e-4
+        wanted = load_reference(tmp_path)(torch.tensor(list(ids.values()))).logits.numpy()
+    backend = backends.get("tnx").load(plan)
+    for slot, length in lengths.items():
+        backend.acquire(slot, ids[slot][:length], 0)
+        logits_of(backend, Step(prefill=make_rows({slot: ids[slot][:length]})))
+    for turn in range(20):
+        starts = {slot: length + turn for slot, length in lengths.items()}
+        rows = make_rows({slot: [ids[slot][at]] for slot, at in starts.items()}, starts)
+        found = logits_of(backend, Step(decode=rows))[:, 0]
+        assert np.abs(found - wanted[range(3), list(starts.values())]).max() < 1e-4
+    backend.close()
+
+
+def test_a_window_moves_with_one_sequence_at_a_time(tmp_path: Path) -> None:
+    save_tiny_model("mistral", tmp_path, sliding_window=10)
+    backend = backends.get("tnx").load(tnx_plan(tmp_path, 1, 48, (10,), (48,), continuous=False))
+    assert assert_like_alone(backend, load_reference(tmp_path), seed=3) > 100
+    backend.close()

@@ -209,7 +209,7 @@ BATCHING = {
         also=("context_encoding_buckets",),
         env=("NEURON_CONTEXT_LENGTH_ESTIMATE",),
     ),
-    "rolling_batch": choice("auto", "tnx", "vllm", "disable", also_bad=("trtllm", "lmi-dist")),
+    "rolling_batch": choice("auto", "tnx", "vllm", "disable", also_bad=("trtllm",)),
     "async_mode": flag(),
     "max_rolling_batch_size": count(
         {

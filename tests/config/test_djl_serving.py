@@ -39,9 +39,9 @@ def spelled(name, *values):
     return [((place, value),) for place in places for value in values]
 
 
-NOTHING = ((),)
+OVERRIDE = ("option.override_neuron_config", '{"batch_size": 8}')
 DIMENSIONS = {
-    "mode": spelled("rolling_batch", "auto", "disable", "tnx", "vllm"),
+    "mode": spelled("rolling_batch", "auto", "disable", "tnx", "vllm", "lmi-dist"),
     "async": spelled("async_mode", "true", "false"),
     "batch": [
         *spelled("batch_size", "4"),
@@ -50,7 +50,12 @@ DIMENSIONS = {
         (("batch_size", "2"), ("option.batch_size", "3")),
         (("max_dynamic_batch_size", "4"), ("option.batch_size", "1")),
     ],
-    "rows": [*spelled("max_rolling_batch_size", "8"), (("option.max_num_seqs", "8"),)],
+    "rows": [
+        *spelled("max_rolling_batch_size", "8"),
+        (("option.max_num_seqs", "8"),),
+        (OVERRIDE,),
+        (OVERRIDE, ("option.max_rolling_batch_size", "4")),
+    ],
     "features": [(("SERVING_FEATURES", "vllm"),)],
 }
 
@@ -77,7 +82,9 @@ def in_java(started, settings):
     """The same in DJL: the handler has the slots that the user wrote, under whatever name, or one for each row."""
     batch = int(started.properties.get("batch_size", started.collected))
     plain = not (started.asynchronous or started.rolling)
-    named = any("max_rolling" in key.lower() or "seqs" in key for key, _ in settings)
+    named = any(
+        "max_rolling" in key.lower() or "seqs" in key or key == OVERRIDE[0] for key, _ in settings
+    )
     slots = 8 if named else batch if plain and batch > 1 else 32
     return started.asynchronous, started.rolling, slots
 
@@ -158,6 +165,25 @@ def test_any_settings_together_mean_what_java_makes_of_them(tmp_path):
     for i in range(150):
         settings = itertools.chain(*(rng.choice(((), *entries)) for entries in DIMENSIONS.values()))
         judge(tmp_path / str(i), tuple(settings))
+
+
+def test_a_degree_that_is_not_the_one_that_java_reads_is_warned_of(tmp_path):
+    keywords = ("option.override_neuron_config", '{"tp_degree": 2}')
+    for i, (degree, warned) in enumerate((("1", True), ("2", False), ("02", False))):
+        settings = (keywords, ("option.tensor_parallel_degree", degree))
+        _, outside, errors = read_both(tmp_path / str(i), settings)
+        found = [one for one in outside.problems.messages("warning") if "does not read" in one]
+        assert errors == []
+        assert len(found) == warned, found
+        assert all(
+            "reads '1'" in one and "tensor_parallel_degree=2 instead" in one for one in found
+        )
+
+
+def test_of_a_mode_that_is_refused_no_default_is_told(tmp_path):
+    _, outside, errors = read_both(tmp_path, (("option.rolling_batch", "trtllm"),))
+    assert "write tnx" in str(errors[0])
+    assert "rolling_batch=auto" not in "".join(outside.problems.messages("warning"))
 
 
 def test_djls_partition_script_plans_the_same(tmp_path):
@@ -307,6 +333,7 @@ DEGREES = (
     ("option.tp_degree", "2"),
     ("OPTION_TENSOR_PARALLEL_SIZE", "2"),
     ("option.env", "TENSOR_PARALLEL_DEGREE=2"),
+    ("option.override_neuron_config", '{"tp_degree": 2}'),
     ("option.n_positions", "128"),
 )
 

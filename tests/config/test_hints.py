@@ -147,7 +147,7 @@ REFUSED = {
     "option.rolling_batch=false": ("rolling_batch", "write disable"),
     "option.rolling_batch=disabled": ("rolling_batch", "write disable"),
     "option.rolling_batch=transformers-neuronx": ("rolling_batch", "write tnx"),
-    "option.rolling_batch=lmi-dist": ("rolling_batch", "write tnx"),
+    "option.rolling_batch=trtllm": ("rolling_batch", "write tnx"),
     "option.model_loader=transformers_neuronx": ("model_loader", "write tnx"),
     "option.rolling_batch=continuous_batching": ("rolling_batch", "write tnx"),
     "option.async_mode=flase": ("async_mode", "did you mean 'false'"),
@@ -276,6 +276,12 @@ def test_what_java_reads_too_is_accepted(tmp_path, text):
 def test_a_mistake_is_refused_with_the_right_line(tmp_path, text):
     _, errors = judged(tmp_path, text)
     assert has(errors, REFUSED[text]), errors
+
+
+def test_a_number_in_other_digits_is_not_said_to_end_in_something_invisible(tmp_path):
+    _, errors = judged(tmp_path, "option.n_positions=２０４８")
+    assert has(errors, ("n_positions", "lengths such as"))
+    assert "invisible" not in "".join(map(str, errors))
 
 
 @pytest.mark.parametrize("text", WARNED)

@@ -527,7 +527,7 @@ class TestValues:
             ("predict_timeout", "nan"),
             ("predict_timeout", "inf"),
             ("async_mode", "perhaps"),
-            ("rolling_batch", "lmi-dist"),
+            ("rolling_batch", "trtllm"),
             ("model_loader", "trtllm"),
             ("output_formatter", "xml"),
             ("decode_interleave", "0"),

@@ -262,6 +262,22 @@ def test_findings_tell_their_options(laptop, tmp_path):
     assert any(entry["options"] == ["n_position"] for entry in told["findings"])
 
 
+def test_layers_that_the_library_cannot_divide(environ):
+    for unroll, ok in (("5", False), ("64", False), ("4", True)):
+        report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.8xlarge", unroll=unroll)
+        assert report.ok == ok
+        assert all("32 layers" in error for error in report.findings.messages("error"))
+
+
+def test_a_degree_that_is_refused_is_not_said_to_be_missing(tmp_path):
+    text = "option.rolling_batch=tnx\noption.tensor_parallel_degree="
+    for degree, missing in (("auto", False), ("", True)):
+        report = run(folder(tmp_path, f"{text}{degree}\n"), machine="inf2.xlarge")
+        assert report.ok is missing
+        warnings = "".join(report.findings.messages("warning"))
+        assert ("tensor_parallel_degree is not set" in warnings) == missing
+
+
 def test_a_value_that_is_refused_is_shown_where_its_default_stands(tmp_path, laptop):
     report = run(folder(tmp_path, "option.n_positions=many\n"))
     told = as_json(report)["options"]["n_positions"]

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from djl_python_neuronx.config.findings import Problems
-from djl_python_neuronx.config.keywords import OPTIONS, RESERVED
+from djl_python_neuronx.config.keywords import OBJECTS, OPTIONS, RESERVED
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
@@ -210,7 +210,8 @@ def test_each_keyword_of_the_libraries_is_accounted_for(keyword):
     assert bool(mine) == (
         expected == "option" or (inner != "" and expected == "through" and outer in SAMPLED)
     )
-    assert any(f"{inner or outer}: " in text for text in texts["error"]) == (expected == "refused")
+    refused = expected == "refused" or keyword in OBJECTS
+    assert any(f"{inner or outer}: " in text for text in texts["error"]) == refused
     handed = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
     assert (keyword in handed) == (expected == "through")
 
@@ -461,6 +462,11 @@ class TestOverrides:
         assert (note.level, note.problem) == ("note", "new: checked when the model loads")
         assert "did you mean 'seq_len'" in other.problem
 
+    @pytest.mark.parametrize("name", ["quant", "continuous_batching"])
+    def test_what_the_library_has_is_no_misspelling(self, name):
+        (note,) = overrides(given(override_neuron_config={name: {"new": 1}, "world_size": 7}))
+        assert note.problem == f"{name}: checked when the model loads"
+
     @pytest.mark.parametrize("keyword", sorted(RESERVED))
     def test_what_nobody_may_set_says_why_but_the_librarys_own_value_is_nothing(self, keyword):
         harmless, reason = RESERVED[keyword]
@@ -492,6 +498,7 @@ class TestOverrides:
             ({"batch_size": 4}, {"max_rolling_batch_size": 4, "batch_size": 1}),
             ({"seq_len": 256, "token_generation_buckets": [128]}, {"n_positions": (128, 256)}),
             ({"max_context_length": 300}, {"context_length_estimate": (128, 256, 300)}),
+            ({"max_context_length": "300"}, {"context_length_estimate": (128, 256, 300)}),
             (
                 {"enable_bucketing": False, "seq_len": 512, "max_context_length": 300},
                 {"n_positions": (512,), "context_length_estimate": (300,)},
@@ -524,6 +531,8 @@ class TestOverrides:
         [
             {"seq_len": 512, "max_length": 1024},
             {"seq_len": 512, "n_positions": 1024, "token_generation_buckets": [512]},
+            {"seq_len": 512, "token_generation_buckets": [1024]},
+            {"max_context_length": 128, "context_encoding_buckets": [64, 256]},
             {"batch_size": 2, "tkg_batch_size": 4},
             {"skip_sharding": True, "save_sharded_checkpoint": True},
         ],
@@ -553,6 +562,30 @@ class TestOverrides:
     def test_a_value_that_the_option_does_not_allow_is_refused_where_it_stands(self):
         _, _, texts = with_override({"batch_size": "many"})
         assert "line 1: batch_size" in texts["error"][0]
+
+    @pytest.mark.parametrize("keyword", ["seq_len", "max_context_length"])
+    def test_it_overrides_nothing_and_no_other_keyword_is_blamed(self, keyword):
+        name = OPTIONS[keyword]
+        _, _, texts = with_override({keyword: 0}, [f"option.{name}=128"])
+        (error,) = texts["error"]
+        assert f"line 1: {keyword})" in error
+        assert "overrides" not in "".join(texts["warning"])
+
+    @pytest.mark.parametrize("keyword", sorted(OBJECTS))
+    @pytest.mark.parametrize("value", [True, "s8"])
+    def test_an_object_is_not_a_flag(self, keyword, value):
+        _, _, texts = with_override({keyword: value})
+        assert f"{keyword}: expected an object" in texts["error"][0]
+
+    def test_lengths_that_hold_the_longest_are_not_said_to_be_sorted(self):
+        problems = Problems()
+        with TemporaryDirectory() as folder:
+            keywords = '{"seq_len": 512, "token_generation_buckets": [256, 512]}'
+            path = Path(folder) / "serving.properties"
+            path.write_text(f"option.model_id=org/m\noption.override_neuron_config={keywords}")
+            options = examine(None, Path(folder), {}, problems).options
+        assert options.n_positions == (256, 512)
+        assert problems.messages("note") == ()
 
     @pytest.mark.parametrize(
         ("keywords", "line"),

@@ -149,7 +149,7 @@ LENGTHS = [
         "max_rolling_batch_size",
         "note",
         "24 of them would wait",
-        {"rolling_batch": "vllm", "filled": ("max_rolling_batch_size",)},
+        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
         {"max_rolling_batch_size": 32},
     ),
     (
@@ -1260,14 +1260,42 @@ def test_what_is_nearly_right_gets_a_warning(config):
     assert "tanh" in found.problem
 
 
-def test_a_window_in_continuous_batching_needs_a_bsh_cache():
+@pytest.mark.parametrize(
+    ("config", "right"),
+    [
+        *(({"rotary_dim": value}, True) for value in (2, 64, 128)),
+        *(({"rotary_dim": value}, False) for value in (None, 0, -2, 7, 130, 64.0, "64", True)),
+        ({}, True),
+    ],
+)
+def test_gptj_rotates_pairs_of_a_head(config, right):
+    found = matching({"facts": of("gptj", config=config)}, "model_loader", "error", "rotary_dim")
+    assert [
+        "an even number within a head" in entry.problem
+        and entry.problem.endswith("it would stop; correct config.json")
+        for entry in found
+    ] == [True] * (not right)
+
+
+def test_a_window_is_left_by_one_sequence_at_a_time_only():
     beyond = {"facts": of("mistral", sliding_window=512), "context_length_estimate": (512,)}
-    told = "over a BSH cache only"
-    assert matching(beyond, "cache_layout", "error", told)
-    assert not matching({**beyond, "cache_layout": "BSH"}, "cache_layout", "error", told)
-    assert not matching({**beyond, "n_positions": (512,)}, "cache_layout", "error", told)
-    static = {**beyond, "rolling_batch_strategy": "naive_rolling_batch"}
-    assert not matching(static, "cache_layout", "error", told)
+
+    def wrong(**options):
+        return [
+            found.problem
+            for found in say(**{**beyond, **options})
+            if found.level == "error" and ("window" in found.problem or "BSH" in found.problem)
+        ]
+
+    (problem,) = wrong()
+    assert "over a BSH cache only" in problem
+    assert "max_rolling_batch_size=1" in problem
+    assert not wrong(max_rolling_batch_size=1)
+    assert not wrong(n_positions=(512,))
+    # A BSH cache takes one length: prompts beyond the window are wrong, and shorter graphs none of its own.
+    assert wrong(cache_layout="BSH")
+    assert wrong(cache_layout="BSH", context_length_estimate=(2048,), n_positions=(2048,))
+    assert wrong(rolling_batch_strategy="naive_rolling_batch")
 
 
 def test_where_nothing_fits_no_word_is_lost_on_the_rest():

@@ -30,6 +30,12 @@ _TRANSFORMERS = (4, 57)
 """Before, gpt2, opt and gpt_bigcode had no Cache."""
 _NAMED = 5
 """Tensors named in a message; the rest is counted."""
+_UNSEEN = {
+    "attn_logit_softcapping": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+}
+"""Fields that transformers leaves out where torch computes attention, to the value at which that changes nothing."""
 _AUTO_CONFIG: Any = transformers.AutoConfig
 _AUTO_MODEL: Any = transformers.AutoModelForCausalLM
 _KNOWN_TYPES: Any = transformers.CONFIG_MAPPING
@@ -73,12 +79,15 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
     try:
         with _silent_transformers():
             config = _AUTO_CONFIG.from_pretrained(str(plan.model_dir), **code)
+            text = config.get_text_config()
             if _version() < (5, 0):  # which ignores rope_parameters
-                vars(config.get_text_config()).update(rotary_fields(config.get_text_config()))
+                vars(text).update(rotary_fields(text))
+            eager = any(getattr(text, name, usual) != usual for name, usual in _UNSEEN.items())
             model, loaded = _AUTO_MODEL.from_pretrained(
                 str(plan.model_dir),
                 config=config,
                 dtype=getattr(torch, plan.dtype),
+                attn_implementation="eager" if eager else None,
                 use_safetensors=plan.kind == "safetensors",
                 ignore_mismatched_sizes=True,  # listed below
                 output_loading_info=True,

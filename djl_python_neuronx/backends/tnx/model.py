@@ -124,13 +124,35 @@ class _Configuration:
 def _reading_any_version(made: Any) -> Any:  # noqa: ANN401
     """Return a model class of the library for configurations of every version of transformers.
 
-    By itself it reads the names of transformers 4, and takes its own defaults where version 5 has others.
+    By itself it reads the names of transformers 4, and takes its own defaults where version 5 has others. Of pickles,
+    unlike safetensors, it completes no names: neither the base model's prefix nor weights that are tied.
     """
 
     def begin(self: Any, config: Any, **keywords: Any) -> None:  # noqa: ANN401
         made.__init__(self, _Configuration(config), **keywords)
 
-    return type(made.__name__, (made,), {"__init__": begin})
+    def read(self: Any, folder: str) -> None:  # noqa: ANN401
+        model = getattr(self, "chkpt_model", self)
+        base, load = model.get_base_model(), model.load_state_dict_low_memory
+
+        def load_both(weights: dict[str, Any]) -> None:
+            load(weights)
+            if base is not None:
+                base.load_state_dict_low_memory(weights)
+
+        model.load_state_dict_low_memory = load_both
+        made.load_state_dict_dir(self, folder)
+        del model.load_state_dict_low_memory
+        # Not at the top: check must not import torch.
+        is_lazy = importlib.import_module("torch.nn.parameter").is_lazy
+        for tied in model.get_tied_parameters():
+            there = [weight.data for weight in tied if not is_lazy(weight)]
+            for weight in tied:
+                if there and is_lazy(weight):
+                    weight.materialize(there[0].shape)
+                    weight.data.copy_(there[0])
+
+    return type(made.__name__, (made,), {"__init__": begin, "load_state_dict_dir": read})
 
 
 def _neuron_config(library: Any, arguments: LibraryArguments) -> Any:  # noqa: ANN401

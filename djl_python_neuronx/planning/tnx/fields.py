@@ -14,6 +14,7 @@ from djl_python_neuronx.planning.model import ModelFacts
 
 _TRANSLATED = Field("translated")
 _NXDI = ("nxdi", "cpu")
+_ROTARY_DIM = 64
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
@@ -27,6 +28,13 @@ def _same_size(value: object, model: ModelFacts) -> bool:
 
 def _as_wide(value: object, model: ModelFacts) -> bool:
     return value in (None, model.hidden_size)
+
+
+def _in_pairs(_value: object, model: ModelFacts) -> bool:
+    """Return whether transformers computes the value; null is not the default here, and fails."""
+    given = model.config.get("rotary_dim", _ROTARY_DIM)
+    size = (model.hidden_size or 0) // (model.num_heads or 1)
+    return isinstance(given, int) and given % 2 == 0 and 0 < given <= size
 
 
 def _scaled(*types: str) -> Callable[[Any, ModelFacts], bool]:
@@ -104,7 +112,13 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
         "n_inner": _TRANSLATED,
-        "rotary_dim": _TRANSLATED,
+        "rotary_dim": Field(
+            "needs an even number within a head, as transformers does",
+            right=_in_pairs,
+            default=_ROTARY_DIM,
+            stops=True,
+            backends=(),
+        ),
     },
     "llama": {
         **_GROUPED,

@@ -264,6 +264,9 @@ def shape_findings(case: Case) -> Iterator[Finding]:
     if options.weight_tiling and hidden % 128:
         problem = f"tiles are 128 wide, and the model's hidden size is {hidden}; leave it out"
         yield Finding(("weight_tiling",), problem)
+    if options.unroll and (model.num_layers or 0) % options.unroll:
+        problem = f"the model has {model.num_layers} layers; set a divisor of that, or leave it out"
+        yield Finding(("unroll",), problem)
     if options.qkv_tiling and options.fuse_qkv and model.num_heads and model.num_kv_heads:
         padded = padded_heads(
             model.num_heads, model.num_kv_heads, degree, "tnx", options.group_query_attention
