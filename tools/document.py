@@ -112,7 +112,7 @@ Every field that changes a number, as each class of the library treats it; tests
 Face's logits. *read*: as transformers does. *translated*: into the names that the library reads, whichever version of
 transformers wrote the file. Otherwise the library computes what is listed, whatever the value is: values at which it
 would *stop* are refused, and those that it gets *wrong* unless `allow_known_defects=true`; a warning names what is
-*near*, by at most 0.0005. The default is transformers' value where the field is absent.
+*near*, by at most 0.0005. Bold: transformers' value where the field is absent.
 """
 
 _METRICS_HEAD = """\
@@ -165,8 +165,8 @@ def _fields() -> Iterator[str]:
     for name, entry in TNX.items():
         for field, treatment in entry.fields.items():
             whose.setdefault((field, _treatment(treatment)), []).append(name)
-    yield "| field | library computes | default | other values | architectures |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| field | library computes | other values | architectures |"
+    yield "| --- | --- | --- | --- |"
     for (field, cells), names in sorted(whose.items()):
         row = f"| `{field}` | {cells} | "
         for part in textwrap.wrap(", ".join(names), 118 - len(row)):
@@ -175,11 +175,13 @@ def _fields() -> Iterator[str]:
 
 def _treatment(field: Field) -> str:
     if not field.computes and field.right is None:
-        return f"{field.does} | | "
-    default = "" if field.default is None else f"`{_plain(field.default)}`"
-    values = ", ".join(f"`{_plain(each)}`" for each in field.computes if each is not None)
+        return f"{field.does} | "
+    given = [each for each in field.computes if each is not None]
+    values = ", ".join(
+        f"**`{_plain(v)}`**" if v == field.default else f"`{_plain(v)}`" for v in given
+    )
     near = "".join(f"`{each}` near, " for each in field.near)
-    return f"{values or field.does} | {default} | {near}{'stop' if field.stops else 'wrong'}"
+    return f"{values or field.does} | {near}{'stop' if field.stops else 'wrong'}"
 
 
 def _plain(value: object) -> str:

@@ -196,7 +196,10 @@ def _open(path: Path, origin: str) -> Folder:
                 folder.check_tree(name)
             return folder
         what = "is a file" if path.exists() else "does not exist"
-        msg = f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, or mount it."
+        msg = (
+            f"the model folder {path} (from {origin}) {what}; expected a folder. Correct {origin}, mount it, or set "
+            "option.model_id to a Hugging Face id, a folder or s3://bucket/key."
+        )
         raise ArtifactNotFoundError(msg)
     except ArtifactError:
         raise  # some are OSErrors too

@@ -62,7 +62,7 @@ _KINDS = {
     "word": (r"s3://.*|(?!\s).*(?<!\s)|", "reads the blanks of {} too; remove them"),
     "mode": (
         r"auto|disable|(?!(?i:auto|disable)$)\S+",
-        "takes {} for the name of a rolling batch; write auto or disable so, without blanks",
+        "takes {} for the name of a rolling batch; write it in lower case, without blanks",
     ),
 }
 """Kind of `Djl.reads` to the pattern of values that mean the same here, and what DJL Serving does with others."""

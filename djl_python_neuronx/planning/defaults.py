@@ -162,8 +162,8 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     chosen = degrees[-1]
     if not largest and room.known:
         chosen = min(degrees, key=lambda degree: room.cost(degree, positions))
-        if chosen != degrees[-1]:
-            why = f"{degrees[-1]} would pad the heads so much that each core reads more in a step"
+        padded = f"{degrees[-1]} would pad the heads so much that each core reads more in a step"
+        why = padded if chosen != degrees[-1] else f"the shortest estimated step, and {why}"
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
         used = set(legal_degrees(family, cores, used=True)).difference(legal)

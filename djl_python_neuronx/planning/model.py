@@ -149,7 +149,7 @@ def _dimension(config: Mapping[str, Any], *keys: str) -> int | None:
     is_known = model_type(config) in _COUNTERS
     given = [key for key in keys if is_known and config.get(key) is not None]
     if wrong := [key for key in given if not first_size(config, key)]:
-        msg = f"config.json gives {wrong[0]} {shortened(config[wrong[0]])!s}; expected an integer above 0. Correct it."
+        msg = f"config.json gives {wrong[0]} {shortened(config[wrong[0]])!r}; expected an integer above 0. Correct it."
         raise ArtifactError(msg)
     return first_size(config, *keys)
 

@@ -134,7 +134,9 @@ def _padding(case: Case) -> Iterator[Finding]:
     if padded.query != heads:
         changes.append(f"{heads} heads are padded to {padded.query}")
     if padded.kv != kv_heads and heads != kv_heads:
-        changes.append(f"{kv_heads} KV heads are copied to {padded.kv}")
+        changes.append(
+            f"{kv_heads} KV head{'s are' if kv_heads > 1 else ' is'} copied to {padded.kv}"
+        )
     if not changes:
         return
     problem = f"{' and '.join(changes)} so that {degree} cores share them evenly"

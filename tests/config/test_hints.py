@@ -224,7 +224,7 @@ REFUSED = {
     "option.async_mode=yes": ("async_mode", "for false; write true"),
     "option.async_mode=1": ("async_mode", "for false; write true"),
     "option.tensor_parallel_degree=MAX": ("does not start", "or max"),
-    "option.rolling_batch=DISABLE": ("rolling_batch", "write auto or disable"),
+    "option.rolling_batch=DISABLE": ("rolling_batch", "write it in lower case"),
     # two settings
     "option.quantize=static_int8\noption.load_in_8bit=false": ("quantize", "keep one"),
     "option.partition_schema=optimum\noption.save_mp_checkpoint_path=/o": ("partition", "set safe"),
