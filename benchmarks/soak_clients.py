@@ -203,7 +203,7 @@ def mutated_body(case: Case) -> list[str]:
 HEADERS: Sequence[Mapping[str, str]] = (
     {"x-request-id": "x" * 4000},
     {"x-request-id": "\" } \\ %s {0} ' \xe9 \t"},
-    {"content-type": "text/plain; charset=utf-16"},
+    {"content-type": "application/x-www-form-urlencoded; charset=utf-16"},
     {"content-type": ";;;=,"},
     {"accept": "text/event-stream;q=0, */*, " + "a/b, " * 500},
     {f"x-header-{i}": str(i) for i in range(60)},

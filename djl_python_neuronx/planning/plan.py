@@ -104,8 +104,22 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = compile_minutes(graphs(case), case.model, case.draft)
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
-    resolved.report(found, problems)
+    resolved.report([*found, *_few_slots(filled)], problems)
     return resolved, case
+
+
+def _few_slots(filled: defaults.Filled) -> Iterator[Finding]:
+    slots, why = filled.get("max_rolling_batch_size", (None, ""))
+    if (
+        why.startswith(_SUITS)
+        and isinstance(slots, int)
+        and slots < defaults.MAX_ROLLING_BATCH_SIZE
+    ):
+        problem = (
+            f"no more are possible with {why.removeprefix(_SUITS).strip()}; further requests wait. Change that, or set "
+            f"option.max_rolling_batch_size={slots} to accept it"
+        )
+        yield Finding(("max_rolling_batch_size",), problem, "warning")
 
 
 class _Filled(NamedTuple):

@@ -260,3 +260,20 @@ def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
         assert problems.errors == ()
     else:
         assert any("does not fit" in error for error in problems.messages("error"))
+
+
+@pytest.mark.parametrize(("positions", "slots"), [(8192, None), (8192, 1), (4096, None)])
+def test_few_slots_that_suit_another_option_are_a_warning(positions, slots):
+    given = {"n_positions": positions, "max_rolling_batch_size": slots}
+    given = {name: value for name, value in given.items() if value is not None}
+    options = ServingOptions(model_id="o/m", model_loader="tnx", tensor_parallel_degree=8, **given)
+    origins = dict.fromkeys([*given, "tensor_parallel_degree"], "here")
+    resolved = Resolved(
+        options, MappingProxyType(origins), MappingProxyType({}), MappingProxyType({})
+    )
+    problems = Problems()
+    case = Case(options, facts("mistral-7b-v0.1"), machines.named("inf2.48xlarge"), "tnx")
+    _, case = assess(resolved, case, problems)
+    warned = any("further requests wait" in text for text in problems.messages("warning"))
+    assert warned is (positions == 8192 and slots is None)
+    assert case.slots == (1 if positions == 8192 else 32)
