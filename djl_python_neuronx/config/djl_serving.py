@@ -93,15 +93,15 @@ def findings(
     inputs: Inputs,
     written: Sequence[Setting],
     options: ServingOptions,
+    planned: ServingOptions,
     keywords: Sequence[Setting] = (),
 ) -> Iterator[Finding]:
     """Errors and warnings about what DJL Serving reads, or would read, in place of what the user has `written`.
 
-    Outside DJL Serving most of them are left out if the settings were not written for it. `keywords`: settings that
-    stand in `override_neuron_config`, and count.
+    Outside DJL Serving most of them are left out if the settings were not written for it. `planned`: the options with
+    what is `handed_over`. `keywords`: settings that stand in `override_neuron_config`, and count.
     """
     java = _read_by_java(inputs)
-    planned = options.model_copy(update=handed_over(inputs, written, options))
     yield from _misread(java)
     yield from _twice(written)
     yield from _batches(java, planned)

@@ -152,9 +152,10 @@ def read_settings(
     }
     workers = sources.worker_variables(written)
     in_override = [one for one, _ in reader.chosen.values() if one.source == keywords.OVERRIDE]
-    about_djl = [*djl_serving.findings(inputs, written, options, in_override)]
     handed_over = djl_serving.handed_over(inputs, written, options)
-    options = options.model_copy(update=handed_over)
+    planned = options.model_copy(update=handed_over)
+    about_djl = [*djl_serving.findings(inputs, written, options, planned, in_override)]
+    options = planned
     origins.update(dict.fromkeys(handed_over, sources.DJL))
     # A name with a warning about it is not listed as ignored too.
     warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
