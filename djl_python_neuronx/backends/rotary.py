@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from djl_python_neuronx.planning.fields import rope_type
+
 _OTHER_NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
@@ -27,5 +29,4 @@ def rotary_fields(config: Any) -> dict[str, Any]:  # noqa: ANN401  (a class of t
         name: found[key] for key, names in _OTHER_NAMES.items() if key in found for name in names
     }
     scaling = {key: value for key, value in found.items() if key not in _OTHER_NAMES}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {**fields, "rope_scaling": None if kind == "default" else scaling}
+    return {**fields, "rope_scaling": None if rope_type(scaling) == "default" else scaling}

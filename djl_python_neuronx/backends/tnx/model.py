@@ -21,6 +21,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
+from djl_python_neuronx.planning.fields import rope_type
 
 PACKAGE = "transformers-neuronx"
 ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
@@ -113,7 +114,7 @@ class _Configuration:
         self._config = config
         fields = rotary_fields(config)
         scaling = fields.get("rope_scaling") or {}
-        if scaling.get("rope_type", scaling.get("type")) == "linear":
+        if rope_type(scaling) == "linear":
             fields |= {"rope_scaling": None, "position_interpolation_factor": scaling["factor"]}
         self.__dict__.update(fields)
 
