@@ -43,7 +43,6 @@ _FLAGS = "NEURON_CC_FLAGS"
 _PLACE = "--cache_dir"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _DEFAULT = "default"
-_SUITS = "suits"
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
 
     `case.options` are those of `resolved`, before they are filled in.
     """
-    case, filled, _ = _fill(case, resolved.origins)
+    case, filled, chosen, _ = _fill(case, resolved.origins)
     origins = {
         **resolved.origins,
         **{
@@ -104,30 +103,30 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = compile_minutes(graphs(case), case.model, case.draft)
     found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
-    resolved.report([*found, *_few_slots(filled)], problems)
+    resolved.report([*found, *_few_slots(chosen)], problems)
     return resolved, case
 
 
-def _few_slots(filled: defaults.Filled) -> Iterator[Finding]:
-    slots, why = filled.get("max_rolling_batch_size", (None, ""))
-    if (
-        why.startswith(_SUITS)
-        and isinstance(slots, int)
-        and slots < defaults.MAX_ROLLING_BATCH_SIZE
-    ):
+def _few_slots(chosen: defaults.Filled) -> Iterator[Finding]:
+    slots, others = chosen.get("max_rolling_batch_size", (None, ""))
+    if isinstance(slots, int) and slots < defaults.MAX_ROLLING_BATCH_SIZE:
         problem = (
-            f"no more are possible with {why.removeprefix(_SUITS).strip()}; further requests wait. Change that, or set "
+            f"no more are possible with {others}; further requests wait. Change that, or set "
             f"option.max_rolling_batch_size={slots} to accept it"
         )
         yield Finding(("max_rolling_batch_size",), problem, "warning")
 
 
 class _Filled(NamedTuple):
-    """A case whose options are filled in, what was filled in, and the options of each error that is left."""
+    """A case whose options are filled in."""
 
     case: Case
     filled: defaults.Filled
+    """What was filled in."""
+    chosen: defaults.Filled
+    """Of that the values that are not the usual ones, each with the options that it suits in words."""
     wrong: dict[tuple[str, ...], None]
+    """The options of each error that is left."""
 
 
 def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
@@ -147,24 +146,23 @@ def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
 
 def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[defaults.Filled]:
     """Yield values for the options that an error names and nobody set, with those that were chosen before."""
-    chosen = {name: entry for name, entry in best.filled.items() if entry[1].startswith(_SUITS)}
     for names in best.wrong:
         for name in names:
             if name not in origins and (name in best.filled or not is_set(case.options, name)):
-                others = (other for other in names if other not in {name, *best.filled})
-                why = f"{_SUITS} {join_words(others)}"
+                others = join_words(one for one in names if one not in {name, *best.filled})
                 for value in defaults.others(name, best.case):
-                    yield {**chosen, name: (value, why)}
+                    yield {**best.chosen, name: (value, others)}
 
 
 def _with_defaults(case: Case, chosen: defaults.Filled) -> _Filled:
     case = case.with_options(**{name: value for name, (value, _) in chosen.items()})
-    filled = {**chosen, **defaults.fill(case)}
+    suits = {name: (value, f"suits {others}") for name, (value, others) in chosen.items()}
+    filled = {**suits, **defaults.fill(case)}
     values = {name: value for name, (value, _) in filled.items()}
     case = replace(case.with_options(**values), filled=(*filled,))
     found = (*conflicts(case.options), *model_rules.findings(case))
     wrong = dict.fromkeys(finding.names for finding in found if finding.level == "error")
-    return _Filled(case, filled, wrong)
+    return _Filled(case, filled, chosen, wrong)
 
 
 def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
