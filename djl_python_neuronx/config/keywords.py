@@ -228,15 +228,9 @@ def _flat(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             for inner, entry in {**implied, **value}.items():
                 yield f"{keyword}.{inner}", entry
         elif keyword in _SAMPLING and isinstance(value, Mapping):
-            apart = {inner: entry for inner, entry in value.items() if inner in _APART}
-            yield (
-                keyword,
-                {
-                    **_SAMPLING[keyword],
-                    **{inner: entry for inner, entry in value.items() if inner not in apart},
-                },
-            )
-            for inner, entry in apart.items():
-                yield f"{keyword}.{inner}", entry
+            together = {inner: entry for inner, entry in value.items() if inner not in _APART}
+            yield keyword, {**_SAMPLING[keyword], **together}
+            for inner in [inner for inner in value if inner in _APART]:
+                yield f"{keyword}.{inner}", value[inner]
         else:
             yield keyword, value

@@ -26,6 +26,7 @@ _JOIN_WAIT = "max_join_wait_ms"
 _STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
+_KEYWORDS = sorted({keyword.partition(".")[0] for keyword in OPTIONS})
 _MOST_THREADS_PER_CPU = 4
 """Some thousand threads exhaust the process's limit, and torch then crashes."""
 
@@ -94,11 +95,10 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
 
 def overrides(options: ServingOptions) -> Iterator[Finding]:
     """Yield a note with the keywords in `override_neuron_config` that have no option."""
-    known = {keyword.partition(".")[0] for keyword in OPTIONS}
     for name in options.override_neuron_config or {}:
         if name in RESERVED:
             continue  # refused where it was read
-        hint = "" if name in known else did_you_mean(name, known)
+        hint = "" if name in _KEYWORDS else did_you_mean(name, _KEYWORDS)
         yield Finding((OVERRIDE,), f"{name}: checked when the model loads{hint}", "note")
 
 
