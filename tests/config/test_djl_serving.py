@@ -14,20 +14,9 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill
 from djl_python_neuronx.planning.model import ModelFacts
 from tests.config import java
-from tests.planning.settings import examine
+from tests.planning.settings import TINY, examine
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-    "torch_dtype": "bfloat16",
-}
+CONFIG = {**TINY, "max_position_embeddings": 256}
 FACTS = ModelFacts.from_config(CONFIG)
 FOR_DJL = ("engine=Python", "option.entryPoint=djl_python_neuronx.handler")
 INF2 = machines.named("inf2.xlarge")

@@ -25,20 +25,8 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import check
 from djl_python_neuronx.planning import machines
 from tests.config.java import as_djl_passes, as_the_container_sets
-from tests.planning.settings import assess, complete, examine, resolve
+from tests.planning.settings import TINY, assess, complete, examine, resolve
 
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
 INF2 = "inf2.48xlarge"
 
 

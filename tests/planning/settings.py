@@ -14,6 +14,19 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 
 PLANS = TypeAdapter(LoadPlan)
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+"""A small `config.json`."""
 
 
 @dataclass(frozen=True)
