@@ -16,14 +16,14 @@
     - DeviceMemoryError                 507
     - StepError                         424
   + RequestError(ValueError)            400
-    - UnsupportedParameterError         400
     - UnknownModelError                 404
+    - UnsupportedParameterError         400
     - PromptTooLongError                413
     - BodyTooLargeError                 413
     - QueueFullError                    503
     - RequestTimeoutError               408
     - RequestAbortedError               499
-    - HttpError                         404, 405
+    - HttpError                         404
 
 A message names what is wrong, what was expected and what to do. It never contains prompts, payloads or credentials.
 `status` is the HTTP status, also under DJL Serving; `code` is a stable name for logs, metrics and error bodies.
@@ -241,12 +241,12 @@ class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted, because its client has left or reads too slowly."""
 
 
-class HttpError(RequestError, code="http_error"):
+class HttpError(RequestError, status=404, code="http_error"):
     """A request without a route: an unknown path, or another method."""
 
-    def __init__(self, message: str = "", status: int = 404) -> None:
+    def __init__(self, message: str = "", status: int | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status or self.status
 
 
 def load_failure(error: BaseException) -> ServingError:
