@@ -14,12 +14,15 @@ import orjson
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 INLINE_BODY_BYTES = 1024
 """Bodies up to this size are tokenised in the event loop, where a token waits for less than 0.5 ms; of 8 KiB up to 4 ms
 (2 vCPU, 2026-11)."""
+INLINE_PROMPT_TOKENS = 4096
+"""Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
 ESCAPE_BYTES = 6
 """Most bytes of JSON for a byte of text: an escape such as \\u0041."""
 BESIDE_PROMPT_BYTES = 2**20
@@ -211,6 +214,18 @@ async def parse(
     """
     work = partial(service.parse, body, request_id=request_id, headers=headers, path=path)
     return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+
+
+async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
+    """Submit a parsed request in a running event loop; long prompts are checked and encoded on a thread.
+
+    Raises:
+        ServingError: the request was rejected.
+    """
+    work = partial(service.loop.prepare, *parsed.requests)
+    num_tokens = sum(len(one.prompt_ids) for one in parsed.requests)
+    group = work() if num_tokens <= INLINE_PROMPT_TOKENS else await asyncio.to_thread(work)
+    return service.loop.generate(group)
 
 
 def error_fields(error: ServingError) -> dict[str, Any]:
