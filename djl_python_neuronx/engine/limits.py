@@ -52,8 +52,8 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
     lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
     if not 0 <= lowest <= highest < vocab_size:
         msg = (
-            f"{request.prompt_name} has the token id {lowest if lowest < 0 else highest}; expected ids of the model, from "
-            f"0 to {vocab_size - 1}. If it was sent as text, the tokenizer is not this model's"
+            f"{request.prompt_name} has the token id {lowest if lowest < 0 else highest}; expected ids of the model, "
+            f"from 0 to {vocab_size - 1}. If it was sent as text, the tokenizer is not this model's"
         )
         raise RequestError(msg)
     outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
