@@ -15,7 +15,12 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
+from djl_python_neuronx.errors import (
+    BodyTooLargeError,
+    PromptTooLongError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 INLINE_BODY_BYTES = 1024
@@ -124,12 +129,20 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str, name: str = "the prompt") -> list[int]:
-        """The token ids of a prompt; `name` is its name in the error.
+    def encode(self, text: str | list[Any], name: str = "the prompt") -> list[int]:
+        """The token ids of a prompt: of its text, or as they were sent. `name` is its name in the error.
 
         Raises:
+            RequestError: a list has other values than integers.
             PromptTooLongError: the text is longer than any prompt that fits.
         """
+        if isinstance(text, list):
+            if not set(map(type, text)) <= {int}:
+                msg = (
+                    f"{name} is a list with other values than integers; expected text or token ids"
+                )
+                raise RequestError(msg)
+            return text
         if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
             msg = (
                 f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
@@ -139,18 +152,25 @@ class ParseContext:
         return self.tokenizer.encode(text)
 
     def requests(
-        self, common: GenerationRequest, prompts: Sequence[str]
+        self,
+        common: GenerationRequest,
+        prompts: Sequence[str | list[Any]],
+        *,
+        truncate: int | None = None,
     ) -> list[GenerationRequest]:
-        """One request for each prompt, otherwise as `common`; the first one has its id.
+        """One request for each prompt, text or token ids, otherwise as `common`; the first one has its id.
+
+        `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
 
         Raises:
+            RequestError: a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
         found = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
             request_id = f"{common.request_id}.{i}" if i else common.request_id
-            prompt_ids = self.encode(prompt, name)
+            prompt_ids = self.encode(prompt, name)[-(truncate or 0) :]
             found.append(
                 replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
             )
