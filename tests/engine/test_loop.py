@@ -113,9 +113,7 @@ def wait_until(condition: Any) -> None:
 
 
 def assert_idle(loop: ThreadLoop, backend: ToyBackend) -> None:
-    wait_until(
-        lambda: not (loop.engine.has_work or backend.acquired) and len(loop.streams) == 0
-    )
+    wait_until(lambda: not (loop.engine.has_work or backend.acquired) and len(loop.streams) == 0)
     assert backend.violations == []
 
 
