@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,10 +31,13 @@ from djl_python_neuronx.errors import (
     BodyTooLargeError,
     QueueFullError,
     ServingError,
+    UnknownModelError,
 )
-from djl_python_neuronx.protocol.base import generate, over_limit
+from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
+    failure_response,
     generation_response,
     on_bug,
     on_client_disconnect,
@@ -162,7 +164,7 @@ class Application:
         name = request.path_params["model"]
         if name != self.model_name:
             msg = f"unknown model {name[:200]!r}; this server serves {self.model_name!r}"
-            raise HTTPException(HTTPStatus.NOT_FOUND, msg)
+            raise UnknownModelError(msg)
         return await self.invocations(request)
 
     async def invocations(self, request: Request) -> Response:
@@ -172,10 +174,13 @@ class Application:
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
-            parsed, generation = await generate(
-                service, body, request_id=request_id, headers=headers
-            )
+            path = request.url.path
+            parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
+        try:
+            generation = await generate(service, parsed)
+        except ServingError as error:
+            return failure_response(error, parsed.request)
         return await generation_response(request, parsed, generation)
 
     @contextmanager
@@ -262,6 +267,7 @@ class Server(uvicorn.Server):
 
 def create_app(application: Application) -> Starlette:
     """The ASGI app for the application's routes."""
+    paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app = Starlette(
         routes=[
             Route("/ping", application.ping, methods=["GET"]),
@@ -269,6 +275,7 @@ def create_app(application: Application) -> Starlette:
             Route("/info", application.info, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model}", application.predictions, methods=["POST"]),
+            *(Route(path, application.invocations, methods=["POST"]) for path in paths),
         ],
         exception_handlers={
             ServingError: on_serving_error,

@@ -76,7 +76,7 @@ def running(backend: ToyBackend, **settings: Any) -> Iterator[ThreadLoop]:
 
 
 def request(
-    name: str, prompt: list[int], max_new_tokens: int = 5, **fields: Any
+    name: str, prompt: list[int], max_new_tokens: int | None = 5, **fields: Any
 ) -> GenerationRequest:
     return GenerationRequest(
         name, prompt, max_new_tokens=max_new_tokens, **{"ignore_eos": True, **fields}
@@ -127,6 +127,19 @@ def test_deltas_carry_the_text_and_the_counts() -> None:
         assert [delta.num_generated_tokens for delta in deltas] == list(range(1, 7))
         assert {delta.num_prompt_tokens for delta in deltas} == {2}
         assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize("length", [1, 60, 64])
+def test_without_a_number_of_tokens_a_request_ends_when_its_slot_is_full(length: int) -> None:
+    backend = ToyBackend()
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5] * length, None, top_logprobs=2), inbox)
+        deltas = collect(inbox, "a")["a"]
+        assert text(deltas) == shown(expected([5] * length, 128 - length))
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert all(len(token.top) == 2 for delta in deltas for token in delta.tokens)
         assert_idle(loop, backend)
 
 
@@ -198,18 +211,18 @@ def test_a_group_is_queued_whole_or_not_at_all() -> None:
         loop.submit(request("a", [5, 6]), inbox)
         group = [request(name, [6, ord(name)]) for name in "bcde"]
         with pytest.raises(QueueFullError, match=r"option\.max_waiting"):
-            loop.submit_all(group[:3], inbox)
+            loop.submit_all(loop.prepare(*group[:3]), inbox)
         with pytest.raises(
             RequestError, match="4 prompts; this deployment takes at most 3"
         ) as found:
-            loop.submit_all(group, inbox)
+            loop.submit_all(loop.prepare(*group), inbox)
         assert found.value.status == 400
         with pytest.raises(RequestError, match="'a' is already in use"):
-            loop.submit_all([group[0], request("a", [5])], inbox)
+            loop.submit_all(loop.prepare(group[0], request("a", [5])), inbox)
         with pytest.raises(PromptTooLongError, match="has 100 tokens"):
-            loop.submit_all([group[0], request("z", [5] * 100)], inbox)
+            loop.prepare(group[0], request("z", [5] * 100))
         assert len(loop.streams) == 1
-        loop.submit_all(group[:2], inbox)
+        loop.submit_all(loop.prepare(*group[:2]), inbox)
         backend.resume.set()
         found = collect(inbox, "a", "b", "c")
         for name in "bc":
@@ -224,7 +237,9 @@ def test_a_group_that_is_not_read_to_its_end_leaves_nothing(ends_by: str) -> Non
     async def read(loop: ThreadLoop) -> list[Delta]:
         # Two run and two wait. The prefills come one after the other, so the first one fails alone.
         backend.fail_at = {0: RuntimeError("no")} if ends_by == "error" else {}
-        generation = loop.generate(*(request(name, [5, 6], ENDLESS) for name in "abcd"))
+        generation = loop.generate(
+            loop.prepare(*(request(name, [5, 6], ENDLESS) for name in "abcd"))
+        )
         if ends_by == "close":
             asyncio.get_running_loop().call_later(0.05, generation.close)
         deltas = [delta async for delta in generation]
@@ -249,7 +264,7 @@ def test_a_request_that_has_ended_leaves_no_garbage(names: str) -> None:
         inbox = BlockingQueue()
         gc.disable()
         try:
-            loop.submit_all([request(name, [5, 6]) for name in names], inbox)
+            loop.submit_all(loop.prepare(*(request(name, [5, 6]) for name in names)), inbox)
             streams = [weakref.ref(stream) for stream in loop.streams.open_streams()]
             backend.resume.set()
             collect(inbox, *names)
@@ -320,7 +335,7 @@ def test_at_the_deadline_of_a_group_what_waits_ends_like_what_runs() -> None:
     with running(backend) as loop:
         inbox = BlockingQueue()
         group = [request(name, [5, 6], ENDLESS, max_seconds=1.0) for name in "ab"]
-        loop.submit_all(group, inbox)
+        loop.submit_all(loop.prepare(*group), inbox)
         found = collect(inbox, "a", "b")
         assert [found[name][-1].finish_reason for name in "ab"] == [FinishReason.TIME] * 2
         assert [found[name][-1].num_generated_tokens > 0 for name in "ab"] == [True, False]
@@ -470,7 +485,7 @@ def test_closing_a_generation_ends_an_iteration_that_waits() -> None:
     backend.hang_at = {0}
 
     async def wait(loop: EngineLoop) -> list[Delta]:
-        generation = loop.generate(request("a", [5, 6], 4))
+        generation = loop.generate(loop.prepare(request("a", [5, 6], 4)))
         asyncio.get_running_loop().call_later(0.05, generation.close)
         return [delta async for delta in generation]
 
@@ -488,7 +503,7 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
     async def one(
         loop: EngineLoop, name: str, prompt: list[int], num_tokens: int, give_up: bool
     ) -> str | None:
-        generation = loop.generate(request(name, prompt, num_tokens))
+        generation = loop.generate(loop.prepare(request(name, prompt, num_tokens)))
         deltas = []
         try:
             async for delta in generation:
@@ -510,7 +525,7 @@ def test_generate_in_an_event_loop_and_closing_aborts() -> None:
         for i, answer in enumerate(answers):
             assert answer == (None if i % 3 == 0 else shown(expected(prompts[i], sizes[i])))
         with pytest.raises(PromptTooLongError):
-            loop.generate(request("long", [5] * 100))
+            loop.prepare(request("long", [5] * 100))
 
     with running(backend) as loop:
         asyncio.run(many(loop))
@@ -604,7 +619,7 @@ def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
 
     async def start(loop: EngineLoop) -> None:
-        generation = loop.generate(request("a", [5, 6], ENDLESS))
+        generation = loop.generate(loop.prepare(request("a", [5, 6], ENDLESS)))
         await generation.__anext__()
 
     with running(backend) as loop:

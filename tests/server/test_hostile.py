@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from termios import FIONREAD, TIOCOUTQ
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,7 +40,7 @@ from tests.server.test_app import (
 )
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
-from tests.toy_tokenizer import PanickingTokenizer
+from tests.toy_tokenizer import PanickingTokenizer, ToyTokenizer
 
 SHORT_S = 0.2
 """A time limit that a test waits for."""
@@ -552,6 +553,38 @@ def test_a_tokenizer_that_panics_fails_its_request_in_json(prompt: str) -> None:
         reply = talk(server, post(json.dumps({"inputs": prompt}).encode(), CLOSE))
         assert (status(reply), content(reply)["type"]) == (500, "serving_error")
         assert_serves(server)
+
+
+class NotedIds(list[int]):
+    """Token ids that note the threads by which they are gone through."""
+
+    threads: ClassVar[set[str]] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        self.threads.add(threading.current_thread().name)
+        return super().__iter__()
+
+
+class NotingTokenizer(ToyTokenizer):
+    """Eight ids a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return NotedIds(8 * len(text) * [5])
+
+
+@pytest.mark.parametrize(("letters", "inline"), [(10, True), (1000, False)])
+def test_long_prompts_are_not_gone_through_in_the_event_loop(letters: int, inline: bool) -> None:
+    """128 prompts of 8,000 tokens would hold it for a tenth of a second."""
+    long = replace(TOY_SPEC, max_model_len=8192, prefill_buckets=(8192,), token_buckets=())
+    with serving(ToyBackend(long)) as server:
+        server.application.service.tokenizer = NotingTokenizer()  # type: ignore[union-attr]
+        NotedIds.threads.clear()
+        prompts = ["x" * letters] * (1 if inline else 128)
+        payload = {"inputs": prompts, "parameters": {"max_new_tokens": 1}}
+        reply = talk(server, post(json.dumps(payload).encode(), CLOSE))
+        assert reply.count(b"generated_text") == len(prompts), reply[:1000]
+        assert NotedIds.threads
+        assert (server._thread.name in NotedIds.threads) == inline
 
 
 def test_a_load_that_ends_the_interpreter_is_a_failed_load() -> None:
