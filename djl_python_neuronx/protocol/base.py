@@ -171,7 +171,9 @@ class ParseContext:
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
             request_id = f"{common.request_id}.{i}" if i else common.request_id
-            prompt_ids = self.encode(prompt, name)[-(truncate or 0) :]
+            prompt_ids = self.encode(prompt, name)
+            if truncate is not None:
+                prompt_ids = prompt_ids[-truncate:]
             found.append(
                 replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
             )
