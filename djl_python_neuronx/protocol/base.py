@@ -15,7 +15,12 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
+from djl_python_neuronx.errors import (
+    BodyTooLargeError,
+    PromptTooLongError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 INLINE_BODY_BYTES = 1024
@@ -31,6 +36,8 @@ BESIDE_PROMPT_BYTES = 2**20
 
 MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of the answers to one prompt. With 1 the second answer would be the first one of the next seed."""
 
 
 class Formatter(Protocol):
@@ -130,30 +137,63 @@ class ParseContext:
         Raises:
             PromptTooLongError: the text is longer than any prompt that fits.
         """
-        if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
+        self._check_length(len(text), name)
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation in the model's chat template; each message has a `content`.
+
+        Raises:
+            PromptTooLongError: the contents are longer than any prompt that fits.
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        self._check_length(sum(len(one["content"]) for one in messages), "the conversation")
+        return self.tokenizer.encode_chat(messages)
+
+    def _check_length(self, num_chars: int, name: str) -> None:
+        if self.max_prompt_chars is not None and num_chars > self.max_prompt_chars:
             msg = (
-                f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
+                f"{name} has {num_chars} characters, more than any prompt that fits this deployment; "
                 "shorten it, or raise option.n_positions or option.context_length_estimate"
             )
             raise PromptTooLongError(msg)
-        return self.tokenizer.encode(text)
 
     def requests(
-        self, common: GenerationRequest, prompts: Sequence[str]
+        self, common: GenerationRequest, prompts: Sequence[str | list[int]], count: int = 1
     ) -> list[GenerationRequest]:
-        """One request for each prompt, otherwise as `common`; the first one has its id.
+        """`count` requests for each prompt, a text or token ids, otherwise as `common`; the first one has its id.
+
+        The first request of a prompt has the seed of `common`, each further one a seed that follows from it.
 
         Raises:
+            RequestError: there are more than `MAX_SEQUENCES` requests.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
+        if len(prompts) * count > MAX_SEQUENCES:
+            msg = (
+                f"{len(prompts)} prompts with {count} answers each are {len(prompts) * count} sequences; "
+                f"expected at most {MAX_SEQUENCES}"
+            )
+            raise RequestError(msg)
         found = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
-            request_id = f"{common.request_id}.{i}" if i else common.request_id
-            prompt_ids = self.encode(prompt, name)
-            found.append(
-                replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
-            )
+            ids = self.encode(prompt, name) if isinstance(prompt, str) else prompt
+            for j in range(count):
+                k = i * count + j
+                request_id = f"{common.request_id}.{k}" if k else common.request_id
+                sampling, seed = common.sampling, common.sampling.seed
+                if j and seed is not None:
+                    sampling = replace(sampling, seed=(seed + j * _SEED_STEP) % 2**64)
+                found.append(
+                    replace(
+                        common,
+                        request_id=request_id,
+                        prompt_ids=ids,
+                        prompt_name=name,
+                        sampling=sampling,
+                    )
+                )
         return found
 
 
