@@ -131,12 +131,20 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str, name: str = "the prompt") -> list[int]:
-        """The token ids of a prompt; `name` is its name in the error.
+    def encode(self, text: str | list[Any], name: str = "the prompt") -> list[int]:
+        """The token ids of a prompt: of its text, or as they were sent. `name` is its name in the error.
 
         Raises:
+            RequestError: a list has other values than integers.
             PromptTooLongError: the text is longer than any prompt that fits.
         """
+        if isinstance(text, list):
+            if not set(map(type, text)) <= {int}:
+                msg = (
+                    f"{name} is a list with other values than integers; expected text or token ids"
+                )
+                raise RequestError(msg)
+            return text
         self._check_length(len(text), name)
         return self.tokenizer.encode(text)
 
@@ -159,14 +167,21 @@ class ParseContext:
             raise PromptTooLongError(msg)
 
     def requests(
-        self, common: GenerationRequest, prompts: Sequence[str | list[int]], count: int = 1
+        self,
+        common: GenerationRequest,
+        prompts: Sequence[str | list[Any]],
+        *,
+        count: int = 1,
+        truncate: int | None = None,
     ) -> list[GenerationRequest]:
-        """`count` requests for each prompt, a text or token ids, otherwise as `common`; the first one has its id.
+        """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
 
         The first request of a prompt has the seed of `common`, each further one a seed that follows from it.
 
+        `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
+
         Raises:
-            RequestError: there are more than `MAX_SEQUENCES` requests.
+            RequestError: there are more than `MAX_SEQUENCES` requests, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
         if len(prompts) * count > MAX_SEQUENCES:
@@ -175,25 +190,19 @@ class ParseContext:
                 f"expected at most {MAX_SEQUENCES}"
             )
             raise RequestError(msg)
-        found = []
+        seed = common.sampling.seed
+        samplings = [common.sampling] + [
+            replace(common.sampling, seed=None if seed is None else (seed + j * _SEED_STEP) % 2**64)
+            for j in range(1, count)
+        ]
+        found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
-            ids = self.encode(prompt, name) if isinstance(prompt, str) else prompt
-            for j in range(count):
-                k = i * count + j
-                request_id = f"{common.request_id}.{k}" if k else common.request_id
-                sampling, seed = common.sampling, common.sampling.seed
-                if j and seed is not None:
-                    sampling = replace(sampling, seed=(seed + j * _SEED_STEP) % 2**64)
-                found.append(
-                    replace(
-                        common,
-                        request_id=request_id,
-                        prompt_ids=ids,
-                        prompt_name=name,
-                        sampling=sampling,
-                    )
-                )
+            prompt_ids = self.encode(prompt, name)[-(truncate or 0) :]
+            one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
+            for sampling in samplings:
+                request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
+                found.append(replace(one, request_id=request_id, sampling=sampling))
         return found
 
 
