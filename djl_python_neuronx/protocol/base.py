@@ -198,7 +198,9 @@ class ParseContext:
         found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
-            prompt_ids = self.encode(prompt, name)[-(truncate or 0) :]
+            prompt_ids = self.encode(prompt, name)
+            if truncate is not None:
+                prompt_ids = prompt_ids[-truncate:]
             one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
             for sampling in samplings:
                 request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
