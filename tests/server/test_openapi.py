@@ -15,6 +15,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 
 import jsonschema_rs  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
 
@@ -25,7 +26,7 @@ from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 
 NIGHTLY_EXAMPLES, EXAMPLES = 1000, 30
-EMBEDDED = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}
+STREAMS = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}
 """Media types of streams, with what ends a part."""
 
 
@@ -81,7 +82,7 @@ def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPat
 
 def parts(text: str, media_type: str) -> list[Any]:
     """The values of a stream."""
-    texts = [part.removeprefix("data: ") for part in text.split(EMBEDDED[media_type]) if part]
+    texts = [part.removeprefix("data: ") for part in text.split(STREAMS[media_type]) if part]
     return [json.loads(part) for part in texts if part != "[DONE]"]
 
 
@@ -100,10 +101,12 @@ def test_every_answer_is_one_of_the_document(
             continue
 
         @settings(max_examples=num_examples, database=None, suppress_health_check=list(HealthCheck))
-        @given(case=operation.as_strategy(generation_mode=mode))
-        def ask(case: Any) -> None:
+        @given(case=operation.as_strategy(generation_mode=mode), stream=st.booleans())
+        def ask(case: Any, stream: bool) -> None:
             if "model" in case.path_parameters:
                 case.path_parameters["model"] = "toy"
+            if stream and isinstance(case.body, dict) and streams(document, case.operation):
+                case.body["stream"] = True  # by chance alone it is rare
             answer = case.call(base_url=server.url)
             seen.add((answer.status_code, answer.headers["content-type"][0].partition(";")[0]))
             # What the document allows may still be refused: by its length, or for another parameter.
@@ -116,13 +119,19 @@ def test_every_answer_is_one_of_the_document(
         assert {(200, "application/json"), (200, "application/jsonlines")} <= seen
 
 
+def streams(document: dict[str, Any], operation: Any) -> dict[str, Any]:
+    """The media types in which an operation answers by a stream."""
+    responses = document["paths"][operation.path][operation.method.lower()]["responses"]
+    content = responses["200"]["content"]
+    return {name: found for name, found in content.items() if name in STREAMS}
+
+
 def check_stream(document: dict[str, Any], case: Any, answer: Any) -> None:
     """Each part of a stream is valid by the `contentSchema` of its media type."""
     media_type = answer.headers["content-type"][0].partition(";")[0]
-    if media_type not in EMBEDDED or answer.status_code != 200:
+    if media_type not in STREAMS or answer.status_code != 200:
         return
-    responses = document["paths"][case.operation.path][case.method.lower()]["responses"]
-    schema = responses["200"]["content"][media_type]["schema"]["contentSchema"]
+    schema = streams(document, case.operation)[media_type]["schema"]["contentSchema"]
     found = parts(answer.text, media_type)
     assert found
     jsonschema_rs.validate({**schema, "components": document["components"]}, found)
