@@ -17,6 +17,7 @@
     - StepError                         424
   + RequestError(ValueError)            400
     - UnsupportedParameterError         400
+    - UnauthorizedError                 401
     - PromptTooLongError                413
     - BodyTooLargeError                 413
     - QueueFullError                    503
@@ -202,6 +203,10 @@ class RequestError(ServingError, ValueError, status=400, code="bad_request"):
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A parameter that is unknown, or not supported by this deployment."""
+
+
+class UnauthorizedError(RequestError, status=401, code="invalid_api_key"):
+    """A request without a valid API key."""
 
 
 class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):

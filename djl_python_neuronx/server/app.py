@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
@@ -34,7 +37,8 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.protocol.base import generate, over_limit
-from djl_python_neuronx.server.http import LimitedProtocol
+from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
+from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.responses import (
     generation_response,
     on_bug,
@@ -50,6 +54,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADMIN_PATHS = frozenset({"/info", "/metrics"})
+"""Paths that `option.admin_port` moves to the second port."""
+RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
+"""Connections of the second port, for which there is room when the first one has all that are allowed."""
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -208,20 +216,56 @@ class Application:
 class Server(uvicorn.Server):
     """Closes the engine loop while connections are open, so that every request gets a response."""
 
-    def __init__(self, application: Application, host: str, port: int, drain_s: float) -> None:
-        config = uvicorn.Config(
-            create_app(application),
-            host=host,
-            port=port,
-            # The same one whatever is installed.
-            http=partial(LimitedProtocol, lambda: application.options),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            proxy_headers=False,
-            log_config=None,
-            access_log=False,
-        )
-        super().__init__(config)
+    def __init__(
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        drain_s: float,
+        *,
+        tls: ssl.SSLContext | None = None,
+        api_keys: Sequence[bytes] = (),
+    ) -> None:
+        """Configure the ports. `api_keys`: digests, see `keys.read_keys`; none: all requests are served."""
+
+        def config(app: ASGIApp, host: str, port: int, reserved: int = 0) -> uvicorn.Config:
+            protocol = partial(LimitedProtocol, lambda: application.options, tls, reserved)
+            return uvicorn.Config(
+                app,
+                host=host,
+                port=port,
+                # The same ones whatever is installed.
+                http=protocol,  # type: ignore[arg-type]
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                proxy_headers=False,
+                log_config=None,
+                access_log=False,
+            )
+
+        options = application.options
+        app: ASGIApp
+        self._admin: uvicorn.Config | None = None
+        if options.admin_port is None:
+            app = create_app(application)
+        else:
+            app = create_app(application, lambda path: path not in ADMIN_PATHS)
+            admin = create_app(application, lambda path: path in ADMIN_PATHS | PROBES)
+            self._admin = config(
+                admin, options.admin_host or host, options.admin_port, RESERVED_CONNECTIONS
+            )
+        if api_keys:
+            app = KeyCheck(app, api_keys)
+        if options.cors_allow_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=options.cors_allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["retry-after", "x-request-id"],
+            )
+        super().__init__(config(app, host, port))
         self._application = application
         self._drain_s = drain_s
         self._signalled = False
@@ -242,6 +286,29 @@ class Server(uvicorn.Server):
             last.daemon = True
             last.start()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, also on `option.admin_port`. Ends the process if it cannot."""
+        await super().startup(sockets)
+        config = self._admin
+        if config is None:
+            return
+        config.load()
+
+        def protocol() -> LimitedProtocol:
+            made = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state={}
+            )
+            assert isinstance(made, LimitedProtocol)  # noqa: S101  (of `Config`)
+            return made
+
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(protocol, config.host, config.port)
+        except OSError as error:
+            logger.error("option.admin_port=%d: %s; set another one", config.port, error)  # noqa: TRY400
+            raise SystemExit(1) from error
+        self.servers.append(server)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         ending = asyncio.create_task(super().shutdown(sockets))
@@ -260,15 +327,21 @@ class Server(uvicorn.Server):
         os._exit(1 if self._application.failure is not None else 0)
 
 
-def create_app(application: Application) -> Starlette:
-    """The ASGI app for the application's routes."""
+def create_app(
+    application: Application, has: Callable[[str], bool] = lambda _path: True
+) -> Starlette:
+    """The ASGI app for those of the application's routes whose path `has` accepts."""
     app = Starlette(
         routes=[
-            Route("/ping", application.ping, methods=["GET"]),
-            Route("/metrics", application.metrics, methods=["GET"]),
-            Route("/info", application.info, methods=["GET"]),
-            Route("/invocations", application.invocations, methods=["POST"]),
-            Route("/predictions/{model}", application.predictions, methods=["POST"]),
+            route
+            for route in (
+                Route("/ping", application.ping, methods=["GET"]),
+                Route("/metrics", application.metrics, methods=["GET"]),
+                Route("/info", application.info, methods=["GET"]),
+                Route("/invocations", application.invocations, methods=["POST"]),
+                Route("/predictions/{model}", application.predictions, methods=["POST"]),
+            )
+            if has(route.path)
         ],
         exception_handlers={
             ServingError: on_serving_error,
@@ -283,21 +356,30 @@ def create_app(application: Application) -> Starlette:
 
 
 def serve(
-    load: Load, *, folder_name: str, options: ServingOptions, host: str, port: int, drain_s: float
+    load: Load,
+    *,
+    folder_name: str,
+    options: ServingOptions,
+    host: str,
+    port: int,
+    drain_s: float,
+    tls: ssl.SSLContext | None = None,
+    api_keys: Sequence[bytes] = (),
 ) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load.
 
     `options` hold until the model is loaded.
     """
     application = Application(folder_name, options)
-    server = Server(application, host, port, drain_s)
+    server = Server(application, host, port, drain_s, tls=tls, api_keys=api_keys)
     application.stop = server.stop
 
     def load_model() -> None:
         application.load(load)
         if application.failure is None:
             name = application.model_name
-            logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
+            scheme = "http" if tls is None else "https"
+            logger.info("ready url=%s://%s:%d/invocations model=%s", scheme, host, port, name)
 
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)
