@@ -149,6 +149,10 @@ class TableTokenizer:
         """Not used while there are pieces."""
         raise NotImplementedError
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Not used: no request wants other tokens than its own."""
+        raise NotImplementedError
+
 
 def measure(
     case: Case, *, num_tokens: int, device_s: float, sampling: SamplingParams | None = None

@@ -16,6 +16,7 @@
     - DeviceMemoryError                 507
     - StepError                         424
   + RequestError(ValueError)            400
+    - UnknownModelError                 404
     - UnsupportedParameterError         400
     - UnauthorizedError                 401
     - PromptTooLongError                413
@@ -23,6 +24,7 @@
     - QueueFullError                    503
     - RequestTimeoutError               408
     - RequestAbortedError               499
+    - HttpError                         404
 
 A message names what is wrong, what was expected and what to do. It never contains prompts, payloads or credentials.
 `status` is the HTTP status, also under DJL Serving; `code` is a stable name for logs, metrics and error bodies.
@@ -80,10 +82,12 @@ def _plain(name: str) -> str:
 class ServingError(Exception):
     """Base class of all errors of this package."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     code: ClassVar[str] = "serving_error"
     retry_after_s: int | None = None
     """The value of the Retry-After header: every 503 has one."""
+    protocol: str = ""
+    """The wire protocol of a request that could not be parsed: the answer has its shape."""
 
     def __init__(self, message: str = "") -> None:
         """Set the message, of which credentials are left out."""
@@ -200,6 +204,17 @@ class StepError(BackendError, status=424, code="step_error"):
 class RequestError(ServingError, ValueError, status=400, code="bad_request"):
     """An invalid request."""
 
+    param: str | None = None
+    """The field of the request that is wrong."""
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(RequestError, status=404, code="model_not_found"):
+    """A model, by its name in a path or a body, that this server does not serve."""
+
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A parameter that is unknown, or not supported by this deployment."""
@@ -229,6 +244,14 @@ class RequestTimeoutError(RequestError, status=408, code="request_timeout"):
 
 class RequestAbortedError(RequestError, status=499, code="request_aborted"):
     """The request was aborted, because its client has left or reads too slowly."""
+
+
+class HttpError(RequestError, status=404, code="http_error"):
+    """A request without a route: an unknown path, or another method."""
+
+    def __init__(self, message: str = "", status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status or self.status
 
 
 def load_failure(error: BaseException) -> ServingError:

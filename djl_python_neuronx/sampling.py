@@ -77,7 +77,7 @@ class SamplingParams:
             if not numeric or not rule.metadata["holds"](value):
                 shown = reprlib.repr(value) if isinstance(value, (int, float)) else json_type(value)
                 msg = f"{rule.name} is {shown}; expected {rule.metadata['allowed']}"
-                raise RequestError(msg)
+                raise RequestError(msg, param=rule.name)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -153,6 +153,7 @@ class Service:
         *,
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
+        path: str = "",
     ) -> ParsedRequest:
         """Parse and validate a request body. Any thread. `request_id` is the client's, for the response and for logs.
 
@@ -164,9 +165,9 @@ class Service:
             request_id=f"r{next(self._ids)}",
             client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
             headers=headers or {},
-            max_body_bytes=self.options.max_body_bytes,
+            path=path,
+            options=self.options,
             max_prompt_chars=self._max_prompt_chars,
-            output_formatter=self.options.output_formatter,
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:

@@ -48,6 +48,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: bool = False
     """Whether to return the log-probability of each generated token under the model's own (unwarped) distribution."""
+    top_logprobs: int = 0
+    """Most likely tokens to return in place of each generated one, with their log-probabilities."""
     adapter: int = 0
     max_seconds: float = inf
     """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
@@ -77,9 +79,14 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
     logits: npt.NDArray[np.float32] | None = None
-    """float32[len(token_ids), V], only for requests with `logprobs`. They stay in the engine process."""
+    """float32[len(token_ids), V], only for requests with `logprobs` or `top_logprobs`."""
+    top_logprobs: int = 0
+    """As in the request. Like `logits` it stays in the engine process."""
     logprobs: Sequence[float] | None = None
     """Log-probabilities of the tokens, made from `logits` on the way to the front."""
+    top: Sequence[Sequence[tuple[int, float]]] | None = None
+    """For each token the most likely ones in its place, the likeliest first, each with its log-probability. Made as
+    `logprobs` is, only for requests with `top_logprobs`."""
 
 
 class Tokenizer(Protocol):
@@ -108,6 +115,12 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a token by itself, within a text: a special token's own text, b"" for an unknown id.
+
+        A token that is a part of a character has that part's bytes, or those of U+FFFD if `pieces` is None.
+        """
 
 
 class Constraint(Protocol):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.engine.sampler import Sampler, logprobs
+from djl_python_neuronx.engine.sampler import Sampler, logprobs, most_likely
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -433,7 +433,23 @@ def test_logprobs_are_the_log_softmax() -> None:
     expected = wide - wide.max(axis=1, keepdims=True)
     expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
     before = logits.copy()
-    found = logprobs(logits, [3, 4, 9])
-    np.testing.assert_allclose(found, expected[[0, 1, 2], [3, 4, 9]], rtol=1e-6, atol=1e-5)
-    assert found.dtype == np.float32
+    for row, wanted in zip(logits, expected, strict=True):
+        found = logprobs(row, [3, 4, 9])
+        np.testing.assert_allclose(found, wanted[[3, 4, 9]], rtol=1e-6, atol=1e-5)
+        assert found.dtype == np.float32
+    assert np.array_equal(before, logits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    row=st.lists(st.sampled_from([-np.inf, -40.0, -1.0, 0.0, 0.5, 7.0]), max_size=60),
+    repeats=st.integers(1, 100),
+    count=st.integers(1, 25),
+)
+def test_the_most_likely_tokens_are_the_first_of_a_stable_sort(row, repeats, count) -> None:  # type: ignore[no-untyped-def]
+    logits = np.array([*row, 0.25] * repeats, np.float32)
+    before = logits.copy()
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    finite = [i for i in order if logits[i] > -np.inf]
+    assert most_likely(logits, count) == finite[:count]
     assert np.array_equal(before, logits)

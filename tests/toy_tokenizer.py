@@ -46,6 +46,10 @@ class ToyTokenizer:
         """The text of ids."""
         return "".join(f"<{i}>" for i in ids if i not in self.special_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of an id; of 2 the special token's own."""
+        return b"<eos>" if token_id == 2 else self.decode([token_id]).encode()
+
 
 class PanickingTokenizer(ToyTokenizer):
     """Fails where a prompt has a ~ as the `tokenizers` library does, behind the class that wraps it."""

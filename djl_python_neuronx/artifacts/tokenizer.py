@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,26 @@ class PythonTokenizer:
                 spaces_between_special_tokens=False,
             )
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer`."""
+        known = self._token_bytes
+        if token_id in known:
+            return known[token_id]
+        if self.pieces is not None:
+            return self.pieces[token_id] if token_id < len(self.pieces) else b""
+        try:
+            # The library drops the space of a first token, and keeps that of a second.
+            first, both = self.decode([token_id]), self.decode([token_id, token_id])
+            known[token_id] = both[len(first) :].encode(errors="replace")
+        except Exception:  # noqa: BLE001  (the model may be padded beyond a vocabulary in the library's Python)
+            known[token_id] = b""
+        return known[token_id]
+
+    @cached_property
+    def _token_bytes(self) -> dict[int, bytes]:
+        """The bytes of special tokens, and without `pieces` of those that were decoded so far."""
+        return {token_id: text.encode() for text, token_id in self._special.items()}
 
     def _checked_encode(self, text: str, *, special: bool) -> list[int]:
         try:

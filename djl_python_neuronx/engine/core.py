@@ -265,10 +265,10 @@ class Engine:
                 outputs.append(self._fail(sequence, StepError(message)))
                 continue
             request, reason = sequence.request, sequence.finish_reason
-            logits = None
-            if request.logprobs and values is not None:
+            logits, top = None, request.top_logprobs
+            if (request.logprobs or top) and values is not None:
                 logits = values[row, : len(taken)]
-            outputs.append(TokenOutput(request.request_id, taken, reason, None, logits))
+            outputs.append(TokenOutput(request.request_id, taken, reason, None, logits, top))
             if reason is not None:
                 self._end(sequence)
         return outputs

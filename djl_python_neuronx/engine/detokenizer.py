@@ -19,6 +19,15 @@ _MAX_PENDING_TOKENS = 8
 """More than a character's 4 bytes can take: tokens that are still no text then never will be."""
 
 
+class TopToken(NamedTuple):
+    """One of the most likely tokens in the place of a generated one."""
+
+    id: int
+    text: str
+    """Text of the token by itself: `Tokenizer.token_bytes`, with U+FFFD for a part of a character."""
+    logprob: float
+
+
 class Token(NamedTuple):
     """A generated token, as in the wire formats."""
 
@@ -27,6 +36,8 @@ class Token(NamedTuple):
     """Text that became readable with this token; "" while it is held back."""
     logprob: float | None
     special: bool
+    top: tuple[TopToken, ...] = ()
+    """The most likely tokens in its place, the likeliest first: `GenerationRequest.top_logprobs` of them."""
 
 
 class Delta(NamedTuple):
@@ -60,6 +71,7 @@ class TextStream:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._request = request
+        self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._detokenizer = make_detokenizer(request.prompt_ids, tokenizer)
         self._stops = [_StopString(text) for text in request.stop_strings if text]
@@ -84,7 +96,7 @@ class TextStream:
             return None
         reason = output.finish_reason
         ids = output.token_ids
-        scores = output.logprobs
+        scores, top = output.logprobs, output.top
         tokens: list[Token] = []
         text, stopped = "", False
         last = len(ids) - 1 if reason is not None else -1
@@ -96,9 +108,9 @@ class TextStream:
                 shown, stopped = self._show(shown, ends=i == last)
             if ends and self._request.include_stop:
                 shown += self.stop_tokens.get(token_id, "")
-            tokens.append(
-                Token(token_id, shown, scores[i] if scores is not None else None, special)
-            )
+            score = scores[i] if scores is not None else None
+            others = self._named(top[i]) if top else ()
+            tokens.append(Token(token_id, shown, score, special, others))
             text += shown
             if stopped:
                 break
@@ -116,6 +128,13 @@ class TextStream:
             output.error,
             len(self._request.prompt_ids),
             self.num_generated,
+        )
+
+    def _named(self, scores: Sequence[tuple[int, float]]) -> tuple[TopToken, ...]:
+        """Tokens with their text."""
+        text_of = self._tokenizer.token_bytes
+        return tuple(
+            [TopToken(one, text_of(one).decode(errors="replace"), score) for one, score in scores]
         )
 
     def _show(self, text: str, *, ends: bool) -> tuple[str, bool]:

@@ -78,8 +78,8 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
 def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
     sampling = request.sampling
     refused = sampling.unsupported_on_device()
-    if request.logprobs:
-        refused.append("details (log-probabilities)")
+    if request.logprobs or request.top_logprobs:
+        refused.append("log-probabilities (details, logprobs, top_logprobs or top_n_tokens)")
     if refused:
         msg = (
             f"{', '.join(refused)}: not supported, because this deployment samples on the device; "

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.runner import StepInfo
-from djl_python_neuronx.engine.sampler import logprobs
+from djl_python_neuronx.engine.sampler import logprobs, most_likely
 from djl_python_neuronx.errors import ServingError, revive
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
@@ -148,6 +148,7 @@ def encode_request(request: GenerationRequest, stop_ids: Iterable[int] = ()) -> 
         "stop_token_ids": [*request.stop_token_ids, *stop_ids],
         "ignore_eos": request.ignore_eos,
         "logprobs": request.logprobs,
+        "top_logprobs": request.top_logprobs,
         "adapter": request.adapter,
         "client_id": request.client_id,
     }
@@ -177,6 +178,7 @@ def decode_error(fields: Sequence[str] | None) -> ServingError | None:
 def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:
     """A step's message: flat arrays, one element a row; log-probabilities are made from the logits here."""
     outputs, info = result
+    scores = [_scores(output) for output in outputs]
     facts = None
     if info is not None:
         facts = {**info._asdict(), "draft_error": encode_error(info.draft_error)}
@@ -185,7 +187,8 @@ def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:
         [output.token_ids for output in outputs],
         [output.finish_reason for output in outputs],
         [encode_error(output.error) for output in outputs],
-        [_logprobs(output) for output in outputs],
+        [chosen for chosen, _ in scores],
+        [top for _, top in scores],
         facts,
         list(state),
     )
@@ -200,9 +203,10 @@ def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
             token_ids,
             None if reason is None else FinishReason(reason),
             decode_error(error),
-            logprobs=scores,
+            logprobs=chosen,
+            top=top,
         )
-        for request_id, token_ids, reason, error, scores in zip(*rows, strict=True)
+        for request_id, token_ids, reason, error, chosen, top in zip(*rows, strict=True)
     ]
     info = None
     if facts is not None:
@@ -210,8 +214,17 @@ def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
     return StepResult(outputs, info), EngineState(*state)
 
 
-def _logprobs(output: TokenOutput) -> list[float] | None:
+_Scores = tuple[list[float] | None, list[list[tuple[int, float]]] | None]
+
+
+def _scores(output: TokenOutput) -> _Scores:
+    """`TokenOutput.logprobs` and `TokenOutput.top` of an output."""
     if output.logits is None:
-        return None
-    scores: list[float] = logprobs(output.logits, output.token_ids).tolist()
-    return scores
+        return None, None
+    chosen, top = [], []
+    for row, token_id in zip(output.logits, output.token_ids, strict=True):
+        ids = most_likely(row, output.top_logprobs) if output.top_logprobs else []
+        score, *others = logprobs(row, [token_id, *ids]).tolist()
+        chosen.append(score)
+        top.append(list(zip(ids, others, strict=True)))
+    return chosen, top if output.top_logprobs else None

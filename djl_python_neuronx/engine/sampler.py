@@ -31,15 +31,26 @@ Candidates = tuple[IndexArray, Float32Array]
 Weights = Union[npt.NDArray[np.floating[Any]], np.floating[Any]]
 
 
-def logprobs(logits: Float32Array, token_ids: npt.ArrayLike) -> Float32Array:
-    """float32[n]: log-softmax of each row of `logits` (float32[n, V]) at its token: the model's own distribution."""
-    found = np.empty(len(logits), np.float32)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for i, (row, token_id) in enumerate(zip(logits, np.asarray(token_ids), strict=True)):
-            # In place, row by row: the copy stays in the core's cache.
-            shifted = row - row.max()
-            chosen = shifted[token_id]
-            found[i] = chosen - np.log(np.exp(shifted, out=shifted).sum())
+def logprobs(row: Float32Array, token_ids: Sequence[int]) -> Float32Array:
+    """float32[n]: log-softmax of a row of logits (float32[V]) at each token: the model's own distribution.
+
+    The largest logit must be finite, as that of every row that gave a token.
+    """
+    shifted = row - row.max()
+    chosen = shifted[np.asarray(token_ids)]
+    # In place: the copy stays in the core's cache.
+    found: Float32Array = chosen - np.log(np.exp(shifted, out=shifted).sum())
+    return found
+
+
+def most_likely(row: Float32Array, count: int) -> list[int]:
+    """The ids of the largest logits of a row, the largest first, of equal ones the lowest id first.
+
+    At most `count`: tokens with a logit of -inf are left out. The largest logit must be finite.
+    """
+    floor = _Table(len(row)).floor(row, min(count, len(row)))
+    ids = np.flatnonzero(row >= floor)
+    found: list[int] = ids[(-row[ids]).argsort(kind="stable")[:count]].tolist()
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from djl_python_neuronx.errors import RequestError, json_type
+from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 
@@ -23,21 +23,38 @@ _OPENING, _COMMA, _QUOTE = b"{[:", b",", b'"'
 _TEXT = bytes(set(range(256)) - {*_OPENING, *_COMMA, *_QUOTE})
 
 PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)
+_DEFAULT = LmiProtocol()
+"""The protocol of requests and errors that belong to no other."""
 
 
-def detect(payload: Mapping[str, Any]) -> WireProtocol:
+def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     """The protocol of a payload.
 
     Raises:
-        RequestError: it is of no known protocol; the message lists the keys, never their values.
+        RequestError: it is of no protocol of its path; the message lists the keys, never their values.
     """
-    for protocol in PROTOCOLS:
-        if protocol.detect(payload):
+    of_path = [protocol for protocol in PROTOCOLS if context.path in protocol.paths]
+    if len(of_path) == 1:
+        return of_path[0]
+    for protocol in of_path or PROTOCOLS:
+        if protocol.detect(payload, context):
             return protocol
     found = ", ".join(reprlib.repr(key) for key in list(payload)[:8]) or "an empty object"
-    known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in PROTOCOLS)
+    known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in of_path or PROTOCOLS)
     msg = f"the body matches no known protocol: it has {found}; expected {known}"
     raise RequestError(msg)
+
+
+def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
+    """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path."""
+    name = protocol or error.protocol
+    for known in PROTOCOLS:
+        if name == known.name if name else path in known.paths:
+            break
+    else:
+        known = _DEFAULT
+    status, body = known.answer_error(error)
+    return status, orjson.dumps(body)
 
 
 def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
@@ -65,7 +82,12 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
-    return detect(payload).parse(payload, context)
+    protocol = detect(payload, context)
+    try:
+        return protocol.parse(payload, context)
+    except ServingError as error:
+        error.protocol = protocol.name
+        raise
 
 
 def _parse_text(body: bytes, context: ParseContext) -> ParsedRequest:
@@ -74,7 +96,7 @@ def _parse_text(body: bytes, context: ParseContext) -> ParsedRequest:
     except UnicodeDecodeError as error:
         msg = f"the body of type text/plain is not UTF-8: {error.reason} at byte {error.start}"
     else:
-        return LmiProtocol().parse({"inputs": text}, context)
+        return _DEFAULT.parse({"inputs": text}, context)
     # Outside the except clause: the cause holds the body.
     raise RequestError(msg)
 

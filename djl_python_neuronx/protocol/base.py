@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
-from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
@@ -55,7 +55,7 @@ class ListFormatter:
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         if delta.error is not None:
-            return error_body(delta.error)
+            return orjson.dumps(error_fields(delta.error))
         if answer := self._formatters[delta.request_id].feed(delta):
             self._answers[delta.request_id] = answer
         if len(self._answers) < len(self._formatters):
@@ -92,12 +92,11 @@ class ParseContext:
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers by lower-case name."""
-    max_body_bytes: int = 6_291_456
-    """`option.max_body_bytes`."""
+    path: str = ""
+    """Path of the URL; empty under DJL Serving, where the body alone selects the protocol."""
+    options: ServingOptions = field(default_factory=ServingOptions)
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
-    output_formatter: str | None = None
-    """`option.output_formatter`: json, jsonlines or sse. If None, the protocol chooses."""
     has_logprobs: bool = True
     """Whether log-probabilities are available. With on-device sampling they are null in streams, and `details` are
     rejected."""
@@ -110,8 +109,8 @@ class ParseContext:
         Raises:
             BodyTooLargeError: the body is longer.
         """
-        if len(body) > self.max_body_bytes:
-            raise BodyTooLargeError(over_limit(self.max_body_bytes))
+        if len(body) > self.options.max_body_bytes:
+            raise BodyTooLargeError(over_limit(self.options.max_body_bytes))
         if self.max_prompt_chars is None:
             return
         most = ESCAPE_BYTES * self.max_prompt_chars + BESIDE_PROMPT_BYTES
@@ -166,8 +165,11 @@ class WireProtocol(Protocol):
     name: str
     shape: str
     """Outline of a payload, for error messages."""
+    paths: tuple[str, ...]
+    """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
+    other routes, and under DJL Serving, every protocol can."""
 
-    def detect(self, payload: Mapping[str, Any]) -> bool:
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload is of this protocol."""
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
@@ -176,6 +178,9 @@ class WireProtocol(Protocol):
         Raises:
             RequestError: the payload is invalid; the message names the field.
         """
+
+    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of an answer that is an error as a whole."""
 
 
 class Serving(Protocol):
@@ -186,29 +191,28 @@ class Serving(Protocol):
         """The loop that requests are submitted to."""
 
     def parse(
-        self, body: bytes, *, request_id: str | None, headers: Mapping[str, str]
+        self, body: bytes, *, request_id: str | None, headers: Mapping[str, str], path: str = ""
     ) -> ParsedRequest:
         """Parse and validate a body."""
 
 
-async def generate(
-    service: Serving, body: bytes, *, request_id: str | None, headers: Mapping[str, str]
-) -> tuple[ParsedRequest, Generation]:
-    """Parse a body and submit its request, in a running event loop. A long body is parsed on a thread.
+async def parse(
+    service: Serving,
+    body: bytes,
+    *,
+    request_id: str | None,
+    headers: Mapping[str, str],
+    path: str = "",
+) -> ParsedRequest:
+    """Parse a body in a running event loop; a long one on a thread.
 
     Raises:
         ServingError: the request was rejected.
     """
-    parse = partial(service.parse, body, request_id=request_id, headers=headers)
-    parsed = parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
-    return parsed, service.loop.generate(*parsed.requests)
+    work = partial(service.parse, body, request_id=request_id, headers=headers, path=path)
+    return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
 
 
 def error_fields(error: ServingError) -> dict[str, Any]:
-    """The fields of an error: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    """The fields of an error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
     return {"code": error.status, "error": str(error), "type": error.code}
-
-
-def error_body(error: ServingError) -> bytes:
-    """The body of an answer that is an error as a whole."""
-    return orjson.dumps(error_fields(error))

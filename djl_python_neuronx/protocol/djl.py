@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving, error_body
+from djl_python_neuronx.protocol import answer_error
+from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
@@ -39,14 +40,16 @@ class Record(NamedTuple):
     headers: Mapping[str, str]
     """HTTP headers. Java sends those that it received before the first bytes."""
     error: ServingError | None = None
+    protocol: str = ""
+    """The wire protocol of the request, if it is known."""
 
     @staticmethod
-    def of(error: ServingError) -> Record:
+    def of(error: ServingError, protocol: str = "") -> Record:
         """The only record of a request that failed before its first bytes. Java answers ``{"code", "error"}``."""
         headers = {"Content-Type": _JSON}
         if error.retry_after_s is not None:
             headers["Retry-After"] = str(error.retry_after_s)
-        return Record(b"", True, headers, error)
+        return Record(b"", True, headers, error, protocol)
 
     def encode(self) -> bytes:
         """DJL's token record. Java fails without `data` and drops a request only at `last`, so both are always set."""
@@ -60,7 +63,9 @@ class Record(NamedTuple):
 
     def body(self) -> bytes:
         """The record as a plain body."""
-        return self.data if self.error is None else error_body(self.error)
+        if self.error is None:
+            return self.data
+        return answer_error(self.error, protocol=self.protocol)[1]
 
 
 class Reply:
@@ -75,6 +80,7 @@ class Reply:
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
         self.label = parsed.request.label
+        self._protocol = parsed.request.protocol
         self.open_ids = {request.request_id for request in parsed.requests}
         """Sequences of the answer that have not ended."""
         self.stream = parsed.stream
@@ -116,7 +122,7 @@ class Reply:
         """End the answer with an error from outside the engine. After blanks it is the body: the status has left."""
         self.finished = True
         if self._started and self._formatter.content_type == _JSON:
-            self._pending.append(error_body(error))
+            self._pending.append(answer_error(error, protocol=self._protocol)[1])
         else:
             self.error = error
 
@@ -124,7 +130,7 @@ class Reply:
         """Everything since the last call; it may hold several tokens."""
         if self.error is not None:
             self.taken = True
-            return Record.of(self.error)
+            return Record.of(self.error, self._protocol)
         data, self._pending = b"".join(self._pending), []
         if not data and self.ready and not self.finished:
             data, self._blank_s = b" ", time.monotonic() + self._silence_s

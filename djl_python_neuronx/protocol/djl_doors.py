@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
     RequestTimeoutError,
     ServingError,
 )
-from djl_python_neuronx.protocol.base import Serving, generate
+from djl_python_neuronx.protocol.base import Serving, parse
 from djl_python_neuronx.protocol.djl import (
     Record,
     Replies,
@@ -203,9 +203,10 @@ class AsyncDoor:
         with ExitStack() as closing:
             try:
                 body, headers = read(inputs)
-                parsed, generation = await generate(
+                parsed = await parse(
                     self._service, body, request_id=headers.get("requestid"), headers=headers
                 )
+                generation = self._service.loop.generate(*parsed.requests)
                 closing.callback(generation.close)
                 reply = Reply(parsed, self._read_timeout_s / 2)
                 if not reply.stream:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from math import inf
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     RequestError,
+    ServingError,
     UnsupportedParameterError,
     did_you_mean,
     json_type,
@@ -28,89 +28,49 @@ from djl_python_neuronx.protocol.base import (
     ListFormatter,
     ParseContext,
     ParsedRequest,
-    error_body,
     error_fields,
+)
+from djl_python_neuronx.protocol.parameters import (
+    Count,
+    Flag,
+    GenerationParameters,
+    Only,
+    Strings,
+    sampling_params,
+    stop_strings,
+    validated,
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_LEN = 1000
-"""Every stop string is searched for in every token of its request."""
-MAX_STOP_TOKEN_IDS = 64
-_LONGEST = {
-    "stop": MAX_STOP_STRINGS,
-    "stop_sequences": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-}
-"""Most elements of a list. Checked first: pydantic collects an error for each that is wrong, 0.6 s for 200,000."""
-
 _FIELDS = ("inputs", "parameters", "stream")
-_NEUTRAL: dict[str, object] = {
-    "decoder_input_details": False,
-    "top_n_tokens": 0,
-    "best_of": 1,
-    "n": 1,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "length_penalty": 1,
-    "early_stopping": False,
-    "min_length": 1,
-    "bad_sequences": None,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "watermark": False,
-    "typical_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "truncate": None,
-    "grammar": None,
-    "adapter_id": None,
-}
-"""Unsupported parameters of LMI and TGI, each with the value that has no effect: that one and null are accepted."""
 
 
-def _as_list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
+class Parameters(GenerationParameters):
+    """The parameters of LMI and TGI."""
 
-
-_Flag = Annotated[bool, Field(description="true or false")]
-_Strings = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(_as_list),
-    Field(description="a non-empty string or a list of them"),
-]
-_TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0)]],
-    BeforeValidator(_as_list),
-    Field(description="a token id (0 or more) or a list of them"),
-]
-
-
-class _Parameters(BaseModel):
-    """The parameters other than `SamplingParams`. A field's description is the expected value in error messages."""
-
-    model_config = ConfigDict(strict=True)
-
-    details: _Flag = False
-    do_sample: _Flag = False
-    ignore_eos: _Flag = False
-    ignore_eos_token: _Flag = False
-    include_stop_str_in_output: _Flag = False
-    max_new_tokens: Annotated[int, Field(ge=1, description="an integer of at least 1")] = 30
-    max_time: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
-    ] = inf
-    return_full_text: _Flag = False
-    stop: _Strings = []
-    stop_sequences: _Strings = []
-    stop_token_ids: _TokenIds = []
-    stream: _Flag = False
-
-
-_PARAMETERS = frozenset({*SamplingParams.WIRE_NAMES, *_NEUTRAL, *_Parameters.model_fields})
+    details: Flag = False
+    do_sample: Flag = False
+    ignore_eos_token: Flag = False
+    max_new_tokens: Count = 30
+    return_full_text: Flag = False
+    stop_sequences: Strings = Field(default=[])
+    stream: Flag = False
+    decoder_input_details: Annotated[Any, Only(neutral=False)] = None
+    top_n_tokens: Annotated[Any, Only(0)] = None
+    best_of: Annotated[Any, Only(1)] = None
+    n: Annotated[Any, Only(1)] = None
+    num_beams: Annotated[Any, Only(1)] = None
+    num_return_sequences: Annotated[Any, Only(1)] = None
+    early_stopping: Annotated[Any, Only(neutral=False)] = None
+    min_length: Annotated[Any, Only(1)] = None
+    bad_sequences: Annotated[Any, Only(None)] = None
+    logprobs: Annotated[Any, Only(None)] = None
+    prompt_logprobs: Annotated[Any, Only(None)] = None
+    watermark: Annotated[Any, Only(neutral=False)] = None
+    truncate: Annotated[Any, Only(None)] = None
+    grammar: Annotated[Any, Only(None)] = None
+    adapter_id: Annotated[Any, Only(None)] = None
 
 
 class LmiProtocol:
@@ -118,16 +78,21 @@ class LmiProtocol:
 
     name = "lmi"
     shape = '{"inputs": "…", "parameters": {…}}'
+    paths: tuple[str, ...] = ()
 
-    def detect(self, payload: Mapping[str, Any]) -> bool:
+    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True if the payload has `inputs` or `parameters`."""
         return "inputs" in payload or "parameters" in payload
+
+    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
+        """See `WireProtocol`."""
+        return error.status, error_fields(error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
         inputs, values = _fields(payload)
         prompts = _prompts(inputs)
-        given = _validated(values)
+        given = validated(Parameters, values)
         output = _output_format(given.stream, context)
         streams = output != "json"
         if streams and isinstance(inputs, list):
@@ -139,10 +104,10 @@ class LmiProtocol:
         common = GenerationRequest(
             request_id=context.request_id,
             prompt_ids=(),
-            sampling=_sampling(values, given),
+            sampling=_sampling(given),
             max_new_tokens=given.max_new_tokens,
             stop_token_ids=frozenset(given.stop_token_ids),
-            stop_strings=_stop_strings(given),
+            stop_strings=stop_strings(given.stop, given.stop_sequences),
             include_stop=given.include_stop_str_in_output,
             ignore_eos=given.ignore_eos or given.ignore_eos_token,
             logprobs=given.details or (streams and context.has_logprobs),
@@ -168,8 +133,8 @@ class LmiProtocol:
 def _fields(payload: Mapping[str, Any]) -> tuple[object, dict[str, Any]]:
     """`inputs`, and the parameters without nulls; `stream` beside `inputs` takes precedence over the parameter."""
     for name in [name for name in payload if name not in _FIELDS]:
-        hint = did_you_mean(name, [*_FIELDS, *_PARAMETERS])
-        if name in _PARAMETERS:
+        hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
+        if name in Parameters.model_fields:
             hint = ' (it belongs in "parameters")'
         msg = (
             f"unknown field {reprlib.repr(name)} beside inputs{hint}; expected {', '.join(_FIELDS)}"
@@ -183,9 +148,7 @@ def _fields(payload: Mapping[str, Any]) -> tuple[object, dict[str, Any]]:
         msg = f"parameters is {json_type(parameters)}; expected an object"
         raise RequestError(msg)
     values = {**(parameters or {}), **({} if stream is None else {"stream": stream})}
-    for name, value in values.items():
-        _check_supported(name, value)
-    return inputs, {name: value for name, value in values.items() if value is not None}
+    return inputs, values
 
 
 def _prompts(inputs: object) -> list[str]:
@@ -201,62 +164,13 @@ def _prompts(inputs: object) -> list[str]:
     return prompts
 
 
-def _check_supported(name: str, value: object) -> None:
-    if name not in _PARAMETERS:
-        msg = (
-            f"unknown parameter {reprlib.repr(name)}{did_you_mean(name, _PARAMETERS)}; "
-            f"known: {', '.join(sorted(_PARAMETERS))}"
-        )
-        raise UnsupportedParameterError(msg)
-    if name in _NEUTRAL and value is not None:
-        neutral = _NEUTRAL[name]
-        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
-            msg = f"parameter {name!r} is not supported; leave it out"
-            raise UnsupportedParameterError(msg)
-
-
-def _validated(values: Mapping[str, Any]) -> _Parameters:
-    for name, most in _LONGEST.items():
-        if isinstance(values.get(name), list) and len(values[name]) > most:
-            msg = f"parameter {name!r} has {len(values[name])} values; expected at most {most}"
-            raise UnsupportedParameterError(msg)
-    try:
-        return _Parameters.model_validate(values)
-    except ValidationError as error:
-        place = error.errors()[0]["loc"]
-    # Outside the except clause: the cause would hold the value, which may be part of a prompt.
-    name, index = str(place[0]), place[-1]
-    value, expected = values[name], _Parameters.model_fields[name].description
-    if isinstance(index, int) and isinstance(value, list):
-        value, name = value[index], f"{name}[{index}]"
-    given = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
-    msg = f"parameter {name!r} is {given}; expected {expected}"
-    raise RequestError(msg)
-
-
-def _stop_strings(given: _Parameters) -> tuple[str, ...]:
-    texts = given.stop + given.stop_sequences
-    if len(texts) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_STRING_LEN for text in texts):
-        msg = f"too many or too long stop strings; at most {MAX_STOP_STRINGS} of {MAX_STOP_STRING_LEN} characters"
-        raise UnsupportedParameterError(msg)
-    return tuple(dict.fromkeys(texts))
-
-
-def _sampling(values: Mapping[str, Any], given: _Parameters) -> SamplingParams:
-    """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on.
-
-    Temperature 0 is greedy in any case.
-    """
-    values = {name: values[name] for name in SamplingParams.WIRE_NAMES if name in values}
-    if values.get("top_k") == -1:  # off, as in vLLM
-        del values["top_k"]
+def _sampling(given: Parameters) -> SamplingParams:
+    """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on."""
+    values = given.given_sampling()
     samples = given.do_sample
     if "do_sample" not in given.model_fields_set:
         samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
-    params = SamplingParams.from_mapping({"temperature": 1.0, **values})
-    if samples and params.temperature > 0:
-        return params
-    return SamplingParams(**{name: getattr(params, name) for name in SamplingParams.GREEDY_NAMES})
+    return sampling_params(values, samples=samples)
 
 
 class JsonFormatter:
@@ -271,7 +185,7 @@ class JsonFormatter:
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         if delta.error is not None:
-            return error_body(delta.error)
+            return orjson.dumps(error_fields(delta.error))
         self._answer.add(delta)
         if self._answer.details:
             self._tokens += delta.tokens
@@ -328,8 +242,8 @@ class _Answer:
 
 def _output_format(stream: bool, context: ParseContext) -> str:
     """json, jsonlines or sse: `option.output_formatter` if set, else by `stream` and the Accept header."""
-    if context.output_formatter is not None:
-        return context.output_formatter
+    if context.options.output_formatter is not None:
+        return context.options.output_formatter
     if not stream:
         return "json"
     return "sse" if "text/event-stream" in context.headers.get("accept", "") else "jsonlines"

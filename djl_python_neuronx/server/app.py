@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -35,11 +34,14 @@ from djl_python_neuronx.errors import (
     BodyTooLargeError,
     QueueFullError,
     ServingError,
+    UnknownModelError,
 )
-from djl_python_neuronx.protocol.base import generate, over_limit
+from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol.base import over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.responses import (
+    failure_response,
     generation_response,
     on_bug,
     on_client_disconnect,
@@ -170,7 +172,7 @@ class Application:
         name = request.path_params["model"]
         if name != self.model_name:
             msg = f"unknown model {name[:200]!r}; this server serves {self.model_name!r}"
-            raise HTTPException(HTTPStatus.NOT_FOUND, msg)
+            raise UnknownModelError(msg)
         return await self.invocations(request)
 
     async def invocations(self, request: Request) -> Response:
@@ -180,10 +182,13 @@ class Application:
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
-            parsed, generation = await generate(
-                service, body, request_id=request_id, headers=headers
-            )
+            path = request.url.path
+            parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
+        try:
+            generation = service.loop.generate(*parsed.requests)
+        except ServingError as error:
+            return failure_response(error, parsed.request)
         return await generation_response(request, parsed, generation)
 
     @contextmanager
@@ -293,17 +298,13 @@ class Server(uvicorn.Server):
         if config is None:
             return
         config.load()
-
-        def protocol() -> LimitedProtocol:
-            made = config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=self.server_state, app_state={}
-            )
-            assert isinstance(made, LimitedProtocol)  # noqa: S101  (of `Config`)
-            return made
-
-        loop = asyncio.get_running_loop()
+        protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
         try:
-            server = await loop.create_server(protocol, config.host, config.port)
+            server = await asyncio.get_running_loop().create_server(
+                lambda: protocol(config=config, server_state=self.server_state, app_state={}),
+                config.host,
+                config.port,
+            )
         except OSError as error:
             logger.error("option.admin_port=%d: %s; set another one", config.port, error)  # noqa: TRY400
             raise SystemExit(1) from error
@@ -331,18 +332,17 @@ def create_app(
     application: Application, has: Callable[[str], bool] = lambda _path: True
 ) -> Starlette:
     """The ASGI app for those of the application's routes whose path `has` accepts."""
+    paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
+    routes = [
+        Route("/ping", application.ping, methods=["GET"]),
+        Route("/metrics", application.metrics, methods=["GET"]),
+        Route("/info", application.info, methods=["GET"]),
+        Route("/invocations", application.invocations, methods=["POST"]),
+        Route("/predictions/{model}", application.predictions, methods=["POST"]),
+        *(Route(path, application.invocations, methods=["POST"]) for path in paths),
+    ]
     app = Starlette(
-        routes=[
-            route
-            for route in (
-                Route("/ping", application.ping, methods=["GET"]),
-                Route("/metrics", application.metrics, methods=["GET"]),
-                Route("/info", application.info, methods=["GET"]),
-                Route("/invocations", application.invocations, methods=["POST"]),
-                Route("/predictions/{model}", application.predictions, methods=["POST"]),
-            )
-            if has(route.path)
-        ],
+        routes=[route for route in routes if has(route.path)],
         exception_handlers={
             ServingError: on_serving_error,
             ClientDisconnect: on_client_disconnect,

@@ -79,7 +79,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         msg = "no valid API key; send one as the header `Authorization: Bearer <key>`"
-        response = error_response(UnauthorizedError(msg))
+        response = error_response(UnauthorizedError(msg), path=scope["path"])
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 

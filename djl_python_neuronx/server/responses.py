@@ -11,12 +11,14 @@ from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import RequestAbortedError, ServingError
-from djl_python_neuronx.protocol.base import ParsedRequest, error_fields
+from djl_python_neuronx.errors import HttpError, RequestAbortedError, ServingError
+from djl_python_neuronx.protocol import answer_error
+from djl_python_neuronx.protocol.base import ParsedRequest
+from djl_python_neuronx.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ async def generation_response(
         return StreamingResponse(_stream(chunk, chunks), headers=headers, media_type=media_type)
     await chunks.aclose()
     if delta.error is not None:
-        return error_response(delta.error, request_id)
+        return failure_response(delta.error, parsed.request)
     return Response(chunk, headers=headers, media_type=media_type)
 
 
@@ -77,23 +79,32 @@ async def _stream(first: bytes, chunks: _Chunks) -> AsyncGenerator[bytes, None]:
             yield chunk
 
 
-def error_response(error: ServingError, request_id: str | None = None) -> Response:
-    """The response to a request that failed."""
+def error_response(
+    error: ServingError, *, path: str = "", protocol: str = "", request_id: str | None = None
+) -> Response:
+    """The response to a request that failed, in the shape of its protocol."""
     headers = {} if request_id is None else {"x-request-id": request_id}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    return JSONResponse(error_fields(error), status_code=error.status, headers=headers)
+    status, body = answer_error(error, protocol=protocol, path=path)
+    return Response(body, status, headers, media_type="application/json")
 
 
-async def on_serving_error(_request: Request, error: Exception) -> Response:
+def failure_response(error: ServingError, request: GenerationRequest) -> Response:
+    """The response to a request that was parsed and failed later."""
+    return error_response(error, protocol=request.protocol, request_id=request.label)
+
+
+async def on_serving_error(request: Request, error: Exception) -> Response:
     """An error of this package, with its own status."""
     assert isinstance(error, ServingError)  # noqa: S101  (starlette's handler signature is wider than its use)
-    return error_response(error)
+    return error_response(error, path=request.url.path)
 
 
-async def on_client_disconnect(_request: Request, _error: Exception) -> Response:
+async def on_client_disconnect(request: Request, _error: Exception) -> Response:
     """A status for a connection that is already closed: the client left before the response began."""
-    return error_response(RequestAbortedError("the client closed the connection"))
+    error = RequestAbortedError("the client closed the connection")
+    return error_response(error, path=request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -108,11 +119,13 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         ]
         asked = reprlib.repr(f"{request.method} {request.url.path}")
         text = f"no route {asked}; expected {', '.join(routes)}"
-    body = {"code": error.status_code, "error": text, "type": "http_error"}
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    response = error_response(HttpError(text, error.status_code), path=request.url.path)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Any other exception: its details are logged, not sent."""
     logger.error("request_failed path=%s", request.url.path, exc_info=error)
-    return error_response(ServingError("the server failed on this request; its log says why"))
+    failure = ServingError("the server failed on this request; its log says why")
+    return error_response(failure, path=request.url.path)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 
-from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
+from djl_python_neuronx.artifacts.tokenizer import PythonTokenizer, load_tokenizer
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -145,6 +145,29 @@ def test_every_piece_is_what_its_id_adds_to_a_text(loaded, name):
 
 
 @pytest.mark.parametrize("name", MADE)
+def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(loaded, name):
+    """Also without a table, where a part of a character has the bytes of U+FFFD."""
+    fast, made = loaded[name], MADE[name]
+    slow = PythonTokenizer(fast._library)
+    anchor = made.encode("a", add_special_tokens=False).ids
+    before = made.decode(anchor)
+    for token_id in range(made.get_vocab_size()):
+        text = made.decode([*anchor, token_id])[len(before) :]
+        if token_id in fast.special_ids:
+            text = made.id_to_token(token_id)
+        assert fast.token_bytes(token_id).decode(errors="replace") == text
+        if token_id in slow.special_ids or token_id not in fast.special_ids:
+            assert slow.token_bytes(token_id).decode() == text
+    assert fast.token_bytes(10**6) == slow.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama"])
+def test_the_bytes_of_a_part_of_a_character_are_its_own(loaded, name):
+    ids = MADE[name].encode("a😀", add_special_tokens=False).ids[-4:]
+    assert [loaded[name].token_bytes(one) for one in ids] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_the_end_of_a_text_is_the_librarys(loaded, name):
     assert loaded[name].eos_id == MADE[name].token_to_id("</s>")
 
@@ -258,6 +281,7 @@ class Letters(PreTrainedTokenizer):
     """Ids are letters; `~` is special."""
     vocab_size = 128
     def __init__(self, **kwargs):
+        self._by_id = {i: chr(i) for i in range(128)}
         super().__init__(**{**kwargs, "eos_token": "~"})
     def get_vocab(self):
         return {chr(i): i for i in range(128)}
@@ -266,7 +290,7 @@ class Letters(PreTrainedTokenizer):
     def _convert_token_to_id(self, token):
         return ord(token)
     def _convert_id_to_token(self, index):
-        return chr(index)
+        return self._by_id.get(index)
     def convert_tokens_to_string(self, tokens):
         return "".join(tokens)
     def save_vocabulary(self, *args, **kwargs):
@@ -293,6 +317,8 @@ def test_a_tokenizer_with_code_of_its_own_needs_trust(tmp_path, monkeypatch):
     assert tokenizer.decode([*map(ord, "fox ")]) == "fox "
     assert tokenizer.pieces is None
     assert tokenizer.special_ids == {ord("~")}
+    # This library fails for ids beyond its vocabulary, as some models have them.
+    assert [tokenizer.token_bytes(one) for one in (*b"f~", 200)] == [b"f", b"~", b""]
 
 
 def test_importing_it_does_not_import_transformers():

@@ -8,7 +8,6 @@ import os
 
 import pytest
 
-from djl_python_neuronx.protocol.base import generate
 from djl_python_neuronx.service import Service
 from tests.djl.java import ROOT, Java, MavenError, compile_driver, missing_programs
 
@@ -108,9 +107,8 @@ def alone():
     )
 
     async def content(body):
-        parsed, deltas = await generate(
-            service, json.dumps(body).encode(), request_id=None, headers={}
-        )
+        parsed = service.parse(json.dumps(body).encode())
+        deltas = service.loop.generate(*parsed.requests)
         return b"".join([parsed.formatter.feed(delta) async for delta in deltas])
 
     yield lambda body: asyncio.run(content(body))

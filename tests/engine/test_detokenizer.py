@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import orjson
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
-from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.detokenizer import TextStream
-from djl_python_neuronx.engine.link import EngineState, decode_step, encode_step
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
+from tests.engine.test_engine import across_the_border
 
 MADE = {
     "byte_level": folders.byte_level(),
@@ -339,10 +337,8 @@ def test_an_error_passes_through(tokenizers):
 
 def test_logprobs_are_those_of_the_models_distribution(tokenizers):
     logits = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
-    made = TokenOutput("r", (40, 41), logits=logits.copy())
-    message = orjson.loads(orjson.dumps(encode_step(StepResult([made]), EngineState())))
     stream = TextStream(request_for([5]), tokenizers["byte_level"])
-    ((received,), _), _ = decode_step(message)
+    received = across_the_border(TokenOutput("r", (40, 41), logits=logits.copy()))
     delta = stream.feed(received)
     exact = logits.astype(np.float64)
     expected = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
@@ -350,4 +346,30 @@ def test_logprobs_are_those_of_the_models_distribution(tokenizers):
         [expected[0, 40], expected[1, 41]], abs=1e-5
     )
     assert all(type(token.logprob) is float for token in delta.tokens)
-    assert stream.feed(TokenOutput("r", (40,))).tokens[0].logprob is None
+    assert received.top is None
+    last = stream.feed(TokenOutput("r", (40,))).tokens[0]
+    assert (last.logprob, last.top) == (None, ())
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama"])
+def test_top_tokens_come_with_each_token_and_have_their_own_text(tokenizers, name):
+    tokenizer, made = tokenizers[name], MADE[name]
+    eos = made.token_to_id("</s>")
+    fox, quick = (made.encode(f"a{word}").ids[-1] for word in (" fox", " quick"))
+    part = made.encode("😀", add_special_tokens=False).ids[-1]
+    logits = np.full((2, made.get_vocab_size()), -np.inf, np.float32)
+    logits[0, [part, fox]] = 2.0, 3.0
+    logits[1, [eos, quick, fox]] = 1.0, 1.0, 1.0
+    stream = TextStream(request_for([5]), tokenizer)
+    output = TokenOutput("r", (quick, quick), logits=logits, top_logprobs=3)
+    output.logits[0, quick] = 1.0
+    first, second = stream.feed(across_the_border(output)).tokens
+    assert [one.id for one in first.top] == [fox, part, quick]
+    assert [one.id for one in second.top] == sorted([eos, quick, fox])
+    texts = {fox: " fox", quick: " quick", part: "\ufffd", eos: "</s>"}
+    for token in (first, second):
+        assert [one.text for one in token.top] == [texts[one.id] for one in token.top]
+        (own,) = [one.logprob for one in token.top if one.id == quick]
+        assert own == token.logprob
+    total = np.log(np.exp([1.0, 2.0, 3.0]).sum())
+    assert [one.logprob for one in first.top] == pytest.approx([3 - total, 2 - total, 1 - total])

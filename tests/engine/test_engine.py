@@ -6,14 +6,16 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.link import EngineState, decode_step, encode_step
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
@@ -53,6 +55,13 @@ def run(engine: Engine, outputs: list[TokenOutput] | None = None) -> dict[str, l
 
 def tokens(outputs: list[TokenOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
+
+
+def across_the_border(output: TokenOutput) -> TokenOutput:
+    """The output as the front gets it."""
+    message = orjson.loads(orjson.dumps(encode_step(StepResult([output]), EngineState())))
+    ((received,), _), _ = decode_step(message)
+    return received
 
 
 def assert_clean(engine: Engine, backend: ToyBackend) -> None:
@@ -443,8 +452,11 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
     ):
         with pytest.raises(UnsupportedParameterError, match="samples on the device"):
             check(request("b", [5, 6], sampling=sampling), engine.spec)
-    with pytest.raises(UnsupportedParameterError, match="log-probabilities"):
-        check(request("b", [5, 6], logprobs=True), engine.spec)
+    for wanted in ({"logprobs": True}, {"top_logprobs": 1}):
+        with pytest.raises(
+            UnsupportedParameterError, match=r"log-probabilities \(details, logprobs"
+        ):
+            check(request("b", [5, 6], **wanted), engine.spec)
     assert_clean(engine, backend)
 
 
@@ -502,10 +514,12 @@ def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:
 def test_logits_travel_only_with_requests_that_want_logprobs() -> None:
     engine = Engine(ToyBackend())
     engine.add(request("with", [5, 6], 3, logprobs=True, ignore_eos=True))
+    engine.add(request("top", [5, 6], 3, top_logprobs=4, ignore_eos=True))
     engine.add(request("without", [5, 6], 3, ignore_eos=True))
     found = run(engine)
     assert all(output.logits is None for output in found["without"])
-    for output in found["with"]:
+    assert {output.top_logprobs for output in found["top"]} == {4}
+    for output in found["with"] + found["top"]:
         assert output.logits is not None
         assert output.logits.shape == (1, 300)
         assert int(output.logits[0].argmax()) == output.token_ids[0]

@@ -76,7 +76,7 @@ def running(backend: ToyBackend, **settings: Any) -> Iterator[ThreadLoop]:
 
 
 def request(
-    name: str, prompt: list[int], max_new_tokens: int = 5, **fields: Any
+    name: str, prompt: list[int], max_new_tokens: int | None = 5, **fields: Any
 ) -> GenerationRequest:
     return GenerationRequest(
         name, prompt, max_new_tokens=max_new_tokens, **{"ignore_eos": True, **fields}
@@ -128,6 +128,19 @@ def test_deltas_carry_the_text_and_the_counts() -> None:
         assert [delta.num_generated_tokens for delta in deltas] == list(range(1, 7))
         assert {delta.num_prompt_tokens for delta in deltas} == {2}
         assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize("length", [1, 60, 64])
+def test_without_a_number_of_tokens_a_request_ends_when_its_slot_is_full(length: int) -> None:
+    backend = ToyBackend()
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5] * length, None, top_logprobs=2), inbox)
+        deltas = collect(inbox, "a")["a"]
+        assert text(deltas) == shown(expected([5] * length, 128 - length))
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert all(len(token.top) == 2 for delta in deltas for token in delta.tokens)
         assert_idle(loop, backend)
 
 

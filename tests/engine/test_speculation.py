@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import DeviceMemoryError, StepError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
-from tests.engine.test_engine import assert_clean, request, run, tokens
+from tests.engine.test_engine import across_the_border, assert_clean, request, run, tokens
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 
 NUM_DRAFTS = 3
@@ -144,6 +145,40 @@ def test_any_arrivals_give_what_they_give_without_drafts(
         assert isinstance(draft, ToyBackend)
         assert draft.violations == []
         assert draft.acquired == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["guesses", "the same model", "static batches", "mixed steps"])
+def test_top_tokens_are_those_of_each_request_alone_until_its_slot_is_full(kind: str) -> None:
+    prompts = [[5, 6, 7], [3, 4] * 20, [9]]
+    requests = [
+        GenerationRequest(str(i), prompts[i], PARAMETERS[i], top_logprobs=i + 2) for i in range(3)
+    ]
+    spec = {
+        "static batches": replace(SPEC, num_speculative_tokens=0, joins="reprefill"),
+        "mixed steps": replace(SPEC, num_speculative_tokens=0, mixed_steps=True),
+    }.get(kind, SPEC)
+    backend = ToyBackend(spec)
+    engine = Engine(backend, proposer=PROPOSERS[kind]() if spec is SPEC else None)
+    for one in requests:
+        engine.add(one)
+    together = run(engine)
+    for one in requests:
+        engine_alone = Engine(ToyBackend(replace(SPEC, num_speculative_tokens=0)))
+        engine_alone.add(one)
+        alone = [*map(across_the_border, run(engine_alone)[one.request_id])]
+        found = [*map(across_the_border, together[one.request_id])]
+        assert len(tokens(found)) == SPEC.max_model_len - len(one.prompt_ids)
+        assert found[-1].finish_reason is FinishReason.LENGTH
+        assert spec is not SPEC or len(found) < len(alone)
+        for column in ("token_ids", "logprobs", "top"):
+            assert [*chain(*(getattr(output, column) for output in found))] == [
+                *chain(*(getattr(output, column) for output in alone))
+            ]
+        assert {len(top) for output in alone for top in output.top or ()} == {one.top_logprobs}
+        # The raw distribution, whatever the parameters: the toy's winner has the logit 6.
+        assert alone[0].top is not None
+        assert alone[0].top[0][0][0] == expected(one.prompt_ids, 1)[0]
+    assert_clean(engine, backend)
 
 
 def test_drafts_of_the_same_model_all_stand_greedy_or_sampled() -> None:

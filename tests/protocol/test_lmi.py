@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
@@ -32,7 +34,10 @@ from tests.toy_tokenizer import TOKENIZER
 
 def parse(payload: object, **context: Any) -> ParsedRequest:
     body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    return parse_body(body, ParseContext(tokenizer=TOKENIZER, request_id="r", **context))
+    facts = {field.name for field in dataclasses.fields(ParseContext)}
+    options = ServingOptions(**{name: context.pop(name) for name in context.keys() - facts})
+    context = {"tokenizer": TOKENIZER, "request_id": "r", "options": options, **context}
+    return parse_body(body, ParseContext(**context))
 
 
 def with_parameters(**parameters: Any) -> ParsedRequest:
@@ -482,12 +487,15 @@ def test_a_prompt_of_escapes_alone_fits_into_the_largest_body() -> None:
     assert parse(body, max_prompt_chars=10).request.prompt_ids
 
 
-@pytest.mark.parametrize("stops", [["a"] * 65, ["a" * 1001]])
-def test_stop_strings_are_bounded(stops: list[str]) -> None:
-    with pytest.raises(UnsupportedParameterError, match="at most 64"):
-        with_parameters(stop=stops)
-    with pytest.raises(UnsupportedParameterError, match="at most 64 of 1000"):
-        with_parameters(stop=stops[:40], stop_sequences=stops[:40])
+def test_stop_strings_are_bounded() -> None:
+    with pytest.raises(
+        UnsupportedParameterError, match="'stop' has 65 values; expected at most 64"
+    ):
+        with_parameters(stop=["a"] * 65)
+    with pytest.raises(UnsupportedParameterError, match="80 stop strings; expected at most 64"):
+        with_parameters(stop=["a"] * 40, stop_sequences=["a"] * 40)
+    with pytest.raises(RequestError, match="at most 1000 characters"):
+        with_parameters(stop="a" * 1001)
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_sequences", "stop_token_ids"])

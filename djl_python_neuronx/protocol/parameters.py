@@ -1,0 +1,218 @@
+"""Request models: the parameters that protocols share, and errors that name a field, its value and what is expected."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated, Any, TypeVar, cast
+
+import orjson
+from annotated_types import MaxLen
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, core_schema
+
+from djl_python_neuronx.errors import (
+    RequestError,
+    UnsupportedParameterError,
+    did_you_mean,
+    json_type,
+)
+from djl_python_neuronx.sampling import SamplingParams
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LEN = 1000
+"""Every stop string is searched for in every token of its request."""
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, eq=False)  # equal ones would be the same `Annotated`, and 1 equals true
+class Only:
+    """Marks a parameter that is not supported: `neutral`, the value without effect, is accepted, and null."""
+
+    neutral: object
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        """See pydantic."""
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, _schema: core_schema.CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """See pydantic."""
+        return {"enum": [self.neutral] if self.neutral is None else [self.neutral, None]}
+
+    def _check(self, value: object) -> object:
+        same_type = isinstance(value, bool) == isinstance(self.neutral, bool)
+        if value != self.neutral or not same_type:
+            kind = "unsupported"
+            raise PydanticCustomError(kind, kind)
+        return value
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+Flag = Annotated[bool, Field(description="true or false")]
+Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
+Seconds = Annotated[
+    float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
+]
+Strings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]],
+    BeforeValidator(_as_list),
+    Field(
+        max_length=MAX_STOP_STRINGS,
+        description=(
+            f"a non-empty string of at most {MAX_STOP_STRING_LEN} characters or a list of at most "
+            f"{MAX_STOP_STRINGS} of them"
+        ),
+    ),
+]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0)]],
+    BeforeValidator(_as_list),
+    Field(
+        max_length=MAX_STOP_TOKEN_IDS,
+        description=f"a token id (0 or more) or a list of at most {MAX_STOP_TOKEN_IDS} of them",
+    ),
+]
+# The values themselves are validated by `SamplingParams`.
+_Number = Annotated[Any, WithJsonSchema({"type": ["number", "null"]})]
+_Integer = Annotated[Any, WithJsonSchema({"type": ["integer", "null"]})]
+
+
+class RequestModel(BaseModel):
+    """An object of a request. Null means missing. The description of a field is what its error expects."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class GenerationParameters(RequestModel):
+    """The parameters that every protocol has, under vLLM's and TGI's names."""
+
+    temperature: _Number = None
+    top_k: _Integer = None
+    top_p: _Number = None
+    min_p: _Number = None
+    repetition_penalty: _Number = None
+    seed: _Integer = None
+    stop: Strings = []
+    stop_token_ids: TokenIds = []
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    max_time: Seconds = inf
+    frequency_penalty: Annotated[Any, Only(0)] = None
+    presence_penalty: Annotated[Any, Only(0)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    skip_special_tokens: Annotated[Any, Only(neutral=True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(neutral=True)] = None
+    typical_p: Annotated[Any, Only(1)] = None
+
+    def given_sampling(self) -> dict[str, Any]:
+        """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM."""
+        names = self.model_fields_set.intersection(SamplingParams.WIRE_NAMES)
+        values = {name: getattr(self, name) for name in names}
+        if values.get("top_k") == -1:
+            del values["top_k"]
+        return values
+
+
+def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> SamplingParams:
+    """The sampling of `values`, with temperature 1 if they have none. Temperature 0 and not `samples` are greedy.
+
+    Raises:
+        RequestError: a value is not allowed; also one that has no effect.
+    """
+    params = SamplingParams.from_mapping({"temperature": 1.0, **values})
+    if samples and params.temperature > 0:
+        return params
+    return SamplingParams(**{name: getattr(params, name) for name in SamplingParams.GREEDY_NAMES})
+
+
+def stop_strings(*lists: list[str]) -> tuple[str, ...]:
+    """The stop strings of several lists, each once.
+
+    Raises:
+        UnsupportedParameterError: they are too many.
+    """
+    texts = [text for given in lists for text in given]
+    if len(texts) > MAX_STOP_STRINGS:
+        msg = f"{len(texts)} stop strings; expected at most {MAX_STOP_STRINGS}"
+        raise UnsupportedParameterError(msg, param="stop")
+    return tuple(dict.fromkeys(texts))
+
+
+_Model = TypeVar("_Model", bound=RequestModel)
+
+
+def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
+    """A request model of `values`.
+
+    Raises:
+        RequestError: a value is wrong.
+        UnsupportedParameterError: a field is unknown or not supported.
+    """
+    for name, field in model.model_fields.items():
+        # Checked first: pydantic makes an error for each element that is wrong, 0.6 s for 200,000.
+        most = next((one.max_length for one in field.metadata if isinstance(one, MaxLen)), None)
+        value = values.get(name)
+        if most is not None and isinstance(value, list) and len(value) > most:
+            msg = f"parameter {name!r} has {len(value)} values; expected at most {most}"
+            raise UnsupportedParameterError(msg, param=name)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # Outside the except clause: the cause would hold the value, which may be part of a prompt.
+    kind, place, expected = first["type"], first["loc"], first["msg"]
+    name, value = _given(values, place)
+    if kind == "extra_forbidden":
+        known = sorted(model.model_fields if len(place) == 1 else ())
+        hint = f"{did_you_mean(name, known)}; known: {', '.join(known)}" if known else ""
+        msg = f"unknown parameter {reprlib.repr(name)}{hint or '; leave it out'}"
+        raise UnsupportedParameterError(msg, param=name)
+    if kind == "unsupported":
+        msg = f"parameter {name!r} is not supported; leave it out"
+        raise UnsupportedParameterError(msg, param=name)
+    if kind == "missing":
+        msg = f"{name} is missing"
+        raise RequestError(msg, param=name)
+    described = model.model_fields[str(place[0])].description if place else None
+    expected = described or expected.replace("Input should be", "").strip()
+    shown = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
+    msg = f"parameter {name!r} is {shown}; expected {expected}"
+    raise RequestError(msg, param=name)
+
+
+def _given(values: Mapping[str, Any], place: tuple[int | str, ...]) -> tuple[str, Any]:
+    """The name of a place, such as ``messages[0].role``, and the value there.
+
+    pydantic's places also have names of types, which no value has.
+    """
+    name, value = "", cast("Any", values)
+    for i, step in enumerate(place):
+        if isinstance(step, int):
+            if isinstance(value, list):
+                name, value = f"{name}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or i == len(place) - 1):
+            name, value = f"{name}.{step}" if name else step, value.get(step)
+    return name, value
