@@ -14,9 +14,10 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 from starlette.applications import Starlette
@@ -232,45 +233,33 @@ class Server(uvicorn.Server):
         api_keys: Sequence[bytes] = (),
     ) -> None:
         """Configure the ports. `api_keys`: digests, see `keys.read_keys`; none: all requests are served."""
-
-        def config(app: ASGIApp, host: str, port: int, reserved: int = 0) -> uvicorn.Config:
-            protocol = partial(LimitedProtocol, lambda: application.options, tls, reserved)
-            return uvicorn.Config(
-                app,
-                host=host,
-                port=port,
-                # The same ones whatever is installed.
-                http=protocol,  # type: ignore[arg-type]
-                loop="asyncio",
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                log_config=None,
-                access_log=False,
-            )
-
         options = application.options
-        app: ASGIApp
-        self._admin: uvicorn.Config | None = None
-        if options.admin_port is None:
-            app = create_app(application)
-        else:
-            app = create_app(application, lambda path: path not in ADMIN_PATHS)
-            admin = create_app(application, lambda path: path in ADMIN_PATHS | PROBES)
-            self._admin = config(
-                admin, options.admin_host or host, options.admin_port, RESERVED_CONNECTIONS
-            )
+        moved = ADMIN_PATHS if options.admin_port else ()
+        app: ASGIApp = create_app(application, lambda path: path not in moved)
         if api_keys:
             app = KeyCheck(app, api_keys)
         if options.cors_allow_origins:
             app = CORSMiddleware(
                 app,
                 allow_origins=options.cors_allow_origins,
-                allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                allow_methods=["GET", "POST"],
                 expose_headers=["retry-after", "x-request-id"],
             )
-        super().__init__(config(app, host, port))
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            # The same ones whatever is installed.
+            http=partial(LimitedProtocol, lambda: application.options, tls),  # type: ignore[arg-type]
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+        )
+        super().__init__(config)
         self._application = application
         self._drain_s = drain_s
         self._signalled = False
@@ -294,19 +283,24 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also on `option.admin_port`. Ends the process if it cannot."""
         await super().startup(sockets)
-        config = self._admin
-        if config is None:
+        options = self._application.options
+        if options.admin_port is None:
             return
-        config.load()
-        protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        config = copy(self.config)
+        config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
+        make_protocol: Any = self.config.http_protocol_class  # of uvicorn, which calls it like this
+        protocol = partial(
+            make_protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state={},
+            num_reserved=RESERVED_CONNECTIONS,
+        )
+        host, port = options.admin_host or config.host, options.admin_port
         try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: protocol(config=config, server_state=self.server_state, app_state={}),
-                config.host,
-                config.port,
-            )
+            server = await asyncio.get_running_loop().create_server(protocol, host, port)
         except OSError as error:
-            logger.error("option.admin_port=%d: %s; set another one", config.port, error)  # noqa: TRY400
+            logger.error("option.admin_port=%d: %s; set another one", port, error)  # noqa: TRY400
             raise SystemExit(1) from error
         self.servers.append(server)
 

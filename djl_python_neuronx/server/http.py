@@ -96,19 +96,19 @@ def tls_context(
     Raises:
         ConfigError: a file cannot be read or is not what its flag is for, or the certificate is missing.
     """
-    files = [file for file in (certfile, keyfile, ca_certs) if file is not None]
-    if not files:
+    if {certfile, keyfile, password, ca_certs} == {None}:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        for file in files:  # the errors of ssl name no file
-            Path(file).read_bytes()
+        for file in (certfile or "", keyfile, ca_certs):
+            if file is not None:
+                Path(file).read_bytes()  # the errors of ssl name no file
         # Without a password OpenSSL would wait for one from the terminal.
         context.load_cert_chain(certfile or "", keyfile, password or "")
         if ca_certs is not None:
             context.load_verify_locations(ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
+    except (OSError, ValueError) as error:
         msg = (
             f"TLS with --ssl-certfile={certfile} --ssl-keyfile={keyfile} --ssl-ca-certs={ca_certs}: {error}; expected "
             "files in PEM format, the key of the first certificate, and --ssl-keyfile-password if it has one"
@@ -232,7 +232,7 @@ class LimitedProtocol(H11Protocol):
         self,
         options: Callable[[], ServingOptions],
         tls: ssl.SSLContext | None = None,
-        reserved: int = 0,
+        num_reserved: int = 0,
         **arguments: Any,  # noqa: ANN401
     ) -> None:
         """Take the connection's limits from `options`.
@@ -240,14 +240,14 @@ class LimitedProtocol(H11Protocol):
         Args:
             options: the options that hold now.
             tls: with it the connection begins with TLS.
-            reserved: connections above the limit that this port may have.
+            num_reserved: connections above the limit that this port may have.
             arguments: uvicorn's.
         """
         super().__init__(**arguments)
         self.conn: _Connection
         self._options = options
         self._tls = tls
-        self._reserved = reserved
+        self._num_reserved = num_reserved
         self._early: bytearray | None = None
         """While keys are exchanged: what the client has sent behind them."""
         self.conn = _Connection(self._refuse_invalid)
@@ -300,7 +300,7 @@ class LimitedProtocol(H11Protocol):
             self.data_received(early)
 
     def _limit(self) -> int:
-        return allowed_connections(self._options().max_connections) + self._reserved
+        return allowed_connections(self._options().max_connections) + self._num_reserved
 
     def _begin(self) -> None:
         limit = self._limit()

@@ -39,7 +39,7 @@ def read_keys(file: str | None, variable: str | None) -> list[bytes]:
     ):
         if parts is None:
             continue
-        keys = {i: part.strip() for i, part in enumerate(parts, 1) if not part.startswith(b"#")}
+        keys = {i: part.strip() for i, part in enumerate(parts, 1)}
         wrong = [i for i, key in keys.items() if key and not _KEY.fullmatch(key)]
         if wrong or not any(keys.values()):
             problem = f"part {wrong[0]} is no API key" if wrong else "there is no API key"
@@ -59,7 +59,8 @@ def _lines(file: str) -> list[bytes]:
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
         fix = f"chmod {stat.S_IMODE(mode) & 0o770:o}"
         logger.warning("api_key_file_open file=%s reason='all users can read it; %s'", file, fix)
-    return content.splitlines()
+    lines = content.splitlines()
+    return [b"" if line.lstrip().startswith(b"#") else line for line in lines]
 
 
 def _digest(key: bytes) -> bytes:

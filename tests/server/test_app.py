@@ -52,9 +52,10 @@ http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connec
 class Running:
     """A server on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, application: Application, drain_s: float = 5.0) -> None:
+    def __init__(self, application: Application, drain_s: float = 5.0, **edges: Any) -> None:
+        """`edges`: more arguments of `Server`."""
         self.application = application
-        self._server = Server(application, "127.0.0.1", 0, drain_s)
+        self._server = Server(application, "127.0.0.1", 0, drain_s, **edges)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)

@@ -8,11 +8,12 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fcntl import ioctl
@@ -38,12 +39,17 @@ SHORT_S = 0.2
 
 
 @contextmanager
-def serving(backend: ToyBackend | None = None, **options: Any) -> Iterator[Running]:
+def serving(
+    backend: ToyBackend | None = None,
+    tls: ssl.SSLContext | None = None,
+    api_keys: Sequence[bytes] = (),
+    **options: Any,
+) -> Iterator[Running]:
     """A server with these options."""
     backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
     application = Application("toy")
     application.service = toy_service(backend, **options)
-    running = Running(application)
+    running = Running(application, tls=tls, api_keys=api_keys)
     try:
         yield running
     finally:
