@@ -68,7 +68,7 @@ class Parameters(GenerationParameters):
     logprobs: Annotated[Any, Only(None)] = None
     prompt_logprobs: Annotated[Any, Only(None)] = None
     watermark: Annotated[Any, Only(neutral=False)] = None
-    truncate: Annotated[Any, Only(None)] = None
+    truncate: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = None
     grammar: Annotated[Any, Only(None)] = None
     adapter_id: Annotated[Any, Only(None)] = None
 
@@ -116,7 +116,7 @@ class LmiProtocol:
             client_id=context.client_id,
             protocol=self.name,
         )
-        requests = context.requests(common, prompts)
+        requests = context.requests(common, prompts, truncate=given.truncate)
         formatters: dict[str, Formatter] = {}
         for request, prompt in zip(requests, prompts, strict=True):
             details = given.details or streams

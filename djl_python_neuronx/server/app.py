@@ -38,7 +38,7 @@ from djl_python_neuronx.errors import (
     UnknownModelError,
 )
 from djl_python_neuronx.protocol import PROTOCOLS
-from djl_python_neuronx.protocol.base import over_limit, parse
+from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.responses import (
@@ -187,7 +187,7 @@ class Application:
             parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
         try:
-            generation = service.loop.generate(*parsed.requests)
+            generation = await generate(service, parsed)
         except ServingError as error:
             return failure_response(error, parsed.request)
         return await generation_response(request, parsed, generation)

@@ -1,0 +1,813 @@
+"""Strict schemas of the protocols' answers, written from the protocols' own sources without sight of the package.
+
+Keys that a source does not have are errors, at every depth. Where DJL's engine and its documentation differ, the
+documentation counts. `SCHEMAS` has a checker for each kind of answer: it takes the bytes of the body, raises
+`ValueError` or `AssertionError` for a breach, and returns what was generated.
+
+Sources:
+- LMI: deepjavalibrary/djl-serving v0.36.0, serving/docs/lmi/user_guides/lmi_input_output_schema.md and
+  engines/python/setup/djl_python/{output_formatter,request_io}.py; the same formatters in v0.29.0.
+- Bedrock 3p: djl-serving v0.36.0, djl_python/three_p/three_p_utils.py, djl_python/output_formatter.py and
+  djl_python/tests/test_rolling_batch.py.
+- TGI: huggingface/text-generation-inference db931fcf (3.3.6-dev0), router/src/{lib,server,validation}.rs,
+  router/src/infer/mod.rs and docs/openapi.json; huggingface_hub ee0a4510 (1.29.0.dev0),
+  inference/_generated/types/text_generation.py and inference/_common.py.
+- Plain server: vllm-project/vllm 03f86117, vllm/entrypoints/api_server.py; /tokenize and /detokenize: 030ea52e,
+  vllm/entrypoints/serve/tokenize/protocol.py; /version: vllm/entrypoints/openai/api_server.py.
+- OpenAI: the response models of the installed `openai` package, and what openai/openai-openapi (openapi.json) requires
+  beyond them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from typing_extensions import NotRequired, TypedDict
+
+FinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+@dataclass
+class Answer:
+    """What an answer says, whatever its protocol: an entry per choice."""
+
+    texts: list[str] = field(default_factory=list)
+    finish_reasons: list[str | None] = field(default_factory=list)
+    """Empty where the shape has none."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Empty where the shape has none."""
+    num_prompt_tokens: int | None = None
+    error: dict[str, Any] = field(default_factory=dict)
+    """The record of a refusal."""
+    record: Any = None
+    """The body of an answer that generates nothing."""
+
+
+# LMI
+
+
+class LmiToken(TypedDict):
+    """DJL's `Token.as_dict`: `special_token` only where it is true."""
+
+    id: int
+    text: str
+    log_prob: float
+    special_token: NotRequired[Literal[True]]
+
+
+class LmiPromptToken(TypedDict):
+    """A token of the prompt: the first one has no probability."""
+
+    id: int
+    text: str
+    log_prob: float | None
+    special_token: NotRequired[Literal[True]]
+
+
+class LmiStreamDetails(TypedDict):
+    """`details` of a last line: without tokens."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    inputs: str
+    prefill: NotRequired[list[LmiPromptToken]]
+    top_tokens: NotRequired[list[list[LmiToken]]]
+
+
+class LmiSequence(TypedDict):
+    """An entry of `best_of_sequences`."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    tokens: list[LmiToken]
+    generated_text: str
+    prefill: NotRequired[list[LmiPromptToken]]
+    top_tokens: NotRequired[list[list[LmiToken]]]
+
+
+class LmiDetails(LmiStreamDetails):
+    """`details` of an answer that is not streamed."""
+
+    tokens: list[LmiToken]
+    best_of_sequences: NotRequired[list[LmiSequence]]
+
+
+class LmiText(TypedDict):
+    """An answer without details."""
+
+    generated_text: str
+
+
+class LmiDetailed(LmiText):
+    """An answer with details."""
+
+    details: LmiDetails
+
+
+class LmiLine(TypedDict):
+    """A line of a stream but the last."""
+
+    token: LmiToken
+
+
+class LmiLastLine(LmiLine):
+    """The last line without details."""
+
+    generated_text: str
+
+
+class LmiLastDetailedLine(LmiLastLine):
+    """The last line with details."""
+
+    details: LmiStreamDetails
+
+
+class LmiError(TypedDict):
+    """A refusal; `type` is this server's addition, a fixed word for each class of errors."""
+
+    code: int
+    error: str
+    type: str
+
+
+# TGI
+
+
+class TgiToken(TypedDict):
+    """`Token` of the router."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class TgiPrefillToken(TypedDict):
+    """`PrefillToken` of the router: the first one has no probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class TgiSequence(TypedDict):
+    """`BestOfSequence` of the router."""
+
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[TgiPrefillToken]
+    tokens: list[TgiToken]
+    top_tokens: NotRequired[list[list[TgiToken]]]
+
+
+class TgiDetails(TypedDict):
+    """`Details` of the router."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[TgiPrefillToken]
+    tokens: list[TgiToken]
+    best_of_sequences: NotRequired[list[TgiSequence]]
+    top_tokens: NotRequired[list[list[TgiToken]]]
+
+
+class TgiText(TypedDict):
+    """`GenerateResponse` without details."""
+
+    generated_text: str
+
+
+class TgiDetailed(TgiText):
+    """`GenerateResponse` with details."""
+
+    details: TgiDetails
+
+
+class TgiStreamDetails(TypedDict):
+    """`StreamDetails` of the router."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class TgiEvent(TypedDict):
+    """`StreamResponse` but the last one."""
+
+    index: int
+    token: TgiToken
+    top_tokens: NotRequired[list[TgiToken]]
+    generated_text: None
+    details: None
+
+
+class TgiLastEvent(TypedDict):
+    """The last `StreamResponse` without details."""
+
+    index: int
+    token: TgiToken
+    top_tokens: NotRequired[list[TgiToken]]
+    generated_text: str
+    details: None
+
+
+class TgiLastDetailedEvent(TypedDict):
+    """The last `StreamResponse` with details."""
+
+    index: int
+    token: TgiToken
+    top_tokens: NotRequired[list[TgiToken]]
+    generated_text: str
+    details: TgiStreamDetails
+
+
+class TgiError(TypedDict):
+    """`ErrorResponse` of the router; the words that huggingface_hub makes its exceptions of."""
+
+    error: str
+    error_type: Literal["generation", "incomplete_generation", "overloaded", "validation"]
+
+
+class TgiInfo(TypedDict):
+    """`Info` of the router."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+# Bedrock 3p
+
+
+class BedrockBody(TypedDict):
+    """`body` of an answer that is not streamed; `generation` begins with the prompt."""
+
+    generation: str
+    prompt_token_count: int
+    generation_token_count: int
+    stop_reason: FinishReason
+
+
+class BedrockMetering(TypedDict):
+    """`metering` of an answer and of a stream's first line."""
+
+    inputTokenCount: int
+    outputTokenCount: int
+
+
+class BedrockAnswer(TypedDict):
+    """An answer that is not streamed."""
+
+    body: BedrockBody
+    metering: BedrockMetering
+    content_type: Literal["application/json"]
+
+
+class BedrockPart(TypedDict):
+    """`body` of a line: the prompt's count on the first, the reason on the last."""
+
+    generation: str
+    prompt_token_count: int | None
+    generation_token_count: int
+    stop_reason: FinishReason | None
+
+
+class BedrockLaterMetering(TypedDict):
+    """`metering` of a line but the first."""
+
+    outputTokenCount: int
+
+
+class BedrockLine(TypedDict):
+    """A line of a stream."""
+
+    body: BedrockPart
+    metering: BedrockMetering | BedrockLaterMetering
+    content_type: Literal["application/jsonlines"]
+
+
+# Plain server, tokenizer
+
+
+class PlainText(TypedDict):
+    """The answer of vLLM's plain server: prompt and text of each sequence."""
+
+    text: list[str]
+
+
+class Tokens(TypedDict):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str] | None]
+
+
+class Prompt(TypedDict):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class Version(TypedDict):
+    """The answer of `/version`."""
+
+    version: str
+
+
+# OpenAI
+
+
+class OpenAIError(TypedDict):
+    """`Error` of the reference: all four keys are required."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIRefusal(TypedDict):
+    """`ErrorResponse` of the reference."""
+
+    error: OpenAIError
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """An adapter of a list: pydantic passes a configuration on to the records in it, but takes none for a record."""
+    return TypeAdapter(list[kind], config=ConfigDict(extra="forbid", strict=True))
+
+
+def _validate(kind: Any, records: Sequence[Any]) -> None:
+    _adapter(kind).validate_python(list(records))
+
+
+def _one(kind: Any, content: bytes) -> Any:
+    record = json.loads(content)
+    _validate(kind, [record])
+    return record
+
+
+def json_lines(content: bytes) -> list[Any]:
+    """The records of a body in which each line is one."""
+    assert content.endswith(b"\n"), "the last line does not end"
+    return [json.loads(line) for line in content[:-1].split(b"\n")]
+
+
+def sse_events(content: bytes) -> list[str]:
+    """The data of the events of a body, in the form that clients take apart by `data: ` and an empty line."""
+    assert content.endswith(b"\n\n"), "the last event does not end"
+    events = content[:-2].decode().split("\n\n")
+    for event in events:
+        assert event.startswith("data: "), f"{event[:80]!r} is not an event of data"
+        assert "\n" not in event, f"{event[:80]!r} has several lines"
+    return [event.removeprefix("data: ") for event in events]
+
+
+def _sse(content: bytes) -> list[Any]:
+    return [json.loads(event) for event in sse_events(content)]
+
+
+def _sse_done(content: bytes) -> list[Any]:
+    *events, end = sse_events(content)
+    assert end == "[DONE]", f"the stream ends with {end[:80]!r}"
+    return [json.loads(event) for event in events]
+
+
+def _log_probs_hold(tokens: Sequence[Any], key: str) -> None:
+    for token in tokens:
+        assert token[key] is None or token[key] <= 0, f"{token} has a probability above 1"
+
+
+def _lmi_sequence(record: Any, details: Any, answer: Answer) -> None:
+    answer.texts.append(record["generated_text"])
+    answer.finish_reasons.append(details["finish_reason"])
+    answer.num_tokens.append(details["generated_tokens"])
+    assert len(details["tokens"]) == details["generated_tokens"]
+    key = "log_prob" if not details["tokens"] or "log_prob" in details["tokens"][0] else "logprob"
+    _log_probs_hold([*details["tokens"], *details.get("prefill", ())], key)
+    if "top_tokens" in details:
+        assert len(details["top_tokens"]) == details["generated_tokens"]
+        for chosen, best in zip(details["tokens"], details["top_tokens"], strict=True):
+            found = [token[key] for token in best]
+            assert found == sorted(found, reverse=True), "the most likely token does not come first"
+            assert found[0] >= chosen[key] - 1e-4, "the chosen token is likelier than the best"
+
+
+def _whole(kind: Any, records: Sequence[Any], *, wants: frozenset[str]) -> Answer:
+    """Whole answers of LMI and TGI; `wants` names the keys of details that the request asked for."""
+    _validate(kind, records)
+    answer = Answer()
+    for record in records:
+        if details := record.get("details"):
+            for key in ("prefill", "top_tokens", "best_of_sequences"):
+                if key == "prefill" and kind is TgiDetailed:
+                    assert bool(details[key]) == (key in wants), f"prefill: {details[key]}"
+                else:
+                    assert (key in details) == (key in wants), f"{key} in details: {key in details}"
+            _lmi_sequence(record, details, answer)
+            for other in details.get("best_of_sequences", ()):
+                _lmi_sequence(other, other, answer)
+        else:
+            answer.texts.append(record["generated_text"])
+    return answer
+
+
+def _lmi_json(content: bytes, kind: Any = LmiText, wants: Sequence[str] = ()) -> Answer:
+    return _whole(kind, [json.loads(content)], wants=frozenset(wants))
+
+
+def _json_list(content: bytes, kind: Any = LmiText, wants: Sequence[str] = ()) -> Answer:
+    records = json.loads(content)
+    assert isinstance(records, list)
+    return _whole(kind, records, wants=frozenset(wants))
+
+
+def _lmi_stream(content: bytes, read: Callable[[bytes], list[Any]], last: Any) -> Answer:
+    lines = read(content)
+    _validate(LmiLine, lines[:-1])
+    _validate(last, lines[-1:])
+    _log_probs_hold([line["token"] for line in lines], "log_prob")
+    text = "".join(line["token"]["text"] for line in lines)
+    assert lines[-1]["generated_text"].endswith(text), "the text is not that of the tokens"
+    answer = Answer([lines[-1]["generated_text"]])
+    if details := lines[-1].get("details"):
+        assert details["generated_tokens"] == len(lines)
+        answer.finish_reasons = [details["finish_reason"]]
+        answer.num_tokens = [details["generated_tokens"]]
+    return answer
+
+
+def _tgi_stream(content: bytes, last: Any, num_top: int = 0) -> Answer:
+    events = _sse(content)
+    _validate(TgiEvent, events[:-1])
+    _validate(last, events[-1:])
+    assert [event["index"] for event in events] == list(range(1, len(events) + 1))
+    _log_probs_hold([event["token"] for event in events], "logprob")
+    for event in events:
+        assert len(event.get("top_tokens", ())) == num_top
+    text = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+    assert events[-1]["generated_text"].endswith(text), "the text is not that of the tokens"
+    answer = Answer([events[-1]["generated_text"]])
+    if details := events[-1]["details"]:
+        assert details["generated_tokens"] == len(events)
+        answer.finish_reasons = [details["finish_reason"]]
+        answer.num_tokens = [details["generated_tokens"]]
+        answer.num_prompt_tokens = details["input_length"]
+    return answer
+
+
+def _bedrock(content: bytes) -> Answer:
+    record = _one(BedrockAnswer, content)
+    body, metering = record["body"], record["metering"]
+    assert metering["inputTokenCount"] == body["prompt_token_count"]
+    assert metering["outputTokenCount"] == body["generation_token_count"]
+    return Answer(
+        [body["generation"]],
+        [body["stop_reason"]],
+        [body["generation_token_count"]],
+        body["prompt_token_count"],
+    )
+
+
+def _bedrock_stream(content: bytes) -> Answer:
+    lines = json_lines(content)
+    _validate(BedrockLine, lines)
+    bodies = [line["body"] for line in lines]
+    assert [body["generation_token_count"] for body in bodies] == list(range(1, len(bodies) + 1))
+    for number, line in enumerate(lines):
+        assert (line["body"]["prompt_token_count"] is None) == (number > 0)
+        assert ("inputTokenCount" in line["metering"]) == (number == 0)
+        assert (line["body"]["stop_reason"] is None) == (number < len(lines) - 1)
+        assert line["metering"]["outputTokenCount"] == number + 1
+    return Answer(
+        ["".join(body["generation"] for body in bodies)],
+        [bodies[-1]["stop_reason"]],
+        [len(bodies)],
+        bodies[0]["prompt_token_count"],
+    )
+
+
+def _plain(content: bytes) -> Answer:
+    return Answer(_one(PlainText, content)["text"])
+
+
+def _plain_stream(content: bytes) -> Answer:
+    lines = json_lines(content)
+    _validate(PlainText, lines)
+    for before, after in pairwise(lines):
+        for old, new in zip(before["text"], after["text"], strict=True):
+            assert new.startswith(old), "a line is not the whole text so far"
+    return Answer(lines[-1]["text"])
+
+
+def _no_extras(model: Any, path: str = "") -> None:
+    """Raises `AssertionError` for a key that no model of the `openai` package has."""
+    if isinstance(model, BaseModel):
+        assert not model.model_extra, f"unknown keys in {path or 'the answer'}: {model.model_extra}"
+        for name in type(model).model_fields:
+            _no_extras(getattr(model, name), f"{path}.{name}")
+    elif isinstance(model, list):
+        for number, item in enumerate(model):
+            _no_extras(item, f"{path}[{number}]")
+
+
+def _openai_model(name: str) -> Any:
+    from openai import types
+    from openai.types import chat
+
+    return getattr(chat if name.startswith("Chat") else types, name)
+
+
+def _openai(name: str, record: Any) -> None:
+    model = _openai_model(name).model_validate_json(json.dumps(record), strict=True)
+    _no_extras(model)
+
+
+def _has(record: Any, *keys: str) -> None:
+    """The reference requires keys that the package's models leave open: it takes null for them, not their absence."""
+    for key in keys:
+        assert key in record, f"{key!r} is missing in {sorted(record)}"
+
+
+def _usage(record: Any) -> int:
+    usage = record["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    return int(usage["completion_tokens"])
+
+
+def _chat_logprobs(logprobs: Any, num_top: int | None) -> int:
+    """The number of tokens; `num_top` None: the request asked for no log-probabilities."""
+    assert (logprobs is None) == (num_top is None)
+    if logprobs is None:
+        return 0
+    _has(logprobs, "content", "refusal")
+    for token in logprobs["content"]:
+        _has(token, "bytes")
+        assert (
+            token["bytes"] is None
+            or bytes(token["bytes"]).decode(errors="replace") == token["token"]
+        )
+        assert len(token["top_logprobs"]) == num_top
+        _log_probs_hold([token, *token["top_logprobs"]], "logprob")
+        for other in token["top_logprobs"]:
+            _has(other, "bytes")
+    return len(logprobs["content"])
+
+
+def _chat(content: bytes, num_top: int | None = None) -> Answer:
+    record = json.loads(content)
+    _openai("ChatCompletion", record)
+    assert record["id"].startswith("chatcmpl-")
+    choices = record["choices"]
+    assert [choice["index"] for choice in choices] == list(range(len(choices)))
+    num_tokens = _usage(record)
+    counted = 0
+    for choice in choices:
+        _has(choice, "logprobs")
+        _has(choice["message"], "content", "refusal")
+        assert "tool_calls" not in choice["message"], "tools are a later matter"
+        counted += _chat_logprobs(choice["logprobs"], num_top)
+    assert num_top is None or counted == num_tokens
+    return Answer(
+        [choice["message"]["content"] for choice in choices],
+        [choice["finish_reason"] for choice in choices],
+        [num_tokens],
+        record["usage"]["prompt_tokens"],
+    )
+
+
+def _stream_usage(chunks: list[Any], *, usage: bool) -> tuple[list[Any], Answer]:
+    """Chunks but that of the usage: the reference gives it one of its own without choices, and null in the others."""
+    answer = Answer()
+    if usage:
+        *chunks, last = chunks
+        assert last["choices"] == [], "the last chunk has the usage alone"
+        answer.num_tokens = [_usage(last)]
+        answer.num_prompt_tokens = last["usage"]["prompt_tokens"]
+        for chunk in chunks:
+            assert chunk["usage"] is None, "a chunk before the last has a usage"
+    else:
+        assert not any(chunk.get("usage") for chunk in chunks), "nobody asked for the usage"
+    for key in ("id", "created", "model"):
+        assert len({chunk[key] for chunk in chunks}) == 1, f"{key!r} changes within a stream"
+    return chunks, answer
+
+
+def _chunks_by_choice(chunks: Sequence[Any]) -> list[list[Any]]:
+    """The parts of each choice in turn; only its last one has a finish reason."""
+    parts: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            _has(choice, "finish_reason")
+            parts.setdefault(choice["index"], []).append(choice)
+    assert sorted(parts) == list(range(len(parts)))
+    found = [parts[index] for index in sorted(parts)]
+    for choices in found:
+        assert [bool(choice["finish_reason"]) for choice in choices] == [
+            *[False] * (len(choices) - 1),
+            True,
+        ], "not the last part alone has a finish reason"
+    return found
+
+
+def _chat_stream(
+    content: bytes,
+    num_top: int | None = None,
+    *,
+    usage: bool = False,
+    read: Callable[[bytes], list[Any]] = _sse_done,
+) -> Answer:
+    chunks = read(content)
+    for chunk in chunks:
+        _openai("ChatCompletionChunk", chunk)
+    chunks, answer = _stream_usage(chunks, usage=usage)
+    assert chunks[0]["id"].startswith("chatcmpl-")
+    counted = 0
+    for parts in _chunks_by_choice(chunks):
+        assert parts[0]["delta"].get("role") == "assistant", "the first part has no role"
+        assert not any("role" in part["delta"] for part in parts[1:]), "the role comes again"
+        for part in parts:
+            if part.get("logprobs"):
+                counted += _chat_logprobs(part["logprobs"], num_top)
+        answer.texts.append("".join(part["delta"].get("content") or "" for part in parts))
+        answer.finish_reasons.append(parts[-1]["finish_reason"])
+    assert (counted > 0) == (num_top is not None)
+    assert num_top is None or not usage or [counted] == answer.num_tokens
+    return answer
+
+
+def _completion_logprobs(choice: Any, num_top: int | None, *, echo: bool) -> int:
+    """The number of tokens. The first token of an echoed prompt has null, which the package's models leave out."""
+    _has(choice, "logprobs")
+    logprobs = choice["logprobs"]
+    if num_top is None:
+        assert logprobs is None
+        return 0
+    if logprobs is None:
+        assert not choice["text"], "a text without log-probabilities"
+        return 0
+    columns = {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    _has(logprobs, *columns)
+    assert len({len(logprobs[name]) for name in columns if logprobs[name] is not None}) == 1
+    if echo and logprobs["token_logprobs"] and logprobs["token_logprobs"][0] is None:
+        logprobs["token_logprobs"][0] = 0.0
+        if logprobs["top_logprobs"] and logprobs["top_logprobs"][0] is None:
+            logprobs["top_logprobs"][0] = {}
+    assert all(found <= 0 for found in logprobs["token_logprobs"])
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    if num_top == 0:
+        assert not any(logprobs["top_logprobs"] or ())
+    else:
+        # The chosen token is added where it is not among the best.
+        assert all(len(best) <= num_top + 1 for best in logprobs["top_logprobs"])
+    return len(logprobs["tokens"])
+
+
+def _completion(content: bytes, num_top: int | None = None, *, echo: bool = False) -> Answer:
+    record = json.loads(content)
+    choices = record["choices"]
+    counted = sum(_completion_logprobs(choice, num_top, echo=echo) for choice in choices)
+    _openai("Completion", record)
+    assert record["id"].startswith("cmpl-")
+    assert [choice["index"] for choice in choices] == list(range(len(choices)))
+    num_tokens = _usage(record)
+    assert num_top is None or counted >= num_tokens
+    for choice in choices:
+        if choice["logprobs"]:
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    return Answer(
+        [choice["text"] for choice in choices],
+        [choice["finish_reason"] for choice in choices],
+        [num_tokens],
+        record["usage"]["prompt_tokens"],
+    )
+
+
+def _completion_stream(
+    content: bytes,
+    num_top: int | None = None,
+    *,
+    usage: bool = False,
+    read: Callable[[bytes], list[Any]] = _sse_done,
+) -> Answer:
+    every = read(content)
+    chunks, answer = _stream_usage(every, usage=usage)
+    assert chunks[0]["id"].startswith("cmpl-")
+    for parts in _chunks_by_choice(chunks):
+        answer.texts.append("".join(part["text"] for part in parts))
+        answer.finish_reasons.append(parts[-1]["finish_reason"])
+        for part in parts:
+            _completion_logprobs(part, num_top, echo=False)
+            # OpenAI streams null before the end, though the package's model does not say so.
+            part["finish_reason"] = part["finish_reason"] or "stop"
+    for chunk in every:
+        _openai("Completion", chunk)
+    return answer
+
+
+def _models(content: bytes) -> Answer:
+    record = json.loads(content)
+    assert set(record) == {"object", "data"}
+    assert record["object"] == "list"
+    assert record["data"]
+    for model in record["data"]:
+        _openai("Model", model)
+    return Answer(record=record)
+
+
+def _model(content: bytes) -> Answer:
+    record = json.loads(content)
+    _openai("Model", record)
+    return Answer(record=record)
+
+
+def _refusal(content: bytes, kind: Any) -> Answer:
+    record = _one(kind, content)
+    return Answer(error=record["error"] if isinstance(record["error"], dict) else record)
+
+
+def _record(content: bytes, kind: Any) -> Answer:
+    return Answer(record=_one(kind, content))
+
+
+_jsonlines = partial(_lmi_stream, read=json_lines)
+_lmi_sse = partial(_lmi_stream, read=_sse)
+
+SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
+    "lmi_json": _lmi_json,
+    "lmi_json_details": partial(_lmi_json, kind=LmiDetailed),
+    "lmi_json_prefill": partial(_lmi_json, kind=LmiDetailed, wants=["prefill"]),
+    "lmi_json_top_tokens": partial(_lmi_json, kind=LmiDetailed, wants=["top_tokens"]),
+    "lmi_json_best_of": partial(_lmi_json, kind=LmiDetailed, wants=["best_of_sequences"]),
+    "lmi_list": _json_list,
+    "lmi_list_details": partial(_json_list, kind=LmiDetailed),
+    "lmi_jsonlines": partial(_jsonlines, last=LmiLastLine),
+    "lmi_jsonlines_details": partial(_jsonlines, last=LmiLastDetailedLine),
+    "lmi_sse": partial(_lmi_sse, last=LmiLastLine),
+    "lmi_sse_details": partial(_lmi_sse, last=LmiLastDetailedLine),
+    "lmi_error": partial(_refusal, kind=LmiError),
+    "tgi_json": partial(_lmi_json, kind=TgiText),
+    "tgi_json_details": partial(_lmi_json, kind=TgiDetailed),
+    "tgi_json_prefill": partial(_lmi_json, kind=TgiDetailed, wants=["prefill"]),
+    "tgi_json_top_tokens": partial(_lmi_json, kind=TgiDetailed, wants=["top_tokens"]),
+    "tgi_json_best_of": partial(_lmi_json, kind=TgiDetailed, wants=["best_of_sequences"]),
+    "tgi_list": partial(_json_list, kind=TgiText),
+    "tgi_list_details": partial(_json_list, kind=TgiDetailed),
+    "tgi_list_prefill": partial(_json_list, kind=TgiDetailed, wants=["prefill"]),
+    "tgi_stream": partial(_tgi_stream, last=TgiLastEvent),
+    "tgi_stream_details": partial(_tgi_stream, last=TgiLastDetailedEvent),
+    "tgi_stream_top_2": partial(_tgi_stream, last=TgiLastDetailedEvent, num_top=2),
+    "tgi_info": partial(_record, kind=TgiInfo),
+    "tgi_error": partial(_refusal, kind=TgiError),
+    "bedrock_json": _bedrock,
+    "bedrock_jsonlines": _bedrock_stream,
+    "plain_json": _plain,
+    "plain_jsonlines": _plain_stream,
+    "tokens": partial(_record, kind=Tokens),
+    "prompt": partial(_record, kind=Prompt),
+    "version": partial(_record, kind=Version),
+    "chat": _chat,
+    "chat_logprobs": partial(_chat, num_top=0),
+    "chat_top_2": partial(_chat, num_top=2),
+    "chat_sse": _chat_stream,
+    "chat_sse_usage": partial(_chat_stream, usage=True),
+    "chat_sse_top_2": partial(_chat_stream, num_top=2),
+    "chat_jsonlines": partial(_chat_stream, read=json_lines),
+    "completion": _completion,
+    "completion_logprobs": partial(_completion, num_top=0),
+    "completion_top_2": partial(_completion, num_top=2),
+    "completion_echo_top_2": partial(_completion, num_top=2, echo=True),
+    "completion_sse": _completion_stream,
+    "completion_sse_usage": partial(_completion_stream, usage=True),
+    "completion_sse_top_2": partial(_completion_stream, num_top=2),
+    "completion_jsonlines": partial(_completion_stream, read=json_lines),
+    "models": _models,
+    "model": _model,
+    "openai_error": partial(_refusal, kind=OpenAIRefusal),
+    "empty": lambda content: Answer(record=content),
+}
+"""What each kind of answer is checked with; `recorded/*.json` names them."""
