@@ -10,12 +10,18 @@ from functools import partial
 from typing import Any, Protocol
 
 import orjson
+from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import BodyTooLargeError, PromptTooLongError, ServingError
+from djl_python_neuronx.errors import (
+    BodyTooLargeError,
+    PromptTooLongError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 INLINE_BODY_BYTES = 1024
@@ -31,6 +37,8 @@ BESIDE_PROMPT_BYTES = 2**20
 
 MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of the answers to one prompt. With 1 the second answer would be the first one of the next seed."""
 
 
 class Formatter(Protocol):
@@ -124,36 +132,80 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str, name: str = "the prompt") -> list[int]:
-        """The token ids of a prompt; `name` is its name in the error.
+    def encode(self, text: str | list[Any], name: str = "the prompt") -> list[int]:
+        """The token ids of a prompt: of its text, or as they were sent. `name` is its name in the error.
 
         Raises:
+            RequestError: a list has other values than integers.
             PromptTooLongError: the text is longer than any prompt that fits.
         """
-        if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
+        if isinstance(text, list):
+            if not set(map(type, text)) <= {int}:
+                msg = (
+                    f"{name} is a list with other values than integers; expected text or token ids"
+                )
+                raise RequestError(msg)
+            return text
+        self._check_length(len(text), name)
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation in the model's chat template; each message has a `content`.
+
+        Raises:
+            PromptTooLongError: the contents are longer than any prompt that fits.
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        self._check_length(sum(len(one["content"]) for one in messages), "the conversation")
+        return self.tokenizer.encode_chat(messages)
+
+    def _check_length(self, num_chars: int, name: str) -> None:
+        if self.max_prompt_chars is not None and num_chars > self.max_prompt_chars:
             msg = (
-                f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
+                f"{name} has {num_chars} characters, more than any prompt that fits this deployment; "
                 "shorten it, or raise option.n_positions or option.context_length_estimate"
             )
             raise PromptTooLongError(msg)
-        return self.tokenizer.encode(text)
 
     def requests(
-        self, common: GenerationRequest, prompts: Sequence[str]
+        self,
+        common: GenerationRequest,
+        prompts: Sequence[str | list[Any]],
+        *,
+        count: int = 1,
+        truncate: int | None = None,
     ) -> list[GenerationRequest]:
-        """One request for each prompt, otherwise as `common`; the first one has its id.
+        """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
+
+        The first request of a prompt has the seed of `common`, each further one a seed that follows from it.
+
+        `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
 
         Raises:
+            RequestError: there are more than `MAX_SEQUENCES` requests, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
-        found = []
+        if len(prompts) * count > MAX_SEQUENCES:
+            msg = (
+                f"{len(prompts)} prompts with {count} answers each are {len(prompts) * count} sequences; "
+                f"expected at most {MAX_SEQUENCES}"
+            )
+            raise RequestError(msg)
+        seed = common.sampling.seed
+        samplings = [common.sampling] + [
+            replace(common.sampling, seed=None if seed is None else (seed + j * _SEED_STEP) % 2**64)
+            for j in range(1, count)
+        ]
+        found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
-            request_id = f"{common.request_id}.{i}" if i else common.request_id
             prompt_ids = self.encode(prompt, name)
-            found.append(
-                replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
-            )
+            if truncate is not None:
+                prompt_ids = prompt_ids[-truncate:]
+            one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
+            for sampling in samplings:
+                request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
+                found.append(replace(one, request_id=request_id, sampling=sampling))
         return found
 
 
@@ -171,6 +223,13 @@ class WireProtocol(Protocol):
     paths: tuple[str, ...]
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
     other routes, and under DJL Serving, every protocol can."""
+
+    requests: Mapping[str, Any]
+    """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""
+    answers: Mapping[str, Any]
+    """Types of an answer by media type; of a stream the type of its parts."""
+    error: Any
+    """Type of an answer that is an error as a whole."""
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload is of this protocol."""
@@ -228,6 +287,14 @@ async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
     return service.loop.generate(group)
 
 
+class ErrorFields(TypedDict):
+    """An error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+
+    code: int
+    error: str
+    type: str
+
+
 def error_fields(error: ServingError) -> dict[str, Any]:
-    """The fields of an error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    """The `ErrorFields` of an error."""
     return {"code": error.status, "error": str(error), "type": error.code}
