@@ -15,6 +15,7 @@
     - CompileError                      500
     - DeviceMemoryError                 507
     - StepError                         424
+  + FormatterError                      424
   + RequestError(ValueError)            400
     - UnknownModelError                 404
     - UnsupportedParameterError         400
@@ -198,6 +199,10 @@ class DeviceMemoryError(BackendError, status=507, code="device_memory"):
 
 class StepError(BackendError, status=424, code="step_error"):
     """One device call failed. Only the sequences of that call are lost."""
+
+
+class FormatterError(ServingError, status=424, code="formatter_error"):
+    """A formatter of the model folder's `model.py` failed on one request."""
 
 
 class RequestError(ServingError, ValueError, status=400, code="bad_request"):

@@ -153,7 +153,8 @@ class GeneralOptions(OptionGroup):
     ] = None
     """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
-    """Run Python code that comes with the model. Read the code first."""
+    """Run Python code that comes with the model, in the embedded server also the formatters of its `model.py`. Read the
+    code first."""
     model_name: Annotated[Plain | None, Option(allowed="text", aliases=("served_model_name",))] = (
         None
     )
