@@ -410,6 +410,7 @@ def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         connection.flow.pause_writing()  # as for a full buffer
         client.sendall(post(json.dumps(body([5, 6], 120, stream=True)).encode(), CLOSE))
         wait_until(lambda: len(backend.steps) > 10 and len(loop.streams) == 0)
+        wait_until(lambda: not backend.acquired)
         assert len(backend.steps) < 120
         server._server.servers[0].get_loop().call_soon_threadsafe(connection.flow.resume_writing)
         reply = read_all(client)
