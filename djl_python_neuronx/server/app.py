@@ -39,7 +39,6 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnknownModelError,
 )
-from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.protocol import PROTOCOLS
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
@@ -65,7 +64,6 @@ ADMIN_PATHS = frozenset({"/info", "/metrics"})
 """Paths that `option.admin_port` moves to the second port."""
 RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """Connections of the second port, for which there is room when the first one has all that are allowed."""
-_PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -116,6 +114,8 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
+        self.needs_key = False
+        """Whether requests need an API key."""
         self._document: bytes | None = None
         """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
@@ -203,9 +203,8 @@ class Application:
             routes = request.app.routes
 
             def encode() -> bytes:
-                return orjson.dumps(
-                    document(routes, installed_versions([_PACKAGE]).get(_PACKAGE, "unknown"))
-                )
+                free = PROBES if self.needs_key else {route.path for route in routes}
+                return orjson.dumps(document(routes, free))
 
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
             self._document = await asyncio.to_thread(encode)
@@ -280,6 +279,7 @@ class Server(uvicorn.Server):
         moved = ADMIN_PATHS if options.admin_port else ()
         app: ASGIApp = create_app(application, lambda path: path not in moved)
         if api_keys:
+            application.needs_key = True
             app = KeyCheck(app, api_keys)
         if options.cors_allow_origins:
             app = CORSMiddleware(

@@ -32,7 +32,11 @@ def server() -> Iterator[Running]:
         None,
         clients.MODEL,
         environ={},
-        overrides={"model_loader": "cpu", "max_rolling_batch_size": "8"},
+        overrides={
+            "model_loader": "cpu",
+            "max_rolling_batch_size": "8",
+            "served_model_name": "tiny",
+        },
     )
     running = Running(application)
     yield running

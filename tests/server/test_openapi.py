@@ -21,6 +21,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: 
 
 from djl_python_neuronx.server import app, openapi  # noqa: E402
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
+from djl_python_neuronx.server.http import PROBES  # noqa: E402
+from djl_python_neuronx.server.keys import read_keys  # noqa: E402
 from tests.server.test_app import Running, http, serving  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
@@ -55,7 +57,7 @@ def document(server: Running) -> dict[str, Any]:
 
 def test_it_has_each_route(document: dict[str, Any]) -> None:
     routes = create_app(Application("toy")).routes
-    assert document["paths"].keys() == {route.path for route in routes}
+    assert document["paths"].keys() == {route.path_format for route in routes}
     schemathesis.openapi.from_dict(document).validate()
 
 
@@ -63,6 +65,19 @@ def test_it_has_the_statuses_of_each_error(document: dict[str, Any]) -> None:
     responses = document["paths"]["/invocations"]["post"]["responses"]
     assert {"200", "400", "404", "408", "413", "424", "500", "503", "507"} <= responses.keys()
     assert document["paths"]["/ping"]["get"]["responses"].keys() == {"200", "500", "503"}
+
+
+def test_routes_other_than_probes_need_a_key_if_there_are_keys(document: dict[str, Any]) -> None:
+    application = Application("toy")
+    running = Running(application, api_keys=read_keys(None, "secret"))
+    found = http.get(running.url + "/openapi.json", headers={"x-api-key": "secret"}).json()
+    running.close()
+    schemathesis.openapi.from_dict(found).validate()
+    assert "security" not in json.dumps(document["paths"])
+    for path, operations in found["paths"].items():
+        for operation in operations.values():
+            needs_key = path not in PROBES
+            assert ("security" in operation) == ("401" in operation["responses"]) == needs_key
 
 
 def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
