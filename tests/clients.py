@@ -196,7 +196,7 @@ def check_completions(url: str) -> None:
         prompt=[one["prompt"] for one in CHECKS[:2]],
         n=2,
         echo=True,
-        **{**settings, "max_tokens": 40},
+        **{**settings, "max_tokens": CHECKS[1]["max_new_tokens"]},
     )
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in several.choices] == [
