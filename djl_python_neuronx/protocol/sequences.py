@@ -1,0 +1,392 @@
+"""What the protocols around LMI share: TGI's and LMI's parameters, the sequences of an answer, and its formatters.
+
+A protocol adds a request model and a `Shape`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.errors import (
+    RequestError,
+    ServingError,
+    UnsupportedParameterError,
+    did_you_mean,
+    json_type,
+)
+from djl_python_neuronx.protocol.base import (
+    MAX_SEQUENCES,
+    Formatter,
+    ListFormatter,
+    ParseContext,
+    ParsedRequest,
+    copies,
+    error_fields,
+)
+from djl_python_neuronx.protocol.parameters import (
+    Count,
+    Flag,
+    GenerationParameters,
+    Only,
+    Strings,
+    sampling_params,
+    stop_strings,
+    validated,
+)
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import GenerationRequest
+
+MAX_TOP_TOKENS = 20
+_FIELDS = ("inputs", "parameters", "stream")
+
+
+class Parameters(GenerationParameters):
+    """The parameters of LMI and TGI."""
+
+    details: Flag = False
+    do_sample: Flag = False
+    ignore_eos_token: Flag = False
+    max_new_tokens: Count = 30
+    return_full_text: Flag = False
+    stop_sequences: Strings = Field(default=[])
+    stream: Flag = False
+    decoder_input_details: Flag = False
+    top_n_tokens: Annotated[
+        int,
+        Field(ge=0, le=MAX_TOP_TOKENS, description=f"an integer from 0 to {MAX_TOP_TOKENS}"),
+    ] = 0
+    best_of: Count = 1
+    n: Count = 1
+    truncate: Count | None = Field(default=None, description="an integer of at least 1")
+    num_beams: Annotated[Any, Only(1)] = None
+    num_return_sequences: Annotated[Any, Only(1)] = None
+    early_stopping: Annotated[Any, Only(neutral=False)] = None
+    min_length: Annotated[Any, Only(1)] = None
+    bad_sequences: Annotated[Any, Only(None)] = None
+    logprobs: Annotated[Any, Only(None)] = None
+    prompt_logprobs: Annotated[Any, Only(None)] = None
+    watermark: Annotated[Any, Only(neutral=False)] = None
+    grammar: Annotated[Any, Only(None)] = None
+    adapter_id: Annotated[Any, Only(None)] = None
+
+    @classmethod
+    def of(cls, given: GenerationParameters, **more: object) -> Parameters:
+        """The parameters of another protocol's request, over the values that `more` has."""
+        shared = given.model_fields_set & GenerationParameters.model_fields.keys()
+        return cls(**{**more, **{name: getattr(given, name) for name in shared}})
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate for each prompt."""
+        return max(self.n, self.best_of)
+
+    @property
+    def num_returned(self) -> int:
+        """Sequences to return for each prompt, the best ones: all of `best_of` without `n`."""
+        return self.n if "n" in self.model_fields_set else self.num_sequences
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on."""
+        values = self.given_sampling()
+        samples = self.do_sample
+        if "do_sample" not in self.model_fields_set:
+            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
+        return sampling_params(values, samples=samples)
+
+
+def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[object, Parameters]:
+    """`inputs` and the parameters of a payload; `stream` beside `inputs` takes precedence over the parameter.
+
+    Raises:
+        RequestError: a field is missing, unknown, not supported (also each of `refused`) or has a wrong value.
+    """
+    for name, value in payload.items():
+        if name in _FIELDS or (name in refused and value is None):
+            continue
+        hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
+        if name in Parameters.model_fields:
+            hint = ' (it belongs in "parameters")'
+        msg = (
+            f"unknown field {reprlib.repr(name)} beside inputs{hint}; expected {', '.join(_FIELDS)}"
+        )
+        if name in refused:
+            msg = f"{name} is not supported in this version; leave it out"
+        raise UnsupportedParameterError(msg, param=name)
+    if "inputs" not in payload:
+        msg = "inputs is missing; expected a prompt"
+        raise RequestError(msg, param="inputs")
+    inputs, parameters, stream = map(payload.get, _FIELDS)
+    if not isinstance(parameters, (dict, type(None))):
+        msg = f"parameters is {json_type(parameters)}; expected an object"
+        raise RequestError(msg, param="parameters")
+    values = {**(parameters or {}), **({} if stream is None else {"stream": stream})}
+    return inputs, validated(Parameters, values)
+
+
+class Answer:
+    """One sequence of an answer as it grows."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompt: str,
+        *,
+        full_text: bool,
+        keeps_tokens: bool,
+        prefill: orjson.Fragment | None,
+    ) -> None:
+        """`full_text`: the text begins with the prompt; `prefill`: JSON of the prompt's tokens."""
+        self.request, self.prompt, self.prefill = request, prompt, prefill
+        self.tokens: list[Token] = []
+        self.end = Delta("", "", ())
+        """The last delta."""
+        self._texts = [prompt] if full_text else []
+        self._keeps_tokens = keeps_tokens
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta."""
+        if delta.text:
+            self._texts.append(delta.text)
+        if self._keeps_tokens:
+            self.tokens += delta.tokens
+        if delta.finished:
+            self.end = delta
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def log_probability(self) -> float:
+        """The sum over its tokens, if it keeps them."""
+        return sum(token.logprob or 0.0 for token in self.tokens)
+
+
+class Shape(ABC):
+    """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer for one prompt, when all of its sequences have ended."""
+
+    @abstractmethod
+    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """The parts of a stream for a delta that `answer` has got; it may be an error."""
+
+    def error(self, error: ServingError) -> dict[str, Any]:
+        """An answer that is an error as a whole."""
+        return error_fields(error)
+
+    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:  # noqa: ARG002
+        """The tokens of a prompt, if the client wants them."""
+        return None
+
+
+class DetailedShape(Shape):
+    """What LMI and TGI share: a text with details, which list the tokens, and the best of several sequences."""
+
+    logprob_name: str
+
+    def __init__(self, given: Parameters, context: ParseContext, *, details: bool) -> None:
+        self.has_details = details
+        self._given, self._tokenizer = given, context.tokenizer
+        self._special_ids = context.tokenizer.special_ids
+
+    @abstractmethod
+    def token(self, token: Token | TopToken) -> dict[str, Any]:
+        """A token."""
+
+    def score(self, answer: Answer) -> float:
+        """The measure by which the best sequence is chosen: the probability of its text."""
+        return answer.log_probability
+
+    def is_special(self, token: Token | TopToken) -> bool:
+        """Whether a token never shows in text."""
+        return token.special if isinstance(token, Token) else token.id in self._special_ids
+
+    def facts(self, answer: Answer) -> dict[str, Any]:
+        """What the details say of a sequence."""
+        facts: dict[str, Any] = {
+            "finish_reason": answer.end.finish_reason,
+            "generated_tokens": answer.end.num_generated_tokens,
+            "tokens": [self.token(token) for token in answer.tokens],
+        }
+        if answer.prefill is not None:
+            facts["prefill"] = answer.prefill
+        if self._given.top_n_tokens:
+            facts["top_tokens"] = [
+                [self.token(other) for other in token.top] for token in answer.tokens
+            ]
+        return facts
+
+    def details(self, answer: Answer) -> dict[str, Any]:
+        """The details of the best sequence, without the others."""
+        return self.facts(answer)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `Shape`."""
+        ranked = sorted(answers, key=self.score, reverse=True)
+        best, *others = ranked[: self._given.num_returned]
+        body: dict[str, Any] = {"generated_text": best.text}
+        if self.has_details:
+            body["details"] = self.details(best)
+            if others:
+                body["details"]["best_of_sequences"] = [
+                    {**self.facts(other), "generated_text": other.text} for other in others
+                ]
+        return body
+
+    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:
+        """See `Shape`. The graphs return no logits of a prompt, so the log-probabilities are null."""
+        if not self._given.decoder_input_details or not self.has_details:
+            return None
+        texts = [self._tokenizer.token_bytes(one).decode(errors="replace") for one in prompt_ids]
+        tokens = [
+            {"id": token_id, "text": text, self.logprob_name: None}
+            for token_id, text in zip(prompt_ids, texts, strict=True)
+        ]
+        return orjson.Fragment(orjson.dumps(tokens))
+
+
+def sequences(
+    prompts: Sequence[str],
+    given: Parameters,
+    context: ParseContext,
+    shape: Shape,
+    *,
+    protocol: str,
+    streams: bool,
+    max_new_tokens: int | None,
+) -> list[list[Answer]]:
+    """The sequences of each prompt: `Parameters.num_sequences`.
+
+    Raises:
+        RequestError: a parameter or a prompt is not allowed.
+    """
+    number, sampling = given.num_sequences, given.sampling
+    _check_number(number * len(prompts), given, sampling, streams=streams)
+    details = given.details or number > 1
+    top_logprobs = given.top_n_tokens if details or streams else 0
+    common = GenerationRequest(
+        request_id=context.request_id,
+        prompt_ids=(),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=frozenset(given.stop_token_ids),
+        stop_strings=stop_strings(given.stop, given.stop_sequences),
+        include_stop=given.include_stop_str_in_output,
+        ignore_eos=given.ignore_eos or given.ignore_eos_token,
+        logprobs=details or (streams and context.has_logprobs),
+        top_logprobs=top_logprobs,
+        max_seconds=given.max_time,
+        arrived_s=context.arrived_s,
+        client_id=context.client_id,
+        protocol=protocol,
+    )
+    groups = []
+    for request, prompt in zip(
+        context.requests(common, prompts, truncate=given.truncate), prompts, strict=True
+    ):
+        prefill = shape.prefill(request.prompt_ids)
+        keeps = top_logprobs > 0 if streams else details
+        groups.append(
+            [
+                Answer(
+                    one,
+                    prompt,
+                    full_text=given.return_full_text,
+                    keeps_tokens=keeps,
+                    prefill=prefill,
+                )
+                for one in copies(request, number)
+            ]
+        )
+    return groups
+
+
+def _check_number(
+    number: int, given: Parameters, sampling: SamplingParams, *, streams: bool
+) -> None:
+    if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
+        msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
+        raise RequestError(msg, param="best_of")
+    if number > MAX_SEQUENCES:
+        msg = f"{number} sequences (prompts x n or best_of); expected at most {MAX_SEQUENCES}"
+        raise RequestError(msg, param="n")
+    if streams and given.num_sequences > 1:
+        msg = "n and best_of above 1 are not answered by a stream; leave them out"
+        raise UnsupportedParameterError(msg, param="n" if given.n > 1 else "best_of")
+    if streams and given.decoder_input_details:
+        msg = "decoder_input_details is not answered by a stream; leave it out"
+        raise UnsupportedParameterError(msg, param="decoder_input_details")
+    if given.num_sequences > 1 and sampling.temperature == 0:
+        msg = "n and best_of above 1 need sampling, greedy sequences are all the same; set do_sample or temperature"
+        raise RequestError(msg, param="n" if given.n > 1 else "best_of")
+
+
+def answered(
+    groups: Sequence[Sequence[Answer]],
+    shape: Shape,
+    *,
+    stream: str | None = None,
+    listed: bool = False,
+) -> ParsedRequest:
+    """The requests of sequences, with a formatter: a stream ("jsonlines", "sse"), or JSON, as a list if `listed`."""
+    requests = [answer.request for group in groups for answer in group]
+    formatter: Formatter
+    if stream is not None:
+        formatter = LinesFormatter(groups[0][0], shape, sse=stream == "sse")
+        return ParsedRequest(requests, formatter, stream=True)
+    formatters = {
+        answer.request.request_id: formatter
+        for group in groups
+        for formatter in [JsonFormatter(group, shape)]
+        for answer in group
+    }
+    formatter = ListFormatter(formatters) if listed else formatters[requests[0].request_id]
+    return ParsedRequest(requests, formatter, stream=False)
+
+
+class JsonFormatter:
+    """The whole answer for one prompt, when its last sequence ends."""
+
+    content_type = "application/json"
+
+    def __init__(self, answers: Sequence[Answer], shape: Shape) -> None:
+        self._answers = {answer.request.request_id: answer for answer in answers}
+        self._shape = shape
+        self._num_open = len(answers)
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        if delta.error is not None:
+            return orjson.dumps(self._shape.error(delta.error))
+        self._answers[delta.request_id].add(delta)
+        self._num_open -= delta.finished
+        if self._num_open:
+            return b""
+        return orjson.dumps(self._shape.whole(list(self._answers.values())))
+
+
+class LinesFormatter:
+    """One JSON object per token, in lines or as server-sent events."""
+
+    def __init__(self, answer: Answer, shape: Shape, *, sse: bool) -> None:
+        self.content_type = "text/event-stream" if sse else "application/jsonlines"
+        self._answer, self._shape = answer, shape
+        self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        self._answer.add(delta)
+        lines = self._shape.lines(self._answer, delta)
+        return b"".join([self._prefix + orjson.dumps(line) + self._suffix for line in lines])
