@@ -69,7 +69,7 @@ def text(prompt, num_tokens=5):
 
 
 def test_a_plain_answer_that_takes_too_long_is_an_error_not_a_restart(start):
-    peer = start("plain", predict_timeout="4", toy_step_s="0.04")
+    peer = start("plain", predict_timeout="2", toy_step_s="0.04")
     peer.timeout_s = PATIENCE_S  # Java's own limit is not the point
     late = peer.submit(payload([5], 100))
     assert late.wait().status_sent == 408

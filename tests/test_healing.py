@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import pytest
 from soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
@@ -22,11 +23,26 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 PATIENCE_S = 60.0
 """How long a hang lasts before it fails a test; nothing that works waits for its end."""
 DOUBLES = ROOT / "tests" / "mortal_double"
-PROGRAM = (
-    "-c",
-    "import sys; from djl_python_neuronx import backends, cli; "
-    f"backends.__path__.insert(0, {str(DOUBLES)!r}); sys.exit(cli.main(sys.argv[1:]))",
-)
+PROGRAM = f"""
+import os, sys
+from pathlib import Path
+from djl_python_neuronx import backends, cli
+from djl_python_neuronx.engine.loop import EngineLoop
+
+submit_all = EngineLoop.submit_all
+
+def noting(*given):
+    try:
+        submit_all(*given)
+    finally:
+        with Path(os.environ["MORTAL"], "submitted").open("a") as log:
+            log.write("+")
+
+EngineLoop.submit_all = noting
+backends.__path__.insert(0, {str(DOUBLES)!r})
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The front: it notes each request that it has queued or refused."""
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 POISON = "~"
 OPTIONS = {"model_loader": "cpu", "max_rolling_batch_size": 4, "skip_warmup": "true"}
@@ -45,7 +61,7 @@ class Server(Embedded):
             "PYTHONPATH": str(ROOT),
         }
         super().__init__(
-            {**OPTIONS, **options}, folder, {**os.environ, **mortal, **environ}, PROGRAM
+            {**OPTIONS, **options}, folder, {**os.environ, **mortal, **environ}, ("-c", PROGRAM)
         )
         self._clients = ThreadPoolExecutor(32)
 
@@ -76,9 +92,22 @@ class Server(Embedded):
 
     def kill_engine(self, number=signal.SIGKILL):
         """Kill it and wait until the front has noticed."""
-        engine = self.engine
+        engine, deaths = self.engine, self.said.count("engine_died")
         os.kill(engine, number)
+        self.until(lambda: self.said.count("engine_died") > deaths)
         self.until(lambda: engine not in engines(self.front))
+
+    @property
+    def num_submitted(self):
+        """Requests that the front has queued or refused."""
+        log = self.control / "submitted"
+        return log.stat().st_size if log.exists() else 0
+
+    def wait_for_tokens(self, count):
+        """Wait until the front has so many more tokens."""
+        name = "djl_neuronx_generated_tokens_total"
+        enough = self.metric(name) + count
+        self.until(lambda: self.metric(name) >= enough)
 
     @property
     def prefilled(self):
@@ -91,8 +120,9 @@ class Server(Embedded):
         parameters |= {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
         body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": stream}).encode()
         deadline_s = time.monotonic() + PATIENCE_S
+        before = self.num_submitted
         future = self._clients.submit(self.send, "POST", "/invocations", body, {}, deadline_s)
-        time.sleep(0.1)
+        self.until(lambda: self.num_submitted > before or future.done())
         return future
 
     def ask(self, *arguments, **parameters):
@@ -184,7 +214,7 @@ def test_no_engine_outlives_its_front(serve, state):
     if state == "stopped":
         os.kill(engine, signal.SIGSTOP)
     os.kill(server.front, signal.SIGKILL)
-    assert wait_until(lambda: not any(map(alive, below)), 5.0)
+    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
     assert engine in below
 
 
@@ -208,7 +238,7 @@ def test_an_engine_killed_while_idle_is_started_again(server, number, stream):
 def test_streams_end_with_an_error_event_and_whole_answers_with_503(server, number):
     stream, whole = server.begin("a", 200, stream=True), server.begin("b", 200)
     server.until(lambda: len(server.prefilled) == 2)
-    time.sleep(0.3)
+    server.wait_for_tokens(8)
     server.kill_engine(number)
     reply = stream.result()
     *lines, last = [json.loads(line) for line in reply.data.splitlines()]
@@ -230,7 +260,7 @@ def test_requests_without_a_token_are_run_again(server):
     running = [server.begin(prompt, 200, stream=True) for prompt in "abcd"]
     server.until(lambda: len(server.prefilled) == 4)
     waiting = [server.begin(prompt, stream=prompt in "eg") for prompt in "efgh"]
-    time.sleep(0.3)
+    server.wait_for_tokens(20)  # some for each of those that run
     server.kill_engine()
     assert [error(reply.result())["code"] for reply in running] == [503] * 4
     assert [ids(reply.result()) for reply in waiting] == [right(prompt) for prompt in "efgh"]
@@ -308,15 +338,18 @@ def test_a_request_waits_for_the_engine_no_longer_than_the_queue_allows(serve):
     assert "predict_timeout" in error(reply)["error"]
     assert server.prefilled == []
     server.go_on()
+    server.until(lambda: server.get("/ping").status == 200)
     assert ids(server.ask("b")) == right("b")
 
 
 def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
     server.hold()
     server.kill_engine()
-    gone = server.said.count("client_gone")
-    body = json.dumps({"inputs": "a"}).encode()
-    assert server.send("POST", "/invocations", body, {}, time.monotonic() + 0.5).timed_out
+    gone, submitted = server.said.count("client_gone"), server.num_submitted
+    connection = HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/invocations", json.dumps({"inputs": "a"}))
+    server.until(lambda: server.num_submitted > submitted)
+    connection.close()
     server.until(lambda: server.said.count("client_gone") > gone)
     server.go_on()
     assert ids(server.ask("b")) == right("b")
@@ -324,7 +357,8 @@ def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
 
 
 def test_an_engine_that_hangs_is_ended_and_started_again(serve):
-    server = serve(predict_timeout=3, environ={"MORTAL_PREFILL_S": "0.5"})
+    server = serve(predict_timeout=8, environ={"MORTAL_PREFILL_S": "0.5"})
+    server.ask("a")  # the first call of a graph may take ten times as long
     for stream in (False, True):
         begun = len(server.prefilled)
         hanging = server.begin("a", stream=stream)
@@ -405,6 +439,7 @@ def test_metrics_count_deaths_by_cause(server):
 def test_slots_of_dead_sequences_are_free(server):
     streams = [server.begin(prompt, 200, stream=True) for prompt in "abcdef"]
     server.until(lambda: server.metric("djl_neuronx_slots_in_use") == 4)
+    server.wait_for_tokens(20)
     server.hold()
     server.kill_engine()
     assert all(error(stream.result())["code"] == 503 for stream in streams[:4])
@@ -430,7 +465,7 @@ def test_sigterm_while_the_engine_starts_lets_it_answer_what_waits(serve):
     server.kill_engine()
     waiting = server.begin("a")
     server.process.terminate()
-    time.sleep(0.3)
+    server.until(lambda: "stopping" in server.said)
     server.go_on()
     assert ids(waiting.result()) == right("a")
     assert server.process.wait(PATIENCE_S) == 0
@@ -479,10 +514,10 @@ def test_a_second_sigterm_ends_everything_at_once(serve, state):
         os.kill(server.engine, signal.SIGSTOP)
     below = [server.engine, *descendants(server.front)]
     server.process.terminate()
-    time.sleep(0.2)
-    if server.process.poll() is None:
-        server.process.send_signal(signal.SIGTERM)
-    assert wait_until(lambda: not any(map(alive, [server.front, *below])), 5.0)
+    # Two signals that come at once are one.
+    server.until(lambda: "stopping" in server.said or server.process.poll() is not None)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: not any(map(alive, [server.front, *below])), 10.0)
     # The first may have ended it already; the second may come when Python itself is ending.
     assert server.process.wait() in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     for reply in replies:

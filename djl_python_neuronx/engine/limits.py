@@ -49,8 +49,12 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
 
 
 def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
-        msg = f"{request.prompt_name} has an id outside the vocabulary of {vocab_size}; does the tokenizer match?"
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if not 0 <= lowest <= highest < vocab_size:
+        msg = (
+            f"{request.prompt_name} has the token id {lowest if lowest < 0 else highest}; expected ids of the model, "
+            f"from 0 to {vocab_size - 1}. If it was sent as text, the tokenizer is not this model's"
+        )
         raise RequestError(msg)
     outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
     if outside:

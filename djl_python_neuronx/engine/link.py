@@ -127,7 +127,8 @@ class EngineState(NamedTuple):
     """Sequences that hold a slot."""
     waiting: int = 0
     """Sequences that wait for a slot."""
-    speculates: bool = False
+    speculates: bool = True
+    """False once drafting has been given up, and without it."""
 
 
 SPEC = TypeAdapter(ModelSpec)

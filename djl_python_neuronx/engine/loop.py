@@ -180,24 +180,38 @@ class EngineLoop:
         return self.error is None and self._link is not None
 
     def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
-        """Check and queue a request; its deltas go to `output_queue`. See `submit_all`."""
-        self.submit_all((request,), output_queue)
+        """Check and queue a request; its deltas go to `output_queue`. See `prepare` and `submit_all`."""
+        self.submit_all(self.prepare(request), output_queue)
 
-    def submit_all(self, requests: Sequence[GenerationRequest], output_queue: OutputQueue) -> None:
-        """Check and queue requests that are answered together, all or none; their deltas go to `output_queue`.
-
-        Whoever reads them aborts the others if one fails.
+    def prepare(self, *requests: GenerationRequest) -> list[Stream]:
+        """Check requests that are answered together, and encode them: up to 0.1 µs for each token of a prompt.
 
         Raises:
-            RequestError: the loaded model cannot serve one of them, or the waiting queue has no room for all.
-            BackendUnavailableError: no engine is left, or the loop is stopping.
+            RequestError: the loaded model cannot serve one of them.
         """
         try:
             for request in requests:
                 check(request, self.spec)
-            group = [Stream(one, self._tokenizer, output_queue) for one in requests]
+        except ServingError as error:
+            self._notify(self._observer.rejected, error)
+            raise
+        group = [Stream(one, self._tokenizer) for one in requests]
+        for stream in group:
+            stream.begun = group[0].begun
+        return group
+
+    def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:
+        """Queue requests that `prepare` has passed, all or none; their deltas go to `output_queue`.
+
+        Whoever reads them aborts the others if one fails.
+
+        Raises:
+            RequestError: the waiting queue has no room for all, or the id of one is in use.
+            BackendUnavailableError: no engine is left, or the loop is stopping.
+        """
+        try:
             for stream in group:
-                stream.begun = group[0].begun
+                stream.queue = output_queue
             self.streams.open(group, self._add)
         except ServingError as error:
             if isinstance(error, QueueFullError) and self._link is None:
@@ -211,17 +225,18 @@ class EngineLoop:
         if stream is not None:
             self._notify(self._observer.given_up, stream)
 
-    def generate(self, *requests: GenerationRequest) -> Generation:
-        """Submit requests that are answered together, and iterate over their deltas in the running event loop.
+    def generate(self, group: Sequence[Stream]) -> Generation:
+        """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.
 
         Raises:
             ServingError: see `submit_all`; after that an error is the last delta, never an exception.
         """
         event_loop = asyncio.get_running_loop()
         async_queue = self._async_queues.setdefault(event_loop, AsyncQueue(event_loop, self.abort))
-        self.submit_all(requests, async_queue)
+        self.submit_all(group, async_queue)
         # No delta can overtake the registration: both happen in this event loop's thread.
-        return Generation([one.request_id for one in requests], async_queue, self.abort)
+        request_ids = [stream.request.request_id for stream in group]
+        return Generation(request_ids, async_queue, self.abort)
 
     def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.

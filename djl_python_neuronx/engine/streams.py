@@ -135,14 +135,14 @@ class Generation:
 class Stream:
     """One request, its text and the queue for its deltas."""
 
-    def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, queue: OutputQueue
-    ) -> None:
+    queue: OutputQueue
+    """Set when the stream is submitted."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self.text = TextStream(request, tokenizer)
         self.message = encode_request(request, self.text.stop_tokens)
         """The request, encoded for the engine."""
-        self.queue = queue
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s

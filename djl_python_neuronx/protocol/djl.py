@@ -174,7 +174,8 @@ class Replies:
         try:
             body, headers = read(row)
             parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
-            self._service.loop.submit_all(parsed.requests, self._inbox)
+            loop = self._service.loop
+            loop.submit_all(loop.prepare(*parsed.requests), self._inbox)
             self.rows.append(Reply(parsed, self._silence_s))
         except ServingError as error:
             self.rows.append(Rejection(error))

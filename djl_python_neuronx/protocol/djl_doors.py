@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
     RequestTimeoutError,
     ServingError,
 )
-from djl_python_neuronx.protocol.base import Serving, parse
+from djl_python_neuronx.protocol.base import Serving, generate, parse
 from djl_python_neuronx.protocol.djl import (
     Record,
     Replies,
@@ -206,7 +206,7 @@ class AsyncDoor:
                 parsed = await parse(
                     self._service, body, request_id=headers.get("requestid"), headers=headers
                 )
-                generation = self._service.loop.generate(*parsed.requests)
+                generation = await generate(self._service, parsed)
                 closing.callback(generation.close)
                 reply = Reply(parsed, self._read_timeout_s / 2)
                 if not reply.stream:

@@ -64,6 +64,7 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+Text = Annotated[str, Field(min_length=1, description="a non-empty string")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
 Seconds = Annotated[

@@ -35,7 +35,7 @@ class PlainRequest(GenerationParameters):
     prompt: Text
     max_tokens: Count = 16
     n: Count = 1
-    best_of: Count = 1
+    best_of: Annotated[Any, Only(1)] = None
     stream: Flag = False
     use_beam_search: Annotated[Any, Only(neutral=False)] = None
     logprobs: Annotated[Any, Only(None)] = None
@@ -61,13 +61,7 @@ class PlainProtocol:
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
         body, shape = validated(PlainRequest, payload), PlainShape()
-        several = {name: getattr(body, name) for name in ("n", "best_of")}
-        given = Parameters.of(
-            body,
-            do_sample=True,
-            return_full_text=True,
-            **{name: value for name, value in several.items() if name in body.model_fields_set},
-        )
+        given = Parameters.of(body, n=body.n, do_sample=True, return_full_text=True)
         groups = sequences(
             [body.prompt],
             given,

@@ -64,7 +64,7 @@ class Parameters(GenerationParameters):
     ] = 0
     best_of: Count = 1
     n: Count = 1
-    truncate: Count | None = Field(default=None, description="an integer of at least 1")
+    truncate: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = None
     num_beams: Annotated[Any, Only(1)] = None
     num_return_sequences: Annotated[Any, Only(1)] = None
     early_stopping: Annotated[Any, Only(neutral=False)] = None

@@ -34,7 +34,7 @@ from djl_python_neuronx.errors import (
     UnknownModelError,
 )
 from djl_python_neuronx.protocol import PROTOCOLS
-from djl_python_neuronx.protocol.base import over_limit, parse
+from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
     failure_response,
@@ -178,7 +178,7 @@ class Application:
             parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
         try:
-            generation = service.loop.generate(*parsed.requests)
+            generation = await generate(service, parsed)
         except ServingError as error:
             return failure_response(error, parsed.request)
         return await generation_response(request, parsed, generation)

@@ -108,7 +108,7 @@ def alone():
 
     async def content(body):
         parsed = service.parse(json.dumps(body).encode())
-        deltas = service.loop.generate(*parsed.requests)
+        deltas = service.loop.generate(service.loop.prepare(*parsed.requests))
         return b"".join([parsed.formatter.feed(delta) async for delta in deltas])
 
     yield lambda body: asyncio.run(content(body))

@@ -416,8 +416,9 @@ def test_waiting_too_long_is_an_error() -> None:
     [
         ({"prompt_ids": []}, RequestError, "no tokens"),
         ({"prompt_ids": [1] * 65}, PromptTooLongError, "65 tokens.*at most 64"),
-        ({"prompt_ids": [1, 300]}, RequestError, "vocabulary of 300"),
-        ({"prompt_ids": [-1]}, RequestError, "vocabulary"),
+        ({"prompt_ids": [1, 300]}, RequestError, "the prompt has the token id 300; .*0 to 299"),
+        ({"prompt_ids": [-1, 2]}, RequestError, "the token id -1; expected"),
+        ({"prompt_ids": [2**63]}, RequestError, "the token id 9223372036854775808; expected"),
         ({"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
         ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
         ({"stop_token_ids": frozenset({2, 300})}, RequestError, "300; expected.*from 0 to 299"),

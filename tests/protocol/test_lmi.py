@@ -125,6 +125,32 @@ def test_every_parameter_arrives() -> None:
     assert request.logprobs
 
 
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (1, [9]),
+        (2, [8, 9]),
+        (5, [5, 6, 7, 8, 9]),
+        (6, [1, 5, 6, 7, 8, 9]),
+        (60, [1, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_a_prompt_is_truncated_at_its_start(most: int, kept: list[int]) -> None:
+    inputs = ["<5><6><7><8><9>", "<7>"]
+    requests = parse({"inputs": inputs, "parameters": {"truncate": most}}).requests
+    assert [one.prompt_ids for one in requests] == [kept, [1, 7][-most:]]
+
+
+def test_prompts_may_be_token_ids() -> None:
+    context = ParseContext(tokenizer=TOKENIZER, request_id="r")
+    common = parse({"inputs": "<5>"}).request
+    requests = context.requests(common, [[5, 6, 7], "<8>"], truncate=2)
+    assert [one.prompt_ids for one in requests] == [[6, 7], [1, 8]]
+    for wrong in (["5"], [5, 6.0], [True], [None], [[5]]):
+        with pytest.raises(RequestError, match="prompt 2 of 2 is a list with other values"):
+            context.requests(common, [[5], wrong])
+
+
 @pytest.mark.parametrize("name", ["ignore_eos", "ignore_eos_token"])
 def test_two_names_of_one_parameter(name: str) -> None:
     assert with_parameters(**{name: True}).request.ignore_eos
