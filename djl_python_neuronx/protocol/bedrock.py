@@ -17,8 +17,7 @@ from djl_python_neuronx.protocol.sequences import (
     Answer,
     Parameters,
     Shape,
-    answered,
-    sequences,
+    parsed_request,
 )
 
 _FORWARDED = "x-amzn-sagemaker-forwarded-api"
@@ -53,20 +52,19 @@ class BedrockProtocol:
         """See `WireProtocol.parse`."""
         body = validated(BedrockRequest, payload)
         given = Parameters.of(
-            body, temperature=0.5, top_p=0.9, do_sample=True, return_full_text=True
-        )
-        name, shape = context.options.output_formatter, BedrockShape()
-        streams = name == "3p_stream" or context.headers.get(_FORWARDED, "").lower() == _STREAMS
-        groups = sequences(
-            [body.prompt],
-            given,
-            context,
-            shape,
-            protocol=self.name,
-            streams=streams,
+            body,
+            temperature=0.5,
+            top_p=0.9,
+            do_sample=True,
+            return_full_text=True,
             max_new_tokens=body.max_gen_len,
         )
-        return answered(groups, shape, stream="jsonlines" if streams else None)
+        streams = context.options.output_formatter == "3p_stream"
+        streams = streams or context.headers.get(_FORWARDED, "").lower() == _STREAMS
+        stream = "jsonlines" if streams else None
+        return parsed_request(
+            [body.prompt], given, context, BedrockShape(), self.name, stream=stream
+        )
 
 
 class BedrockShape(Shape):

@@ -28,9 +28,8 @@ from djl_python_neuronx.protocol.sequences import (
     Answer,
     DetailedShape,
     Shape,
-    answered,
     fields,
-    sequences,
+    parsed_request,
 )
 from djl_python_neuronx.protocol.tgi import TgiShape
 
@@ -77,18 +76,12 @@ class LmiProtocol:
             shape = BedrockShape()
         elif compat:
             shape = TgiShape(given, context, details=given.details)
-        groups = sequences(
+        return parsed_request(
             prompts,
             given,
             context,
             shape,
-            protocol=self.name,
-            streams=streams,
-            max_new_tokens=given.max_new_tokens,
-        )
-        return answered(
-            groups,
-            shape,
+            self.name,
             stream=output if streams else None,
             listed=isinstance(inputs, list) or isinstance(shape, TgiShape),
         )

@@ -24,8 +24,7 @@ from djl_python_neuronx.protocol.sequences import (
     Answer,
     Parameters,
     Shape,
-    answered,
-    sequences,
+    parsed_request,
 )
 
 
@@ -60,18 +59,12 @@ class PlainProtocol:
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        body, shape = validated(PlainRequest, payload), PlainShape()
-        given = Parameters.of(body, n=body.n, do_sample=True, return_full_text=True)
-        groups = sequences(
-            [body.prompt],
-            given,
-            context,
-            shape,
-            protocol=self.name,
-            streams=body.stream,
-            max_new_tokens=body.max_tokens,
+        body = validated(PlainRequest, payload)
+        given = Parameters.of(
+            body, n=body.n, max_new_tokens=body.max_tokens, do_sample=True, return_full_text=True
         )
-        return answered(groups, shape, stream="jsonlines" if body.stream else None)
+        stream = "jsonlines" if body.stream else None
+        return parsed_request([body.prompt], given, context, PlainShape(), self.name, stream=stream)
 
 
 class PlainShape(Shape):

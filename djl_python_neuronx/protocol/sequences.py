@@ -53,7 +53,7 @@ class Parameters(GenerationParameters):
     details: Flag = False
     do_sample: Flag = False
     ignore_eos_token: Flag = False
-    max_new_tokens: Count = 30
+    max_new_tokens: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = 30
     return_full_text: Flag = False
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
@@ -138,17 +138,17 @@ class Answer:
         self,
         request: GenerationRequest,
         prompt: str,
-        *,
-        full_text: bool,
-        keeps_tokens: bool,
+        text: str,
         prefill: orjson.Fragment | None,
+        *,
+        keeps_tokens: bool,
     ) -> None:
-        """`full_text`: the text begins with the prompt; `prefill`: JSON of the prompt's tokens."""
+        """`text`: the start of its text; `prefill`: JSON of the prompt's tokens."""
         self.request, self.prompt, self.prefill = request, prompt, prefill
         self.tokens: list[Token] = []
         self.end = Delta("", "", ())
         """The last delta."""
-        self._texts = [prompt] if full_text else []
+        self._texts = [text]
         self._keeps_tokens = keeps_tokens
 
     def add(self, delta: Delta) -> None:
@@ -199,7 +199,6 @@ class DetailedShape(Shape):
     def __init__(self, given: Parameters, context: ParseContext, *, details: bool) -> None:
         self.has_details = details
         self._given, self._tokenizer = given, context.tokenizer
-        self._special_ids = context.tokenizer.special_ids
 
     @abstractmethod
     def token(self, token: Token | TopToken) -> dict[str, Any]:
@@ -211,7 +210,9 @@ class DetailedShape(Shape):
 
     def is_special(self, token: Token | TopToken) -> bool:
         """Whether a token never shows in text."""
-        return token.special if isinstance(token, Token) else token.id in self._special_ids
+        return (
+            token.special if isinstance(token, Token) else token.id in self._tokenizer.special_ids
+        )
 
     def facts(self, answer: Answer) -> dict[str, Any]:
         """What the details say of a sequence."""
@@ -257,64 +258,70 @@ class DetailedShape(Shape):
         return orjson.Fragment(orjson.dumps(tokens))
 
 
-def sequences(
+def parsed_request(
     prompts: Sequence[str],
     given: Parameters,
     context: ParseContext,
     shape: Shape,
-    *,
     protocol: str,
-    streams: bool,
-    max_new_tokens: int | None,
-) -> list[list[Answer]]:
-    """The sequences of each prompt: `Parameters.num_sequences`.
+    *,
+    stream: str | None = None,
+    listed: bool = False,
+) -> ParsedRequest:
+    """The request of so many sequences for each prompt as `given` has.
+
+    `stream`: "jsonlines" or "sse"; `listed`: the answer is a list.
 
     Raises:
         RequestError: a parameter or a prompt is not allowed.
     """
-    number, sampling = given.num_sequences, given.sampling
-    _check_number(number * len(prompts), given, sampling, streams=streams)
-    details = given.details or number > 1
-    top_logprobs = given.top_n_tokens if details or streams else 0
+    sampling, number = given.sampling, given.num_sequences
+    _check_number(number * len(prompts), given, sampling, stream)
+    keeps_tokens = given.details or number > 1
+    top_logprobs = given.top_n_tokens if keeps_tokens or stream else 0
     common = GenerationRequest(
         request_id=context.request_id,
         prompt_ids=(),
         sampling=sampling,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=given.max_new_tokens,
         stop_token_ids=frozenset(given.stop_token_ids),
         stop_strings=stop_strings(given.stop, given.stop_sequences),
         include_stop=given.include_stop_str_in_output,
         ignore_eos=given.ignore_eos or given.ignore_eos_token,
-        logprobs=details or (streams and context.has_logprobs),
+        logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
         top_logprobs=top_logprobs,
         max_seconds=given.max_time,
         arrived_s=context.arrived_s,
         client_id=context.client_id,
         protocol=protocol,
     )
+    if stream:
+        keeps_tokens = top_logprobs > 0
     groups = []
-    for request, prompt in zip(
-        context.requests(common, prompts, truncate=given.truncate), prompts, strict=True
-    ):
+    requests = context.requests(common, prompts, truncate=given.truncate)
+    for request, prompt in zip(requests, prompts, strict=True):
+        text = prompt if given.return_full_text else ""
         prefill = shape.prefill(request.prompt_ids)
-        keeps = top_logprobs > 0 if streams else details
         groups.append(
             [
-                Answer(
-                    one,
-                    prompt,
-                    full_text=given.return_full_text,
-                    keeps_tokens=keeps,
-                    prefill=prefill,
-                )
+                Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens)
                 for one in copies(request, number)
             ]
         )
-    return groups
+    every = [answer.request for group in groups for answer in group]
+    if stream:
+        return ParsedRequest(every, LinesFormatter(groups[0][0], shape, stream), stream=True)
+    formatters: dict[str, Formatter] = {}
+    for group in groups:
+        formatters |= dict.fromkeys(
+            [one.request.request_id for one in group], JsonFormatter(group, shape)
+        )
+    formatter = ListFormatter(formatters) if listed else formatters[context.request_id]
+    return ParsedRequest(every, formatter, stream=False)
 
 
 def _check_number(
-    number: int, given: Parameters, sampling: SamplingParams, *, streams: bool
+    number: int, given: Parameters, sampling: SamplingParams, stream: str | None
 ) -> None:
     if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
         msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
@@ -322,38 +329,15 @@ def _check_number(
     if number > MAX_SEQUENCES:
         msg = f"{number} sequences (prompts x n or best_of); expected at most {MAX_SEQUENCES}"
         raise RequestError(msg, param="n")
-    if streams and given.num_sequences > 1:
+    if stream and given.num_sequences > 1:
         msg = "n and best_of above 1 are not answered by a stream; leave them out"
         raise UnsupportedParameterError(msg, param="n" if given.n > 1 else "best_of")
-    if streams and given.decoder_input_details:
+    if stream and given.decoder_input_details:
         msg = "decoder_input_details is not answered by a stream; leave it out"
         raise UnsupportedParameterError(msg, param="decoder_input_details")
     if given.num_sequences > 1 and sampling.temperature == 0:
         msg = "n and best_of above 1 need sampling, greedy sequences are all the same; set do_sample or temperature"
         raise RequestError(msg, param="n" if given.n > 1 else "best_of")
-
-
-def answered(
-    groups: Sequence[Sequence[Answer]],
-    shape: Shape,
-    *,
-    stream: str | None = None,
-    listed: bool = False,
-) -> ParsedRequest:
-    """The requests of sequences, with a formatter: a stream ("jsonlines", "sse"), or JSON, as a list if `listed`."""
-    requests = [answer.request for group in groups for answer in group]
-    formatter: Formatter
-    if stream is not None:
-        formatter = LinesFormatter(groups[0][0], shape, sse=stream == "sse")
-        return ParsedRequest(requests, formatter, stream=True)
-    formatters = {
-        answer.request.request_id: formatter
-        for group in groups
-        for formatter in [JsonFormatter(group, shape)]
-        for answer in group
-    }
-    formatter = ListFormatter(formatters) if listed else formatters[requests[0].request_id]
-    return ParsedRequest(requests, formatter, stream=False)
 
 
 class JsonFormatter:
@@ -380,7 +364,9 @@ class JsonFormatter:
 class LinesFormatter:
     """One JSON object per token, in lines or as server-sent events."""
 
-    def __init__(self, answer: Answer, shape: Shape, *, sse: bool) -> None:
+    def __init__(self, answer: Answer, shape: Shape, stream: str) -> None:
+        """`stream`: "jsonlines" or "sse"."""
+        sse = stream == "sse"
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
         self._answer, self._shape = answer, shape
         self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")

@@ -14,9 +14,8 @@ from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.sequences import (
     Answer,
     DetailedShape,
-    answered,
     fields,
-    sequences,
+    parsed_request,
 )
 from djl_python_neuronx.types import FinishReason
 
@@ -61,22 +60,17 @@ class TgiProtocol:
             msg = "temperature is 0; expected a number above 0, or none for greedy"
             raise RequestError(msg, param="temperature")
         streams = given.stream if context.path == "/" else context.path == "/generate_stream"
-        if given.decoder_input_details:
-            given.details = True
-        shape = TgiShape(given, context, details=given.details)
-        groups = sequences(
+        given.details = given.details or given.decoder_input_details
+        if "max_new_tokens" not in given.model_fields_set:
+            given.max_new_tokens = None
+        return parsed_request(
             [inputs],
             given,
             context,
-            shape,
-            protocol=self.name,
-            streams=streams,
-            max_new_tokens=(
-                given.max_new_tokens if "max_new_tokens" in given.model_fields_set else None
-            ),
-        )
-        return answered(
-            groups, shape, stream="sse" if streams else None, listed=context.path == "/"
+            TgiShape(given, context, details=given.details),
+            self.name,
+            stream="sse" if streams else None,
+            listed=context.path == "/",
         )
 
 
