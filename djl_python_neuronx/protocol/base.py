@@ -34,6 +34,8 @@ BESIDE_PROMPT_BYTES = 2**20
 
 MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of the answers to one prompt. With 1 the second answer would be the first one of the next seed."""
 
 
 class Formatter(Protocol):
@@ -144,39 +146,66 @@ class ParseContext:
                 )
                 raise RequestError(msg)
             return text
-        if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
+        self._check_length(len(text), name)
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation in the model's chat template; each message has a `content`.
+
+        Raises:
+            PromptTooLongError: the contents are longer than any prompt that fits.
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        self._check_length(sum(len(one["content"]) for one in messages), "the conversation")
+        return self.tokenizer.encode_chat(messages)
+
+    def _check_length(self, num_chars: int, name: str) -> None:
+        if self.max_prompt_chars is not None and num_chars > self.max_prompt_chars:
             msg = (
-                f"{name} has {len(text)} characters, more than any prompt that fits this deployment; "
+                f"{name} has {num_chars} characters, more than any prompt that fits this deployment; "
                 "shorten it, or raise option.n_positions or option.context_length_estimate"
             )
             raise PromptTooLongError(msg)
-        return self.tokenizer.encode(text)
 
     def requests(
         self,
         common: GenerationRequest,
         prompts: Sequence[str | list[Any]],
         *,
+        count: int = 1,
         truncate: int | None = None,
     ) -> list[GenerationRequest]:
-        """One request for each prompt, text or token ids, otherwise as `common`; the first one has its id.
+        """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
+
+        The first request of a prompt has the seed of `common`, each further one a seed that follows from it.
 
         `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
 
         Raises:
-            RequestError: a list has other values than integers.
+            RequestError: there are more than `MAX_SEQUENCES` requests, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
-        found = []
+        if len(prompts) * count > MAX_SEQUENCES:
+            msg = (
+                f"{len(prompts)} prompts with {count} answers each are {len(prompts) * count} sequences; "
+                f"expected at most {MAX_SEQUENCES}"
+            )
+            raise RequestError(msg)
+        seed = common.sampling.seed
+        samplings = [common.sampling] + [
+            replace(common.sampling, seed=None if seed is None else (seed + j * _SEED_STEP) % 2**64)
+            for j in range(1, count)
+        ]
+        found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
-            request_id = f"{common.request_id}.{i}" if i else common.request_id
             prompt_ids = self.encode(prompt, name)
             if truncate is not None:
                 prompt_ids = prompt_ids[-truncate:]
-            found.append(
-                replace(common, request_id=request_id, prompt_ids=prompt_ids, prompt_name=name)
-            )
+            one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
+            for sampling in samplings:
+                request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
+                found.append(replace(one, request_id=request_id, sampling=sampling))
         return found
 
 
