@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from djl_python_neuronx.artifacts.manifest import package_version
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.errors import QueueFullError, RequestError, ServingError, json_type
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.parameters import MAX_STOP_STRINGS
 from djl_python_neuronx.protocol.sequences import (
     Answer,
     DetailedShape,
@@ -35,6 +40,26 @@ def answer_error(error: ServingError) -> tuple[int, dict[str, Any]]:
     if isinstance(error, QueueFullError):
         status = 429
     return status, {"error": str(error), "error_type": kind}
+
+
+def info(model: str, spec: ModelSpec, options: ServingOptions) -> dict[str, Any]:
+    """The facts that TGI's `/info` has of a loaded model."""
+    return {
+        "model_id": model,
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": spec.num_slots + options.max_waiting,
+        "max_best_of": MAX_SEQUENCES,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": longest_prompt(spec),
+        "max_total_tokens": spec.max_model_len,
+        "validation_workers": 1,
+        "max_client_batch_size": 1,
+        "router": "djl-neuronx",
+        "version": package_version(),
+        "sha": None,
+        "docker_label": None,
+    }
 
 
 class TgiProtocol:

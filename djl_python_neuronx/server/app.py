@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
@@ -33,7 +34,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnknownModelError,
 )
-from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
@@ -61,6 +62,8 @@ BODIES = 8
 """Bodies of the largest size that may be read and parsed at once."""
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
+
+_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
@@ -157,7 +160,11 @@ class Application:
             "speculation": service.speculation,
             "chunked_prefill": spec.mixed_steps,
         }
-        return JSONResponse(facts)
+        return JSONResponse({**facts, **tgi.info(self.model_name, spec, service.options)})
+
+    async def version(self, _request: Request) -> Response:
+        """The package's version, under vLLM's name."""
+        return JSONResponse({"version": package_version()})
 
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
@@ -170,7 +177,7 @@ class Application:
     async def invocations(self, request: Request) -> Response:
         """Generate."""
         service = self.ready()
-        headers = dict(request.headers)
+        headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
@@ -270,11 +277,13 @@ def create_app(application: Application) -> Starlette:
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app = Starlette(
         routes=[
-            Route("/ping", application.ping, methods=["GET"]),
+            *(Route(path, application.ping, methods=["GET"]) for path in ("/ping", "/health", "/")),
             Route("/metrics", application.metrics, methods=["GET"]),
             Route("/info", application.info, methods=["GET"]),
+            Route("/version", application.version, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model}", application.predictions, methods=["POST"]),
+            Route("/models/{model}/invoke", application.predictions, methods=["POST"]),
             *(Route(path, application.invocations, methods=["POST"]) for path in paths),
         ],
         exception_handlers={
@@ -322,6 +331,13 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving."""
+    headers = dict(request.headers)
+    pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
+    return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
