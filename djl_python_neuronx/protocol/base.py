@@ -209,18 +209,6 @@ class ParseContext:
         return found
 
 
-def copies(request: GenerationRequest, number: int) -> list[GenerationRequest]:
-    """So many sequences of one prompt; the first is the request itself, the others have seeds derived from its."""
-    found = [request]
-    for i in range(1, number):
-        sampling = request.sampling
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=(sampling.seed + i) % 2**64)
-        request_id = f"{request.request_id}+{i}"
-        found.append(replace(request, request_id=request_id, sampling=sampling))
-    return found
-
-
 def over_limit(limit: int) -> str:
     """The message for a body of more than `limit` bytes."""
     return f"the body is larger than {limit} bytes, the limit; shorten it, or raise option.max_body_bytes"

