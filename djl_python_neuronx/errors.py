@@ -257,15 +257,20 @@ def load_failure(error: BaseException) -> ServingError:
     return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
 
 
+def kinds(root: type[ServingError]) -> list[type[ServingError]]:
+    """Return an error and all that are a kind of it."""
+    found = [root]
+    for kind in found:  # grows
+        found += kind.__subclasses__()
+    return found
+
+
 def revive(code: str, message: str) -> ServingError:
     """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
 
     A `ServingError` if no class has the code.
     """
-    kinds: list[type[ServingError]] = [ServingError]
-    for kind in kinds:  # grows
-        kinds += kind.__subclasses__()
-    found = next((kind for kind in kinds if kind.code == code), ServingError)
+    found = next((kind for kind in kinds(ServingError) if kind.code == code), ServingError)
     error = found.__new__(found)
     Exception.__init__(error, message)
     return error

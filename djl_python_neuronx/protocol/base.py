@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from typing_extensions import TypedDict
+
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import EngineLoop
@@ -224,6 +226,13 @@ class WireProtocol(Protocol):
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
     other routes, and under DJL Serving, every protocol can."""
 
+    requests: Mapping[str, Any]
+    """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""
+    answers: Mapping[str, Any]
+    """Types of an answer by media type; of a stream the type of its parts."""
+    error: Any
+    """Type of an answer that is an error as a whole."""
+
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload is of this protocol."""
 
@@ -280,6 +289,14 @@ async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
     return service.loop.generate(group)
 
 
+class ErrorFields(TypedDict):
+    """An error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+
+    code: int
+    error: str
+    type: str
+
+
 def error_fields(error: ServingError) -> dict[str, Any]:
-    """The fields of an error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    """The `ErrorFields` of an error."""
     return {"code": error.status, "error": str(error), "type": error.code}

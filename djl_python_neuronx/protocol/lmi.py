@@ -8,7 +8,10 @@ schema. Where the old engine differed from its documentation, this follows the d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Union
+
+from annotated_types import Len
+from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
 from djl_python_neuronx.errors import (
@@ -19,21 +22,81 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import (
     MAX_SEQUENCES,
+    ErrorFields,
     ParseContext,
     ParsedRequest,
     error_fields,
 )
 from djl_python_neuronx.protocol.bedrock import BedrockShape
+from djl_python_neuronx.protocol.parameters import Text
 from djl_python_neuronx.protocol.sequences import (
     Answer,
+    Body,
     DetailedShape,
     Shape,
     fields,
     parsed_request,
 )
 from djl_python_neuronx.protocol.tgi import TgiShape
+from djl_python_neuronx.types import FinishReason
 
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+
+
+class LmiBody(Body):
+    """A request of LMI, for one prompt or several."""
+
+    inputs: Union[Text, Annotated[list[Text], Len(1, MAX_SEQUENCES)]]  # type: ignore[assignment]
+
+
+class TokenFields(TypedDict):
+    """A token of an answer or, without a probability, of its prompt."""
+
+    id: int
+    text: str
+    log_prob: float | None
+    special_token: NotRequired[bool]
+
+
+class SequenceDetails(TypedDict):
+    """A sequence; `tokens` only beside a whole text."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    tokens: NotRequired[list[TokenFields]]
+    prefill: NotRequired[list[TokenFields]]
+    top_tokens: NotRequired[list[list[TokenFields]]]
+
+
+class BestOfSequence(SequenceDetails):
+    """A sequence that is not the best one."""
+
+    generated_text: str
+
+
+class Details(SequenceDetails):
+    """The best sequence, and the others."""
+
+    inputs: str
+    best_of_sequences: NotRequired[list[BestOfSequence]]
+
+
+class Generated(TypedDict):
+    """A whole answer."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
+class Line(TypedDict):
+    """A part of a stream; the last one has the text and details, and those of an error if it ended by one."""
+
+    token: NotRequired[TokenFields]
+    generated_text: NotRequired[str]
+    details: NotRequired[Details]
+    code: NotRequired[int]
+    error: NotRequired[str]
+    type: NotRequired[str]
 
 
 class LmiProtocol:
@@ -42,6 +105,13 @@ class LmiProtocol:
     name = "lmi"
     shape = '{"inputs": "…", "parameters": {…}}'
     paths: tuple[str, ...] = ()
+    requests: Mapping[str, Any] = {"application/json": LmiBody, "text/plain": Text}
+    answers: Mapping[str, Any] = {
+        "application/json": Union[Generated, list[Generated]],
+        "application/jsonlines": Line,
+        "text/event-stream": Line,
+    }
+    error = ErrorFields
 
     def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True if the payload has `inputs` or `parameters`."""

@@ -7,11 +7,18 @@ vllm/entrypoints/api_server.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
+
+from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, error_fields
+from djl_python_neuronx.protocol.base import (
+    ErrorFields,
+    ParseContext,
+    ParsedRequest,
+    error_fields,
+)
 from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
@@ -42,12 +49,24 @@ class PlainRequest(GenerationParameters):
     min_tokens: Annotated[Any, Only(0)] = None
 
 
+class Generated(TypedDict):
+    """The text of each sequence, with the prompt."""
+
+    text: list[str]
+
+
 class PlainProtocol:
     """See `WireProtocol`."""
 
     name = "plain"
     shape = '{"prompt": "…", "max_tokens": 16}'
     paths: tuple[str, ...] = ("/generate",)
+    requests: Mapping[str, Any] = {"application/json": PlainRequest}
+    answers: Mapping[str, Any] = {
+        "application/json": Generated,
+        "application/jsonlines": Union[Generated, ErrorFields],
+    }
+    error = ErrorFields
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload has `prompt`, on a route that OpenAI's completions do not have."""

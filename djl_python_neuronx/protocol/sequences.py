@@ -33,7 +33,9 @@ from djl_python_neuronx.protocol.parameters import (
     Flag,
     GenerationParameters,
     Only,
+    RequestModel,
     Strings,
+    Text,
     sampling_params,
     stop_strings,
     validated,
@@ -98,6 +100,14 @@ class Parameters(GenerationParameters):
         if "do_sample" not in self.model_fields_set:
             samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
         return sampling_params(values, samples=samples)
+
+
+class Body(RequestModel):
+    """A request of TGI."""
+
+    inputs: Text
+    parameters: Parameters = Parameters()
+    stream: Flag = False
 
 
 def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[object, Parameters]:

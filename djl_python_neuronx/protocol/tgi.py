@@ -6,9 +6,10 @@ Source: text-generation-inference db931fcf, router/src/lib.rs, server.rs, valida
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union
 
-from djl_python_neuronx.artifacts.manifest import package_version
+from typing_extensions import NotRequired, TypedDict
+
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
@@ -18,11 +19,107 @@ from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, Parsed
 from djl_python_neuronx.protocol.parameters import MAX_STOP_STRINGS
 from djl_python_neuronx.protocol.sequences import (
     Answer,
+    Body,
     DetailedShape,
     fields,
     parsed_request,
 )
 from djl_python_neuronx.types import FinishReason
+
+
+class TokenFields(TypedDict):
+    """A token of an answer."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PrefillToken(TypedDict):
+    """A token of the prompt."""
+
+    id: int
+    text: str
+    logprob: None
+
+
+class End(TypedDict):
+    """How a sequence ended."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+
+
+class SequenceDetails(End):
+    """A sequence and its tokens."""
+
+    prefill: list[PrefillToken]
+    tokens: list[TokenFields]
+    top_tokens: NotRequired[list[list[TokenFields]]]
+
+
+class BestOfSequence(SequenceDetails):
+    """A sequence that is not the best one."""
+
+    generated_text: str
+
+
+class Details(SequenceDetails):
+    """The best sequence, and the others."""
+
+    best_of_sequences: NotRequired[list[BestOfSequence]]
+
+
+class Generated(TypedDict):
+    """A whole answer."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
+class StreamDetails(End):
+    """The end of a stream."""
+
+    input_length: int
+
+
+class Event(TypedDict):
+    """A part of a stream."""
+
+    index: int
+    token: TokenFields
+    top_tokens: NotRequired[list[TokenFields]]
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+class Failure(TypedDict):
+    """An error."""
+
+    error: str
+    error_type: str
+
+
+class Info(TypedDict):
+    """The answer of `/info`."""
+
+    model_id: str
+    model_sha: None
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: None
+    docker_label: None
+
 
 _ERRORS = {
     **dict.fromkeys((400, 413), (422, "validation")),
@@ -42,7 +139,7 @@ def answer_error(error: ServingError) -> tuple[int, dict[str, Any]]:
     return status, {"error": str(error), "error_type": kind}
 
 
-def info(model: str, spec: ModelSpec, options: ServingOptions) -> dict[str, Any]:
+def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> Info:
     """The facts that TGI's `/info` has of a loaded model."""
     return {
         "model_id": model,
@@ -56,7 +153,7 @@ def info(model: str, spec: ModelSpec, options: ServingOptions) -> dict[str, Any]
         "validation_workers": 1,
         "max_client_batch_size": 1,
         "router": "djl-neuronx",
-        "version": package_version(),
+        "version": version,
         "sha": None,
         "docker_label": None,
     }
@@ -68,6 +165,12 @@ class TgiProtocol:
     name = "tgi"
     shape = '{"inputs": "…", "parameters": {…}}'
     paths: tuple[str, ...] = ("/", "/generate", "/generate_stream")
+    requests: Mapping[str, Any] = {"application/json": Body}
+    answers: Mapping[str, Any] = {
+        "application/json": Union[Generated, list[Generated]],
+        "text/event-stream": Union[Event, Failure],
+    }
+    error = Failure
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload of one of TGI's routes has `inputs`."""

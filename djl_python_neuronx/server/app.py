@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
-from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
@@ -34,9 +35,11 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnknownModelError,
 )
+from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import LimitedProtocol
+from djl_python_neuronx.server.openapi import answers, document
 from djl_python_neuronx.server.responses import (
     failure_response,
     generation_response,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -77,6 +81,30 @@ Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], Non
 """Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 
+class Health(TypedDict):
+    """The answer of `/ping`."""
+
+    status: str
+
+
+class Info(tgi.Info):
+    """The answer of `/info`: TGI's, and the facts that it lacks."""
+
+    model: str
+    max_model_len: int
+    longest_prompt: int
+    num_slots: int
+    sampling: dict[str, Any]
+    speculation: dict[str, Any] | None
+    chunked_prefill: bool
+
+
+class Version(TypedDict):
+    """The answer of `/version`."""
+
+    version: str
+
+
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
@@ -87,6 +115,8 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
+        self._document: bytes | None = None
+        """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
         self.stage = "starting"
@@ -132,6 +162,7 @@ class Application:
             raise BackendUnavailableError(str(error)) from error
         return self.service
 
+    @answers(Health)
     async def ping(self, _request: Request) -> Response:
         """200 if requests are served; 503 also while the engine is started again."""
         loop = self.ready().loop
@@ -140,6 +171,7 @@ class Application:
             raise BackendUnavailableError(msg)
         return JSONResponse({"status": "healthy"})
 
+    @answers(str, "text/plain")
     async def metrics(self, _request: Request) -> Response:
         """Prometheus metrics; empty until the model is loaded."""
         # On a thread: a millisecond of Python that tokens would wait for in the event loop.
@@ -147,11 +179,13 @@ class Application:
         body = b"" if metrics is None else await asyncio.to_thread(metrics.exposition)
         return Response(body, media_type="text/plain; version=0.0.4")
 
+    @answers(Info)
     async def info(self, _request: Request) -> Response:
         """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
         service = self.ready()
         spec = service.loop.spec
-        facts = {
+        facts: Info = {
+            **tgi.info(self.model_name, spec, service.options, _version()),
             "model": self.model_name,
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -160,11 +194,25 @@ class Application:
             "speculation": service.speculation,
             "chunked_prefill": spec.mixed_steps,
         }
-        return JSONResponse({**facts, **tgi.info(self.model_name, spec, service.options)})
+        return JSONResponse(facts)
 
+    @answers(Version)
     async def version(self, _request: Request) -> Response:
-        """The package's version, under vLLM's name."""
-        return JSONResponse({"version": package_version()})
+        """The version of the package; vLLM's route."""
+        return JSONResponse({"version": _version()})
+
+    @answers(dict[str, Any])
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document of the routes."""
+        if self._document is None:
+            routes = request.app.routes
+
+            def encode() -> bytes:
+                return orjson.dumps(document(routes, _version()))
+
+            # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
+            self._document = await asyncio.to_thread(encode)
+        return Response(self._document, media_type="application/json")
 
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
@@ -281,6 +329,7 @@ def create_app(application: Application) -> Starlette:
             Route("/metrics", application.metrics, methods=["GET"]),
             Route("/info", application.info, methods=["GET"]),
             Route("/version", application.version, methods=["GET"]),
+            Route("/openapi.json", application.openapi, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model}", application.predictions, methods=["POST"]),
             Route("/models/{model}/invoke", application.predictions, methods=["POST"]),
@@ -331,6 +380,10 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
+
+
+def _version() -> str:
+    return installed_versions([_PACKAGE]).get(_PACKAGE, "unknown")
 
 
 def _headers(request: Request) -> dict[str, str]:

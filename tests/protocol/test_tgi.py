@@ -48,7 +48,15 @@ def finish(parsed: ParsedRequest) -> list[bytes]:
             Delta(
                 request.request_id, "one", (Token(7, "one", -0.5, False, (TOP,)),), None, None, 2, 1
             ),
-            Delta(request.request_id, "", (Token(2, "", -1.0, True, (TOP,)),), FinishReason.EOS, None, 2, 2),
+            Delta(
+                request.request_id,
+                "",
+                (Token(2, "", -1.0, True, (TOP,)),),
+                FinishReason.EOS,
+                None,
+                2,
+                2,
+            ),
         )
     ]
 

@@ -23,7 +23,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from djl_python_neuronx.artifacts.manifest import package_version  # noqa: E402
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.engine import worker  # noqa: E402
 from djl_python_neuronx.engine.speculation import (  # noqa: E402
@@ -32,6 +31,7 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
 )
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
+from djl_python_neuronx.protocol import tgi  # noqa: E402
 from djl_python_neuronx.server.app import (  # noqa: E402
     LONG_BODY_BYTES,
     Application,
@@ -39,7 +39,6 @@ from djl_python_neuronx.server.app import (  # noqa: E402
 )
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests import hostile  # noqa: E402
-from tests.protocol.wire_schemas import TgiInfo  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 from tests.toy_tokenizer import TOKENIZER  # noqa: E402
@@ -182,13 +181,15 @@ def serving(spec: ModelSpec) -> Iterator[str]:
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
     with serving(spec) as url:
-        tgi = http.get(url + "/info").json()
-        assert (tgi["model_id"], tgi["max_input_tokens"], tgi["max_total_tokens"]) == (
+        facts = http.get(url + "/info").json()
+        assert (facts["model_id"], facts["max_input_tokens"], facts["max_total_tokens"]) == (
             "toy",
             64,
             128,
         )
-        ours = {name: value for name, value in tgi.items() if name not in TGI_INFO}
+        ours = {
+            name: value for name, value in facts.items() if name not in tgi.Info.__annotations__
+        }
         assert ours == {
             "model": "toy",
             "max_model_len": 128,
@@ -203,7 +204,7 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
 def test_the_routes_of_health_and_version(server: Running) -> None:
     for path in ("/ping", "/health", "/"):
         assert http.get(server.url + path).json() == {"status": "healthy"}
-    assert http.get(server.url + "/version").json() == {"version": package_version()}
+    assert http.get(server.url + "/version").json().keys() == {"version"}
 
 
 @pytest.mark.parametrize("path", ["/models/toy/invoke", "/predictions/toy", "/generate"])
@@ -370,13 +371,11 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
-    routes = (
-        "GET /ping, GET /health, GET /, GET /metrics, GET /info, GET /version, POST /invocations, "
-        "POST /predictions/{model}, POST /models/{model}/invoke, POST /, POST /generate, POST /generate_stream"
-    )
     wrong = http.get(server.url + "/invocations")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"] == f"no route 'GET /invocations'; expected {routes}"
+    says, _, routes = wrong.json()["error"].partition("; expected ")
+    assert says == "no route 'GET /invocations'"
+    assert {"GET /ping", "POST /invocations", "POST /predictions/{model}"} <= {*routes.split(", ")}
     for path in ("/nothing", "/v1/completions", "/predictions", "/" + "x" * 9999):
         found = http.post(server.url + path, json=body([5]))
         assert (found.status_code, found.json()["code"], len(found.content) < 500) == (
