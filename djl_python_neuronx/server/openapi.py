@@ -17,6 +17,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     RequestError,
     ServingError,
+    UnauthorizedError,
     kinds,
     revive,
 )
@@ -85,7 +86,7 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": media}
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
-        errors = (ServingError, BackendUnavailableError)
+        errors = (ServingError, UnauthorizedError, BackendUnavailableError)
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         for protocol in protocols:
@@ -109,9 +110,13 @@ def _content(bodies: Iterable[_Types], schemas: _Schemas) -> dict[str, Any]:
     for media_type, several in merged.items():
         schema = schemas.setdefault(Union[tuple(several)], {})
         if media_type not in _WHOLE:
-            # A validator sees the text; tools that read `contentSchema` see its parts.
-            parts = {"type": "array", "items": schema}
-            schema = {"type": "string", "contentMediaType": media_type, "contentSchema": parts}
+            # A validator sees the text, or each event; tools that read `contentSchema` see the parts.
+            text = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+            if media_type == "text/event-stream":
+                schema = {"type": "object", "properties": {"data": text}}
+            else:
+                parts = {"type": "array", "items": schema}
+                schema = {**text, "contentMediaType": media_type, "contentSchema": parts}
         content[media_type] = {"schema": schema}
     return content
 

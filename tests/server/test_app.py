@@ -54,9 +54,10 @@ http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connec
 class Running:
     """A server on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, application: Application, drain_s: float = 5.0) -> None:
+    def __init__(self, application: Application, drain_s: float = 5.0, **edges: Any) -> None:
+        """`edges`: more arguments of `Server`."""
         self.application = application
-        self._server = Server(application, "127.0.0.1", 0, drain_s)
+        self._server = Server(application, "127.0.0.1", 0, drain_s, **edges)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
@@ -202,7 +203,7 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
 
 
 def test_the_routes_of_health_and_version(server: Running) -> None:
-    for path in ("/ping", "/health", "/"):
+    for path in ("/ping", "/health"):
         assert http.get(server.url + path).json() == {"status": "healthy"}
     assert http.get(server.url + "/version").json().keys() == {"version"}
 
@@ -272,7 +273,7 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
         ({"frequency_penalty": 0.5}, "is not supported"),
         ({"presence_penalty": 0.5}, "is not supported"),
         ({"grammar": {"type": "regex", "value": "a"}}, "is not supported"),
-        ({"top_n_tokens": 2}, "is not supported"),
+        ({"details": True, "top_n_tokens": 2}, "deploy without option.on_device_generation"),
         ({"logit_bias": {"5": 1.0}}, "unknown parameter"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -666,7 +667,7 @@ def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
     backend.step_s = CROSSING_S
     loop = server.application.service.loop  # type: ignore[union-attr]
     connection = HTTPConnection("127.0.0.1", server.port)
-    payload = {"inputs": ["a", "b", "c", "d"], "parameters": {"max_new_tokens": 100}}
+    payload = {**body([5], 100), "inputs": ["a", "b", "c", "d"]}
     connection.request("POST", "/invocations", json.dumps(payload))
     assert backend.hanging.wait(PATIENCE_S)
     assert len(loop.streams) == 4
@@ -680,7 +681,7 @@ def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
 def test_a_failure_of_one_of_a_list_is_its_answer(server: Running, backend: ToyBackend) -> None:
     backend.fail_at = {1: RuntimeError("device says no")}
     backend.step_s = CROSSING_S
-    payload = {"inputs": ["a", "b", "c"], "parameters": {"max_new_tokens": 100}}
+    payload = {**body([5], 100), "inputs": ["a", "b", "c"]}
     response = http.post(server.url + "/invocations", json=payload)
     assert (response.status_code, response.json()["type"]) == (424, "step_error")
     loop = server.application.service.loop  # type: ignore[union-attr]
