@@ -15,9 +15,11 @@
     - CompileError                      500
     - DeviceMemoryError                 507
     - StepError                         424
+  + FormatterError                      424
   + RequestError(ValueError)            400
     - UnknownModelError                 404
     - UnsupportedParameterError         400
+    - UnauthorizedError                 401
     - PromptTooLongError                413
     - BodyTooLargeError                 413
     - QueueFullError                    503
@@ -200,6 +202,10 @@ class StepError(BackendError, status=424, code="step_error"):
     """One device call failed. Only the sequences of that call are lost."""
 
 
+class FormatterError(ServingError, status=424, code="formatter_error"):
+    """A formatter of the model folder's `model.py` failed on one request."""
+
+
 class RequestError(ServingError, ValueError, status=400, code="bad_request"):
     """An invalid request."""
 
@@ -217,6 +223,10 @@ class UnknownModelError(RequestError, status=404, code="model_not_found"):
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A parameter that is unknown, or not supported by this deployment."""
+
+
+class UnauthorizedError(RequestError, status=401, code="invalid_api_key"):
+    """A request without a valid API key."""
 
 
 class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,19 +59,28 @@ def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> 
 
 
 def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
-    """Parse a JSON body, or one of type text/plain, which is a prompt.
+    """Parse a JSON body, or one of type text/plain, which is a prompt, with the formatters of `model.py` around it.
 
     Raises:
         RequestError: the body is too large, not UTF-8, not JSON, not an object, or not a request that its protocol
             accepts.
+        FormatterError: the input formatter failed.
     """
-    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
+    custom = context.custom
+    if custom is None:
+        return _parse(_decode(body, context), context)
+    payload, made = custom.read(body, context, partial(_decode, body, context))
+    return custom.wrap(_parse(payload, context), context, payload, made)
+
+
+def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:
+    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "text/plain":
-        return _parse_text(body, context)
+        return {"inputs": _decode_text(body)}
     _check_structure(body)
     try:
         payload = orjson.loads(body)
@@ -82,6 +92,10 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
+    return payload
+
+
+def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
         return protocol.parse(payload, context)
@@ -90,13 +104,11 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         raise
 
 
-def _parse_text(body: bytes, context: ParseContext) -> ParsedRequest:
+def _decode_text(body: bytes) -> str:
     try:
-        text = body.decode()
+        return body.decode()
     except UnicodeDecodeError as error:
         msg = f"the body of type text/plain is not UTF-8: {error.reason} at byte {error.start}"
-    else:
-        return _DEFAULT.parse({"inputs": text}, context)
     # Outside the except clause: the cause holds the body.
     raise RequestError(msg)
 

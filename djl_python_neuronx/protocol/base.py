@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import orjson
 from typing_extensions import TypedDict
@@ -24,6 +25,10 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
+if TYPE_CHECKING:
+    from djl_python_neuronx.protocol.custom import CustomFormatters
+
+_T = TypeVar("_T")
 INLINE_BODY_BYTES = 1024
 """Bodies up to this size are tokenised in the event loop, where a token waits for less than 0.5 ms; of 8 KiB up to 4 ms
 (2 vCPU, 2026-11)."""
@@ -86,11 +91,19 @@ class ParsedRequest:
     formatter: Formatter
     stream: bool
     """Whether the client reads the response as a stream."""
+    thread: Executor | None = None
+    """The thread of a formatter that takes its time: never to be fed in an event loop."""
 
     @property
     def request(self) -> GenerationRequest:
         """The first sequence: the only one, or the one that names the request in logs."""
         return self.requests[0]
+
+    async def run(self, feed: Callable[[Delta], _T], delta: Delta) -> _T:
+        """The result of `feed`, which feeds the formatter, in a running event loop."""
+        if self.thread is None:
+            return feed(delta)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, feed, delta)
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,8 @@ class ParseContext:
     path: str = ""
     """Path of the URL; empty under DJL Serving, where the body alone selects the protocol."""
     options: ServingOptions = field(default_factory=ServingOptions)
+    custom: CustomFormatters | None = None
+    """The formatters of `model.py`, if it has any."""
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     has_logprobs: bool = True
@@ -252,6 +267,10 @@ class Serving(Protocol):
     def loop(self) -> EngineLoop:
         """The loop that requests are submitted to."""
 
+    @property
+    def custom(self) -> CustomFormatters | None:
+        """The formatters of `model.py`, if it has any."""
+
     def parse(
         self, body: bytes, *, request_id: str | None, headers: Mapping[str, str], path: str = ""
     ) -> ParsedRequest:
@@ -266,13 +285,16 @@ async def parse(
     headers: Mapping[str, str],
     path: str = "",
 ) -> ParsedRequest:
-    """Parse a body in a running event loop; a long one on a thread.
+    """Parse a body in a running event loop: a long one on a thread, with formatters of `model.py` on theirs.
 
     Raises:
         ServingError: the request was rejected.
     """
     work = partial(service.parse, body, request_id=request_id, headers=headers, path=path)
-    return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+    if service.custom is None and len(body) <= INLINE_BODY_BYTES:
+        return work()
+    thread = None if service.custom is None else service.custom.thread
+    return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
