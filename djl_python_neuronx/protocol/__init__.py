@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
