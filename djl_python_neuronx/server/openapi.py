@@ -17,6 +17,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     RequestError,
     ServingError,
+    UnauthorizedError,
     kinds,
     revive,
 )
@@ -85,7 +86,7 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": media}
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
-        errors = (ServingError, BackendUnavailableError)
+        errors = (ServingError, UnauthorizedError, BackendUnavailableError)
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         for protocol in protocols:

@@ -240,6 +240,24 @@ LIMITS = {
     "max_connections": count(),
 }
 
+SERVER = {
+    "api_key_file": Row(
+        (("/run/keys", "/run/keys"), ("keys", "keys"), *NONE), ("s3://b/k", *TEXT_BAD)
+    ),
+    "cors_allow_origins": Row(
+        (
+            ("https://a.test,http://localhost:3000", ("https://a.test", "http://localhost:3000")),
+            ("*", ("*",)),
+            (["http://[::1]:80"], ("http://[::1]:80",)),
+            *NONE,
+        ),
+        ("a.test", "https://a.test/", "https://*.a.test", "https://u@a.test", "", "true", 7),
+    ),
+    "access_log": choice("text", "json", "off"),
+    "admin_port": Row((("9000", 9000), (9000, 9000), *NONE), ("0", "65536", "-1", "http", [1])),
+    "admin_host": Row((("127.0.0.1", "127.0.0.1"), ("::1", "::1"), *NONE), TEXT_BAD),
+}
+
 GRAPHS = {
     "group_query_attention": Row(
         (
@@ -645,6 +663,7 @@ TABLE: dict[str, Row] = {
     **GENERAL,
     **BATCHING,
     **LIMITS,
+    **SERVER,
     **GRAPHS,
     **PRECISION,
     **SPECULATION,
