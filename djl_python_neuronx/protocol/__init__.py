@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,11 +77,9 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
-    custom = context.custom
-    if custom is None:
-        return _parse(_decode(body, context), context)
-    payload, made = custom.read(body, context, partial(_decode, body, context))
-    return custom.wrap(_parse(payload, context), context, payload, made)
+    if context.custom is not None:
+        return context.custom.parse(body, context, _decode, _parse)
+    return _parse(_decode(body, context), context)
 
 
 def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:
