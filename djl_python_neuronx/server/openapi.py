@@ -19,6 +19,7 @@ from djl_python_neuronx.errors import (
     RequestError,
     ServingError,
     UnauthorizedError,
+    UnknownModelError,
     kinds,
     revive,
 )
@@ -93,6 +94,8 @@ def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
         errors = (ServingError, UnauthorizedError, BackendUnavailableError)
+        if route.param_convertors:
+            errors += (UnknownModelError,)
     if keyed:
         operation["security"] = [{scheme: []} for scheme in _KEYS]
     shapes: dict[int, list[_Types]] = defaultdict(list)
