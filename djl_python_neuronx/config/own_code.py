@@ -77,6 +77,9 @@ def findings(options: ServingOptions) -> Iterator[Finding]:
             "with trust_remote_code=true; remove it unless you trust who wrote it"
         )
         yield Finding(trusts, problem, "warning")
+    if WRITES in found and options.output_formatter is not None:
+        problem = f"takes the place of the {WRITES} of {FILE_NAME}, which is not called"
+        yield Finding((WRITES,), problem, "note")
     if lacking:
         problem = (
             f"requirements.txt names what is not installed here: {join_words(lacking)}. DJL Serving installs it at a "

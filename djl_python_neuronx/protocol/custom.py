@@ -46,6 +46,9 @@ _MODULE = "djl_neuronx_model_py"
 _DOCUMENT = re.compile(rb"(?m)^(data: ?)?(\{.*\}|\[\{.*\}\])$")
 """An object of JSON, or a list of them: a whole answer, a line, or the data of an event."""
 
+_OUTPUTS = (["RequestOutput"], ["TextGenerationOutput"])
+"""Types of the first parameter of output formatters that take tokens."""
+
 _Function = Callable[..., Any]
 _T = TypeVar("_T")
 
@@ -55,54 +58,39 @@ class CustomFormatters:
 
     def __init__(self, functions: Mapping[str, _Function], tokenizer: Tokenizer) -> None:
         """`functions`: one or both of `KINDS`."""
-        self._read, self._write = map(functions.get, KINDS)
         self.thread = ThreadPoolExecutor(1, "djl-neuronx-model-py")
+        """The thread that calls them where there is an event loop."""
+        self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
         taken = _types(self._write)
-        self._writes_tokens = len(taken) >= 6 or taken[:1] in (
-            ["RequestOutput"],
-            ["TextGenerationOutput"],
-        )
+        self._writes_tokens = len(taken) >= 6 or taken[:1] in _OUTPUTS
         # A copy, because padding and truncation are a state of the tokenizer.
         self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
 
-    def read(
-        self, body: bytes, context: ParseContext, decode: Callable[[], Any]
-    ) -> tuple[Any, Any]:
-        """The payload of a body, and DJL's `RequestInput` if that is what the input formatter makes.
-
-        `decode` gives the payload that the client has sent.
+    def parse(
+        self, body: bytes, context: ParseContext, decode: _Function, parse: _Function
+    ) -> ParsedRequest:
+        """Parse a body with the functions around it. `decode` makes a payload of it, and `parse` a `ParsedRequest`.
 
         Raises:
-            RequestError: from `decode`.
+            RequestError: from `decode` and `parse`; or the answer has several sequences, and the output formatter takes
+                the tokens of one.
             FormatterError: the input formatter failed.
         """
-        if self._read is None:
-            return decode(), None
+        made: Any = None
         if self._reads_item:
             from djl_python import Input
 
-            given = Input()
-            given.properties.update(context.headers)
-            given.content.add("data", bytearray(body))
+            payload = Input()
+            payload.properties.update(context.headers)
+            payload.content.add("data", bytearray(body))
         else:
-            given = decode()
-        read = partial(self._read, given, tokenizer=self._tokenizer)
-        label = context.client_id or context.request_id
-        return _guarded(READS, label, lambda: _payload(read()))
-
-    def wrap(
-        self,
-        parsed: ParsedRequest,
-        context: ParseContext,
-        payload: Mapping[str, Any],
-        made: Any,  # noqa: ANN401
-    ) -> ParsedRequest:
-        """The request with the output formatter around the protocol's. `payload` and `made` are from `read`.
-
-        Raises:
-            UnsupportedParameterError: the answer has several sequences, and the output formatter takes tokens of one.
-        """
+            payload = decode(body, context)
+        if self._read is not None:
+            read = partial(self._read, payload, tokenizer=self._tokenizer)
+            label = context.client_id or context.request_id
+            payload, made = _guarded(READS, label, lambda: _payload(read()))
+        parsed: ParsedRequest = parse(payload, context)
         if self._write is None:
             return parsed
         if not self._writes_tokens:
@@ -225,27 +213,26 @@ def _types(function: _Function | None) -> list[str]:
 
 
 def _payload(made: Any) -> tuple[dict[str, Any], Any]:  # noqa: ANN401
-    """The payload that an input formatter has returned, as plain JSON, and its `RequestInput` if that is what it is."""
-    if isinstance(made, dict):
-        return orjson.loads(orjson.dumps(made)), None
-    if not hasattr(made, "input_text"):
-        raise _wrong_type(READS, made)
-    fields = {"inputs": made.input_text, "parameters": made.parameters}
-    return orjson.loads(orjson.dumps(fields)), made
+    """The payload that an input formatter has returned, as plain JSON, and its `RequestInput` if it is one."""
+    fields, is_input = made, hasattr(made, "input_text")
+    if is_input:
+        fields = {"inputs": made.input_text, "parameters": made.parameters}
+    _check_type(READS, fields, dict)
+    return orjson.loads(orjson.dumps(fields)), made if is_input else None
 
 
-def _encoded(made: object) -> bytes:
+def _encoded(made: Any) -> bytes:  # noqa: ANN401
     """What an output formatter has returned, in UTF-8."""
-    if isinstance(made, (str, bytes)):
-        return made.encode() if isinstance(made, str) else made.decode().encode()
-    if not isinstance(made, dict):
-        raise _wrong_type(WRITES, made)
-    return orjson.dumps(made)
+    _check_type(WRITES, made, (dict, str, bytes))
+    if isinstance(made, dict):
+        return orjson.dumps(made)
+    return (made.decode() if isinstance(made, bytes) else made).encode()
 
 
-def _wrong_type(kind: str, made: object) -> FormatterError:
-    msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
-    return FormatterError(msg)
+def _check_type(kind: str, made: object, expected: type | tuple[type, ...]) -> None:
+    if not isinstance(made, expected):
+        msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
+        raise FormatterError(msg)
 
 
 def _guarded(kind: str, label: str, call: Callable[[], _T]) -> _T:

@@ -373,8 +373,8 @@ def test_a_formatter_has_a_tokenizer_of_its_own():
 
     formatters = custom.CustomFormatters({READS: read}, tokenizer)
     context = ParseContext(tokenizer, "r1")
-    payload, made = formatters.read(b"{}", context, dict)
-    assert (payload, made) == ({"inputs": "2"}, None)
+    payload = formatters.parse(b"", context, lambda *_: {}, lambda payload, _: payload)
+    assert payload == {"inputs": "2"}
     assert tokenizer.encode("1 2 3 4 5") == before
     assert len(before) > 2
 
@@ -465,6 +465,7 @@ def write(token, first_token, last_token, details, generated_text, id):
 """
 
 
+@pytest.mark.djl
 @pytest.mark.usefixtures("released")
 class TestWithTheReleasedEngine:
     """Signatures with DJL's own classes."""
