@@ -11,7 +11,10 @@ import orjson
 
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.bedrock import BedrockProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.plain import PlainProtocol
+from djl_python_neuronx.protocol.tgi import TgiProtocol
 
 MAX_NODES = 2**15
 """Most objects, lists and keys of a body: a message of a chat has 3 to 7."""
@@ -22,7 +25,12 @@ as many numbers, 12 to 18 ms for strings (least of 15 on a shared machine of 2 v
 _OPENING, _COMMA, _QUOTE = b"{[:", b",", b'"'
 _TEXT = bytes(set(range(256)) - {*_OPENING, *_COMMA, *_QUOTE})
 
-PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)
+PROTOCOLS: tuple[WireProtocol, ...] = (
+    TgiProtocol(),
+    PlainProtocol(),
+    BedrockProtocol(),
+    LmiProtocol(),
+)
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
 

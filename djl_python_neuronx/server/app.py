@@ -40,7 +40,7 @@ from djl_python_neuronx.errors import (
     UnknownModelError,
 )
 from djl_python_neuronx.planning.backend_choice import installed_versions
-from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
@@ -76,6 +76,8 @@ BODIES = 8
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
 
+_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
 ANSWER_S = 0.3
@@ -94,8 +96,8 @@ class Health(TypedDict):
     status: str
 
 
-class Info(TypedDict):
-    """The answer of `/info`."""
+class Info(tgi.Info):
+    """The answer of `/info`: TGI's, and the facts that it lacks."""
 
     model: str
     max_model_len: int
@@ -104,6 +106,12 @@ class Info(TypedDict):
     sampling: dict[str, Any]
     speculation: dict[str, Any] | None
     chunked_prefill: bool
+
+
+class Version(TypedDict):
+    """The answer of `/version`."""
+
+    version: str
 
 
 class Application:
@@ -186,6 +194,7 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts: Info = {
+            **tgi.info(self.model_name, spec, service.options, _version()),
             "model": self.model_name,
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -196,6 +205,11 @@ class Application:
         }
         return JSONResponse(facts)
 
+    @answers(Version)
+    async def version(self, _request: Request) -> Response:
+        """The version of the package; vLLM's route."""
+        return JSONResponse({"version": _version()})
+
     @answers(dict[str, Any])
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document of the routes."""
@@ -203,9 +217,7 @@ class Application:
             routes = request.app.routes
 
             def encode() -> bytes:
-                return orjson.dumps(
-                    document(routes, installed_versions([_PACKAGE]).get(_PACKAGE, "unknown"))
-                )
+                return orjson.dumps(document(routes, _version()))
 
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
             self._document = await asyncio.to_thread(encode)
@@ -222,7 +234,7 @@ class Application:
     async def invocations(self, request: Request) -> Response:
         """Generate."""
         service = self.ready()
-        headers = dict(request.headers)
+        headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
@@ -372,11 +384,14 @@ def create_app(
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     routes = [
         Route("/ping", application.ping, methods=["GET"]),
+        Route("/health", application.ping, methods=["GET"]),
         Route("/metrics", application.metrics, methods=["GET"]),
         Route("/info", application.info, methods=["GET"]),
+        Route("/version", application.version, methods=["GET"]),
         Route("/openapi.json", application.openapi, methods=["GET"]),
         Route("/invocations", application.invocations, methods=["POST"]),
         Route("/predictions/{model}", application.predictions, methods=["POST"]),
+        Route("/models/{model}/invoke", application.predictions, methods=["POST"]),
         *(Route(path, application.invocations, methods=["POST"]) for path in paths),
     ]
     app = Starlette(
@@ -435,6 +450,17 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
+
+
+def _version() -> str:
+    return installed_versions([_PACKAGE]).get(_PACKAGE, "unknown")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving."""
+    headers = dict(request.headers)
+    pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
+    return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:

@@ -599,7 +599,7 @@ class TestValues:
     def test_every_option_can_say_what_it_allows(self):
         for name in ServingOptions.model_fields:
             assert len(allowed_values(name)) > 3
-        assert allowed_values("output_formatter") == "json, jsonlines or sse"
+        assert allowed_values("on_mismatch") == "error or recompile"
         assert allowed_values("async_mode") == "true or false"
 
     def test_no_name_means_two_things(self):
