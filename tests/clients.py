@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import boto3
 import huggingface_hub
-import openai
 import pytest
-from botocore.config import Config
-from botocore.exceptions import ClientError
+
+boto3 = pytest.importorskip("boto3", reason="needs boto3")
+openai = pytest.importorskip("openai", reason="needs openai")
+
+from botocore.config import Config  # noqa: E402
+from botocore.exceptions import ClientError  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
 CHATS = [json.loads(line) for line in (MODEL / "chat_checks.jsonl").read_text().splitlines()]
