@@ -59,7 +59,7 @@ def test_a_stream_that_breaks_is_an_error_of_sagemakers_client(server: Running, 
     assert next(events)["PayloadPart"]["Bytes"]
     for connection in list(server._server.server_state.connections):
         connection.loop.call_soon_threadsafe(connection._raw.abort)
-    with pytest.raises(clients.EventStreamError, match="ModelStreamError"):
+    with pytest.raises(clients.ClientError, match="ModelStreamError"):
         list(events)
 
 
