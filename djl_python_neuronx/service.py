@@ -17,7 +17,7 @@ from typing import Any
 from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
-from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
 from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings, end_engine
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
@@ -26,6 +26,7 @@ from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, 
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, prepare_or_raise
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import Tokenizer
 
@@ -45,10 +46,13 @@ class Service:
         launch: Callable[[], Host],
         *,
         first: Host | None = None,
+        generation: Mapping[str, Any] = MappingProxyType({}),
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> None:
         """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
+
+        `generation`: the model's generation_config.json.
 
         Raises:
             ServingError: the engine could not be loaded.
@@ -58,6 +62,9 @@ class Service:
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
+        self._defaults = default_parameters(
+            generation if options.generation_config == "auto" else {}
+        )
         self.loop = EngineLoop(
             launch,
             tokenizer,
@@ -73,6 +80,8 @@ class Service:
             on_progress=progress.stage,
             observer=self._recorder,
         )
+        self.loaded_s = int(time.time())
+        """Time of the load, in seconds of the clock."""
         self.metrics["slots_in_use"].set_function(lambda: self.loop.state.running)
         self.metrics["waiting_requests"].set_function(lambda: self.loop.state.waiting)
 
@@ -129,7 +138,15 @@ class Service:
             first.kill()
             end_engine(first)
             raise
-        service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
+        service = cls(
+            options,
+            loaded,
+            launch,
+            first=first,
+            generation=prepared.artifact.generation,
+            on_death=on_death,
+            progress=progress,
+        )
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
@@ -168,6 +185,8 @@ class Service:
             path=path,
             options=self.options,
             max_prompt_chars=self._max_prompt_chars,
+            with_defaults=partial(with_defaults, configured=self._defaults, spec=self.loop.spec),
+            default_max_tokens=self._defaults.get("max_new_tokens"),
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:

@@ -12,6 +12,8 @@ import orjson
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.openai_chat import ChatProtocol
+from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
 
 MAX_NODES = 2**15
 """Most objects, lists and keys of a body: a message of a chat has 3 to 7."""
@@ -22,7 +24,7 @@ as many numbers, 12 to 18 ms for strings (least of 15 on a shared machine of 2 v
 _OPENING, _COMMA, _QUOTE = b"{[:", b",", b'"'
 _TEXT = bytes(set(range(256)) - {*_OPENING, *_COMMA, *_QUOTE})
 
-PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)
+PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(), ChatProtocol(), CompletionProtocol())
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
 
@@ -46,10 +48,14 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
 
 
 def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
-    """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path."""
-    name = protocol or error.protocol
+    """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path.
+
+    A path that does not exist belongs to those below the same root: `/v1/embeddings` to `/v1/chat/completions`.
+    """
+    name, root = protocol or error.protocol, path.split("/")[1:2]
     for known in PROTOCOLS:
-        if name == known.name if name else path in known.paths:
+        roots = [own.split("/")[1:2] for own in known.paths]
+        if name == known.name if name else root in roots:
             break
     else:
         known = _DEFAULT
@@ -69,7 +75,8 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
-    if content_type == "text/plain":
+    has_own_path = any(context.path in protocol.paths for protocol in PROTOCOLS)
+    if content_type == "text/plain" and not has_own_path:
         return _parse_text(body, context)
     _check_structure(body)
     try:

@@ -31,10 +31,10 @@ from djl_python_neuronx.errors import (
     BodyTooLargeError,
     QueueFullError,
     ServingError,
-    UnknownModelError,
 )
 from djl_python_neuronx.protocol import PROTOCOLS
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
+from djl_python_neuronx.protocol.openai import check_model, model_entry
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.responses import (
     failure_response,
@@ -97,10 +97,9 @@ class Application:
         return self._options if self.service is None else self.service.options
 
     @property
-    def model_name(self) -> str:
-        """The model's name in paths: `option.model_name`, or the name of its folder."""
-        configured = None if self.service is None else self.service.options.model_name
-        return configured or self._folder_name
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names in paths and bodies, the first one for answers."""
+        return self.options.model_names or (self._folder_name,)
 
     def load(self, load: Load) -> None:
         """Load the service; a failure is logged and stops the server."""
@@ -149,7 +148,7 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts = {
-            "model": self.model_name,
+            "model": self.model_names[0],
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
             "num_slots": spec.num_slots,
@@ -161,11 +160,17 @@ class Application:
 
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
-        name = request.path_params["model"]
-        if name != self.model_name:
-            msg = f"unknown model {name[:200]!r}; this server serves {self.model_name!r}"
-            raise UnknownModelError(msg)
+        check_model(request.path_params["model"], self.model_names)
         return await self.invocations(request)
+
+    async def models(self, request: Request) -> Response:
+        """OpenAI's list of models, or one of them."""
+        created = self.ready().loaded_s
+        if (name := request.path_params.get("model")) is not None:
+            check_model(name, self.model_names)
+            return JSONResponse(model_entry(name, created))
+        entries = [model_entry(name, created) for name in self.model_names]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def invocations(self, request: Request) -> Response:
         """Generate."""
@@ -274,7 +279,9 @@ def create_app(application: Application) -> Starlette:
             Route("/metrics", application.metrics, methods=["GET"]),
             Route("/info", application.info, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
-            Route("/predictions/{model}", application.predictions, methods=["POST"]),
+            Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
+            Route("/v1/models", application.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", application.models, methods=["GET"]),
             *(Route(path, application.invocations, methods=["POST"]) for path in paths),
         ],
         exception_handlers={
@@ -303,7 +310,7 @@ def serve(
     def load_model() -> None:
         application.load(load)
         if application.failure is None:
-            name = application.model_name
+            name = application.model_names[0]
             logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
 
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
