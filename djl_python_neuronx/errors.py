@@ -15,6 +15,7 @@
     - CompileError                      500
     - DeviceMemoryError                 507
     - StepError                         424
+  + FormatterError                      424
   + RequestError(ValueError)            400
     - UnknownModelError                 404
     - UnsupportedParameterError         400
@@ -200,6 +201,10 @@ class StepError(BackendError, status=424, code="step_error"):
     """One device call failed. Only the sequences of that call are lost."""
 
 
+class FormatterError(ServingError, status=424, code="formatter_error"):
+    """A formatter of the model folder's `model.py` failed on one request."""
+
+
 class RequestError(ServingError, ValueError, status=400, code="bad_request"):
     """An invalid request."""
 
@@ -257,15 +262,20 @@ def load_failure(error: BaseException) -> ServingError:
     return kind(f"the model could not be loaded ({type(error).__name__}: {error})")
 
 
+def kinds(root: type[ServingError]) -> list[type[ServingError]]:
+    """Return an error and all that are a kind of it."""
+    found = [root]
+    for kind in found:  # grows
+        found += kind.__subclasses__()
+    return found
+
+
 def revive(code: str, message: str) -> ServingError:
     """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
 
     A `ServingError` if no class has the code.
     """
-    kinds: list[type[ServingError]] = [ServingError]
-    for kind in kinds:  # grows
-        kinds += kind.__subclasses__()
-    found = next((kind for kind in kinds if kind.code == code), ServingError)
+    found = next((kind for kind in kinds(ServingError) if kind.code == code), ServingError)
     error = found.__new__(found)
     Exception.__init__(error, message)
     return error

@@ -24,8 +24,9 @@ from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, prepare_or_raise
-from djl_python_neuronx.protocol import parse_body
+from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import Tokenizer
@@ -45,12 +46,13 @@ class Service:
         tokenizer: Tokenizer,
         launch: Callable[[], Host],
         *,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         first: Host | None = None,
         generation: Mapping[str, Any] = MappingProxyType({}),
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
+        """Wait until the engine is ready. `functions`: of `model.py`. `launch`, `first`, `on_death`: see `EngineLoop`.
 
         `generation`: the model's generation_config.json.
 
@@ -59,6 +61,7 @@ class Service:
         """
         self.options = options
         self.tokenizer = tokenizer
+        self.custom = CustomFormatters(functions, tokenizer) if functions else None
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
@@ -106,9 +109,18 @@ class Service:
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
+        functions = {}
+        if properties is not None:
+            functions = {name: one for name, one in properties.items() if callable(one)}
+            properties = {name: one for name, one in properties.items() if name not in functions}
         prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
+        options = prepared.options
+        if properties is None and options.trust_remote_code and model_dir is not None:
+            functions = custom.load(model_dir)
+        if options.output_formatter is not None:
+            functions.pop("output_formatter", None)
         models = [model for model in (prepared, prepared.draft) if model is not None]
         # The tokenizer and the engine load side by side: each imports a large library.
         tokenizer = ThreadPoolExecutor(1).submit(
@@ -116,7 +128,6 @@ class Service:
         )
         # All before any is loaded: a compilation needs the cores that a loaded model holds.
         graphs = [obtain(model, tokenizer.result) for model in models]
-        options = prepared.options
         job = EngineJob(
             tuple(
                 ModelJob(model.backend, compiled.plan, compiled.folder)
@@ -142,6 +153,7 @@ class Service:
             options,
             loaded,
             launch,
+            functions=functions,
             first=first,
             generation=prepared.artifact.generation,
             on_death=on_death,
@@ -184,6 +196,7 @@ class Service:
             headers=headers or {},
             path=path,
             options=self.options,
+            custom=self.custom,
             max_prompt_chars=self._max_prompt_chars,
             with_defaults=partial(with_defaults, configured=self._defaults, spec=self.loop.spec),
             default_max_tokens=self._defaults.get("max_new_tokens"),

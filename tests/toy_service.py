@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.base import Backend
@@ -21,9 +22,10 @@ def toy_service(
     proposer: Proposer | None = None,
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] | None = None,
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **settings: Any,
 ) -> Service:
-    """`settings`: options by name."""
+    """`functions`: of `model.py`. `settings`: options by name."""
     options = ServingOptions(model_id="toy", **settings)
 
     def load() -> Engine:
@@ -35,4 +37,10 @@ def toy_service(
         )
 
     worker = WorkerSettings(options.predict_timeout, warm_up=warm_up)
-    return Service(options, TOKENIZER, lambda: EngineThread(load, worker), on_death=on_death)
+    return Service(
+        options,
+        TOKENIZER,
+        lambda: EngineThread(load, worker),
+        functions=functions,
+        on_death=on_death,
+    )

@@ -163,7 +163,7 @@ class PythonTokenizer:
     pieces: Sequence[bytes] | None = None
 
     def __init__(self, library: Any) -> None:  # noqa: ANN401
-        self._library = library
+        self.library = library
         self._lock = threading.Lock()
         self.special_ids = frozenset(library.all_special_ids)
         self._special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
@@ -199,7 +199,7 @@ class PythonTokenizer:
             RequestError: the template refuses the messages.
         """
         try:
-            template = self._library.get_chat_template()
+            template = self.library.get_chat_template()
         except ValueError as error:
             msg = (
                 "this model has no chat template, so it cannot take messages; expected plain text. "
@@ -209,7 +209,7 @@ class PythonTokenizer:
         # Templates older than the role know it as `system`.
         renamed = {} if "developer" in template else {"developer": "system"}
         try:
-            text = self._library.apply_chat_template(
+            text = self.library.apply_chat_template(
                 [{**one, "role": renamed.get(one["role"], one["role"])} for one in messages],
                 tokenize=False,
                 add_generation_prompt=True,
@@ -227,7 +227,7 @@ class PythonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
         with self._lock:
-            text: str = self._library.decode(
+            text: str = self.library.decode(
                 list(ids),
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
@@ -270,7 +270,7 @@ class PythonTokenizer:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         with self._lock:
             return list(
-                self._library.encode(
+                self.library.encode(
                     text, add_special_tokens=special, truncation=False, verbose=False
                 )
             )

@@ -155,7 +155,8 @@ class GeneralOptions(OptionGroup):
     ] = None
     """Revision of a Hugging Face model id. For a local folder it only selects the revision of the model's own code."""
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
-    """Run Python code that comes with the model. Read the code first."""
+    """Run Python code that comes with the model, in the embedded server also the formatters of its `model.py`. Read the
+    code first."""
     model_name: Annotated[Names | None, Option(aliases=("served_model_name",))] = None
     """Names of the model in requests (`/predictions/<name>`, OpenAI's `model`): the first is the name in answers,
     others are aliases. Default: the name of the model's folder, and `model_id` as it is given."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from djl_python_neuronx.config import djl_serving, hints, keywords, sources
+from djl_python_neuronx.config import djl_serving, hints, keywords, own_code, sources
 from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.legacy import (
     DJL_ARGUMENTS,
@@ -182,7 +182,8 @@ def read_settings(
         if setting.name == "env" and not all("=" in part for part in parts):
             problem = f"option.env ({setting.origin}): a part has no =; expected A=1,B=2"
             problems.add("warning", problem)
-    resolved.report([*about_djl, *unused, *reader.findings], problems)
+    own = own_code.findings(options) if properties is None else ()
+    resolved.report([*about_djl, *unused, *reader.findings, *own], problems)
     return resolved
 
 

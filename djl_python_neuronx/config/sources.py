@@ -387,8 +387,6 @@ def _unused(setting: Setting, *, all_cores: bool) -> str:
     name, value = NAMES.get(setting.name), setting.value
     if name is None:
         return ""
-    if callable(value):
-        return "functions in model.py are not called; only the built-in formats are served"
     if setting.origin != DJL:
         return ""
     if parse_value(name, value) is INVALID:

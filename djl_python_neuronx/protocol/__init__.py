@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,37 +48,43 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     raise RequestError(msg)
 
 
-def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
-    """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path.
+def beside(path: str) -> list[WireProtocol]:
+    """The protocols with paths below the same root: a path that does not exist, `/v1/embeddings`, is OpenAI's too."""
+    root = path.split("/")[1:2]
+    return [one for one in PROTOCOLS if root in [own.split("/")[1:2] for own in one.paths]]
 
-    A path that does not exist belongs to those below the same root: `/v1/embeddings` to `/v1/chat/completions`.
-    """
-    name, root = protocol or error.protocol, path.split("/")[1:2]
-    for known in PROTOCOLS:
-        roots = [own.split("/")[1:2] for own in known.paths]
-        if name == known.name if name else root in roots:
-            break
-    else:
-        known = _DEFAULT
-    status, body = known.answer_error(error)
+
+def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
+    """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path."""
+    name = protocol or error.protocol
+    known = [one for one in PROTOCOLS if one.name == name] if name else beside(path)
+    status, body = (*known, _DEFAULT)[0].answer_error(error)
     return status, orjson.dumps(body)
 
 
 def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
-    """Parse a JSON body, or one of type text/plain, which is a prompt.
+    """Parse a JSON body, or one of type text/plain, which is a prompt, with the formatters of `model.py` around it.
 
     Raises:
         RequestError: the body is too large, not UTF-8, not JSON, not an object, or not a request that its protocol
             accepts.
+        FormatterError: the input formatter failed.
     """
-    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
-    has_own_path = any(context.path in protocol.paths for protocol in PROTOCOLS)
-    if content_type == "text/plain" and not has_own_path:
-        return _parse_text(body, context)
+    custom = context.custom
+    if custom is None:
+        return _parse(_decode(body, context), context)
+    payload, made = custom.read(body, context, partial(_decode, body, context))
+    return custom.wrap(_parse(payload, context), context, payload, made)
+
+
+def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:
+    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "text/plain":
+        return {"inputs": _decode_text(body)}
     _check_structure(body)
     try:
         payload = orjson.loads(body)
@@ -89,6 +96,10 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
+    return payload
+
+
+def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
         return protocol.parse(payload, context)
@@ -97,13 +108,11 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         raise
 
 
-def _parse_text(body: bytes, context: ParseContext) -> ParsedRequest:
+def _decode_text(body: bytes) -> str:
     try:
-        text = body.decode()
+        return body.decode()
     except UnicodeDecodeError as error:
         msg = f"the body of type text/plain is not UTF-8: {error.reason} at byte {error.start}"
-    else:
-        return _DEFAULT.parse({"inputs": text}, context)
     # Outside the except clause: the cause holds the body.
     raise RequestError(msg)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import orjson
+from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
@@ -23,6 +25,10 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
+if TYPE_CHECKING:
+    from djl_python_neuronx.protocol.custom import CustomFormatters
+
+_T = TypeVar("_T")
 INLINE_BODY_BYTES = 1024
 """Bodies up to this size are tokenised in the event loop, where a token waits for less than 0.5 ms; of 8 KiB up to 4 ms
 (2 vCPU, 2026-11)."""
@@ -85,11 +91,19 @@ class ParsedRequest:
     formatter: Formatter
     stream: bool
     """Whether the client reads the response as a stream."""
+    thread: Executor | None = None
+    """The thread of a formatter that takes its time: never to be fed in an event loop."""
 
     @property
     def request(self) -> GenerationRequest:
         """The first sequence: the only one, or the one that names the request in logs."""
         return self.requests[0]
+
+    async def run(self, feed: Callable[[Delta], _T], delta: Delta) -> _T:
+        """The result of `feed`, which feeds the formatter, in a running event loop."""
+        if self.thread is None:
+            return feed(delta)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, feed, delta)
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,8 @@ class ParseContext:
     path: str = ""
     """Path of the URL; empty under DJL Serving, where the body alone selects the protocol."""
     options: ServingOptions = field(default_factory=ServingOptions)
+    custom: CustomFormatters | None = None
+    """The formatters of `model.py`, if it has any."""
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     with_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
@@ -227,6 +243,13 @@ class WireProtocol(Protocol):
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
     other routes, and under DJL Serving, every protocol can."""
 
+    requests: Mapping[str, Any]
+    """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""
+    answers: Mapping[str, Any]
+    """Types of an answer by media type; of a stream the type of its parts."""
+    error: Any
+    """Type of an answer that is an error as a whole."""
+
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload is of this protocol."""
 
@@ -248,6 +271,10 @@ class Serving(Protocol):
     def loop(self) -> EngineLoop:
         """The loop that requests are submitted to."""
 
+    @property
+    def custom(self) -> CustomFormatters | None:
+        """The formatters of `model.py`, if it has any."""
+
     def parse(
         self, body: bytes, *, request_id: str | None, headers: Mapping[str, str], path: str = ""
     ) -> ParsedRequest:
@@ -262,13 +289,16 @@ async def parse(
     headers: Mapping[str, str],
     path: str = "",
 ) -> ParsedRequest:
-    """Parse a body in a running event loop; a long one on a thread.
+    """Parse a body in a running event loop: a long one on a thread, with formatters of `model.py` on theirs.
 
     Raises:
         ServingError: the request was rejected.
     """
     work = partial(service.parse, body, request_id=request_id, headers=headers, path=path)
-    return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+    if service.custom is None and len(body) <= INLINE_BODY_BYTES:
+        return work()
+    thread = None if service.custom is None else service.custom.thread
+    return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
@@ -283,6 +313,14 @@ async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
     return service.loop.generate(group)
 
 
+class ErrorFields(TypedDict):
+    """An error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+
+    code: int
+    error: str
+    type: str
+
+
 def error_fields(error: ServingError) -> dict[str, Any]:
-    """The fields of an error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+    """The `ErrorFields` of an error."""
     return {"code": error.status, "error": str(error), "type": error.code}

@@ -214,7 +214,7 @@ class AsyncDoor:
                 if not reply.stream:
                     closing.callback(asyncio.create_task(self._wake(generation)).cancel)
                 async for delta in generation:
-                    reply.feed(delta)
+                    await parsed.run(reply.feed, delta)
                     while reply.ready and not reply.taken:
                         yield record_output(reply.take())
                     if reply.finished:

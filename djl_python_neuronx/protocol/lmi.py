@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
+from annotated_types import Len, MinLen
 from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
@@ -24,6 +26,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import (
     MAX_SEQUENCES,
+    ErrorFields,
     Formatter,
     ListFormatter,
     ParseContext,
@@ -35,13 +38,14 @@ from djl_python_neuronx.protocol.parameters import (
     Flag,
     GenerationParameters,
     Only,
+    RequestModel,
     Strings,
     sampling_params,
     stop_strings,
     validated,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 _FIELDS = ("inputs", "parameters", "stream")
 
@@ -73,12 +77,66 @@ class Parameters(GenerationParameters):
     adapter_id: Annotated[Any, Only(None)] = None
 
 
+_Text = Annotated[str, MinLen(1)]
+
+
+class Body(RequestModel):
+    """A request."""
+
+    inputs: _Text | Annotated[list[_Text], Len(1, MAX_SEQUENCES)]
+    parameters: Parameters = Parameters()
+    stream: Flag = False
+
+
+class TokenFields(TypedDict):
+    """A token of an answer."""
+
+    id: int
+    text: str
+    log_prob: float | None
+    special_token: NotRequired[bool]
+
+
+class Details(TypedDict):
+    """How an answer ended; `tokens` only beside a whole one."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    inputs: str
+    tokens: NotRequired[list[TokenFields]]
+
+
+class Answer(TypedDict):
+    """A whole answer."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
+class Line(TypedDict):
+    """A part of a stream; the last one has the text and details, and those of an error if it ended by one."""
+
+    token: NotRequired[TokenFields]
+    generated_text: NotRequired[str]
+    details: NotRequired[Details]
+    code: NotRequired[int]
+    error: NotRequired[str]
+    type: NotRequired[str]
+
+
 class LmiProtocol:
     """See `WireProtocol`."""
 
     name = "lmi"
     shape = '{"inputs": "…", "parameters": {…}}'
     paths: tuple[str, ...] = ()
+    requests: Mapping[str, Any] = {"application/json": Body, "text/plain": _Text}
+    answers: Mapping[str, Any] = {
+        "application/json": Answer | list[Answer],
+        "application/jsonlines": Line,
+        "text/event-stream": Line,
+    }
+    error = ErrorFields
 
     def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True if the payload has `inputs` or `parameters`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import orjson
 from pydantic import Field
@@ -70,9 +70,16 @@ class ModelEntry(TypedDict):
     """A name of the model."""
 
     id: str
-    object: str
+    object: Literal["model"]
     created: int
     owned_by: str
+
+
+class ModelList(TypedDict):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
 
 
 class StreamOptions(RequestModel):

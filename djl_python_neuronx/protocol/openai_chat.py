@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import orjson
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -15,6 +15,7 @@ from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
+    ErrorBody,
     OpenAiParameters,
     Usage,
     answer_error,
@@ -266,6 +267,13 @@ class ChatProtocol:
     name = "openai_chat"
     shape = '{"messages": [{"role": "user", "content": "…"}]}'
     paths: tuple[str, ...] = ("/v1/chat/completions",)
+    requests: Mapping[str, Any] = {"application/json": ChatParameters}
+    answers: Mapping[str, Any] = {
+        "application/json": ChatCompletion,
+        "text/event-stream": Union[ChatCompletionChunk, ErrorBody],
+        "application/jsonlines": Union[ChatCompletionChunk, ErrorBody],
+    }
+    error = ErrorBody
 
     def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True if the payload has `messages`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
@@ -17,6 +17,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
+    ErrorBody,
     OpenAiParameters,
     Usage,
     answer_error,
@@ -129,6 +130,13 @@ class CompletionProtocol:
     name = "openai_completion"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/v1/completions",)
+    requests: Mapping[str, Any] = {"application/json": CompletionParameters}
+    answers: Mapping[str, Any] = {
+        "application/json": Completion,
+        "text/event-stream": Union[Completion, ErrorBody],
+        "application/jsonlines": Union[Completion, ErrorBody],
+    }
+    error = ErrorBody
 
     def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True if the payload has `prompt`."""

@@ -56,7 +56,7 @@ class Only:
         self, _schema: core_schema.CoreSchema, _handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """See pydantic."""
-        return {"enum": [self.neutral] if self.neutral is None else [self.neutral, None]}
+        return {"enum": [self.neutral]}
 
     def _check(self, value: object) -> object:
         same_type = isinstance(value, bool) == isinstance(self.neutral, bool)
@@ -70,6 +70,17 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+class _OneOrMore(BeforeValidator):
+    """A list, or one element in its place."""
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """See pydantic."""
+        several = handler(schema)
+        return {"anyOf": [several["items"], several]}
+
+
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
 Seconds = Annotated[
@@ -77,7 +88,7 @@ Seconds = Annotated[
 ]
 Strings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]],
-    BeforeValidator(_as_list),
+    _OneOrMore(_as_list),
     Field(
         max_length=MAX_STOP_STRINGS,
         description=(
@@ -88,21 +99,27 @@ Strings = Annotated[
 ]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]],
-    BeforeValidator(_as_list),
+    _OneOrMore(_as_list),
     Field(
         max_length=MAX_STOP_TOKEN_IDS,
         description=f"a token id (0 or more) or a list of at most {MAX_STOP_TOKEN_IDS} of them",
     ),
 ]
 # The values themselves are validated by `SamplingParams`.
-_Number = Annotated[Any, WithJsonSchema({"type": ["number", "null"]})]
-_Integer = Annotated[Any, WithJsonSchema({"type": ["integer", "null"]})]
+_Number = Annotated[Any, WithJsonSchema({"type": "number"})]
+_Integer = Annotated[Any, WithJsonSchema({"type": "integer"})]
+
+
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    for name in properties.keys() - required:
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
 
 
 class RequestModel(BaseModel):
     """An object of a request. Null means missing. The description of a field is what its error expects."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=_allow_nulls)
 
     @model_validator(mode="before")
     @classmethod

@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
@@ -32,10 +34,17 @@ from djl_python_neuronx.errors import (
     QueueFullError,
     ServingError,
 )
+from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.protocol import PROTOCOLS
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
-from djl_python_neuronx.protocol.openai import check_model, model_entry
+from djl_python_neuronx.protocol.openai import (
+    ModelEntry,
+    ModelList,
+    check_model,
+    model_entry,
+)
 from djl_python_neuronx.server.http import LimitedProtocol
+from djl_python_neuronx.server.openapi import answers, document
 from djl_python_neuronx.server.responses import (
     failure_response,
     generation_response,
@@ -52,6 +61,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -74,6 +84,24 @@ Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], Non
 """Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 
+class Health(TypedDict):
+    """The answer of `/ping`."""
+
+    status: str
+
+
+class Info(TypedDict):
+    """The answer of `/info`."""
+
+    model: str
+    max_model_len: int
+    longest_prompt: int
+    num_slots: int
+    sampling: dict[str, Any]
+    speculation: dict[str, Any] | None
+    chunked_prefill: bool
+
+
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
@@ -84,6 +112,8 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
+        self._document: bytes | None = None
+        """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
         self.stage = "starting"
@@ -128,6 +158,7 @@ class Application:
             raise BackendUnavailableError(str(error)) from error
         return self.service
 
+    @answers(Health)
     async def ping(self, _request: Request) -> Response:
         """200 if requests are served; 503 also while the engine is started again."""
         loop = self.ready().loop
@@ -136,6 +167,7 @@ class Application:
             raise BackendUnavailableError(msg)
         return JSONResponse({"status": "healthy"})
 
+    @answers(str, "text/plain")
     async def metrics(self, _request: Request) -> Response:
         """Prometheus metrics; empty until the model is loaded."""
         # On a thread: a millisecond of Python that tokens would wait for in the event loop.
@@ -143,11 +175,12 @@ class Application:
         body = b"" if metrics is None else await asyncio.to_thread(metrics.exposition)
         return Response(body, media_type="text/plain; version=0.0.4")
 
+    @answers(Info)
     async def info(self, _request: Request) -> Response:
         """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
         service = self.ready()
         spec = service.loop.spec
-        facts = {
+        facts: Info = {
             "model": self.model_names[0],
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -158,19 +191,39 @@ class Application:
         }
         return JSONResponse(facts)
 
+    @answers(dict[str, Any])
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document of the routes."""
+        if self._document is None:
+            routes = request.app.routes
+
+            def encode() -> bytes:
+                return orjson.dumps(
+                    document(routes, installed_versions([_PACKAGE]).get(_PACKAGE, "unknown"))
+                )
+
+            # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
+            self._document = await asyncio.to_thread(encode)
+        return Response(self._document, media_type="application/json")
+
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
         check_model(request.path_params["model"], self.model_names)
         return await self.invocations(request)
 
-    async def models(self, request: Request) -> Response:
-        """OpenAI's list of models, or one of them."""
+    @answers(ModelList)
+    async def models(self, _request: Request) -> Response:
+        """OpenAI's list of models: an entry for each name."""
         created = self.ready().loaded_s
-        if (name := request.path_params.get("model")) is not None:
-            check_model(name, self.model_names)
-            return JSONResponse(model_entry(name, created))
         entries = [model_entry(name, created) for name in self.model_names]
         return JSONResponse({"object": "list", "data": entries})
+
+    @answers(ModelEntry)
+    async def model(self, request: Request) -> Response:
+        """One of OpenAI's list of models."""
+        service, name = self.ready(), request.path_params["model"]
+        check_model(name, self.model_names)
+        return JSONResponse(model_entry(name, service.loaded_s))
 
     async def invocations(self, request: Request) -> Response:
         """Generate."""
@@ -278,10 +331,11 @@ def create_app(application: Application) -> Starlette:
             Route("/ping", application.ping, methods=["GET"]),
             Route("/metrics", application.metrics, methods=["GET"]),
             Route("/info", application.info, methods=["GET"]),
+            Route("/openapi.json", application.openapi, methods=["GET"]),
             Route("/invocations", application.invocations, methods=["POST"]),
             Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
             Route("/v1/models", application.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", application.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", application.model, methods=["GET"]),
             *(Route(path, application.invocations, methods=["POST"]) for path in paths),
         ],
         exception_handlers={

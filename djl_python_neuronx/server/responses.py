@@ -15,10 +15,15 @@ from starlette.responses import Response, StreamingResponse
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
-from djl_python_neuronx.errors import HttpError, RequestAbortedError, ServingError
+from djl_python_neuronx.errors import (
+    FormatterError,
+    HttpError,
+    RequestAbortedError,
+    ServingError,
+)
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import ParsedRequest
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ async def generation_response(
         raise ClientDisconnect
     delta, chunk = first
     headers, media_type = {"x-request-id": request_id}, parsed.formatter.content_type
-    if not generation.finished:
+    if not generation.finished and delta.error is None:
         return StreamingResponse(_stream(chunk, chunks), headers=headers, media_type=media_type)
     await chunks.aclose()
     if delta.error is not None:
@@ -54,7 +59,12 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
     watch = asyncio.create_task(_close_at_disconnect(request, parsed, generation))
     try:
         async for delta in generation:
-            chunk = parsed.formatter.feed(delta)
+            try:
+                chunk = await parsed.run(parsed.formatter.feed, delta)
+            except FormatterError as error:
+                delta = Delta(delta.request_id, "", (), FinishReason.ERROR, error)
+                yield delta, parsed.formatter.feed(delta)
+                return
             if chunk or generation.finished:
                 yield delta, chunk
     finally:

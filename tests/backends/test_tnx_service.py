@@ -33,6 +33,7 @@ from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
+from tests.test_speculation import assert_top_tokens  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
@@ -102,6 +103,8 @@ def test_known_answers_come_through_the_server(service: Service) -> None:
         assert status == (400 if device else 200)
     finally:
         server.close()
+    if not device:
+        assert_top_tokens(service, wanted[0]["prompt"])
 
 
 def test_a_degree_above_the_cores_is_refused_before_anything_is_compiled(

@@ -423,14 +423,6 @@ class TestStrictness:
         (problem,) = problems_of(None, folder(), {}, {"n_positions": "1," * 500_000})
         assert len(str(problem)) < 1000
 
-    def test_functions_of_a_model_py_are_listed_and_the_file_speaks(self, folder):
-        model_dir = folder("option.output_formatter=sse")
-        properties = as_djl_passes(model_dir, output_formatter=print, input_formatter=print)
-        resolved = resolve(properties, None, {})
-        assert resolved.options.output_formatter == "sse"
-        assert {"output_formatter", "input_formatter"} <= set(resolved.ignored)
-        assert "model.py" in resolved.ignored["output_formatter"]
-
     def test_all_problems_are_in_one_error(self, folder):
         model_dir = folder(
             "option.n_positions=many",

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests import hostile
-from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL
+from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL, write_model
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
@@ -204,3 +204,72 @@ def test_a_plain_batch_answers_each_row_in_its_place(served):
         check["completion"] for check in checks
     ]
     assert json.loads(bad.wait().content)["code"] == 400
+
+
+DICTS = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+
+@input_formatter
+def read(decoded_payload: dict, tokenizer=None, **kwargs) -> dict:
+    assert tokenizer.encode("1 2 3")
+    return {"inputs": decoded_payload.pop("question"), **decoded_payload}
+
+@output_formatter
+def write(response_data: dict) -> dict:
+    return {**response_data, "by": "model.py"}
+"""
+OBJECTS = """
+import json
+from djl_python import Input
+from djl_python.encode_decode import decode
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
+
+@input_formatter
+def read(input_item: Input, **kwargs) -> RequestInput:
+    fields = decode(input_item, input_item.get_property("Content-Type"))
+    made = TextInput()
+    made.input_text = fields["question"]
+    made.parameters = {**fields["parameters"], "stream": fields["stream"]}
+    return made
+
+@output_formatter
+def write(output: TextGenerationOutput) -> str:
+    sequence = output.sequences[output.best_sequence_index]
+    token, index, first, last = sequence.get_next_token()
+    text = "".join(token.text for token in sequence.tokens)
+    if not last and not output.input.parameters["stream"]:
+        return ""
+    return json.dumps({"generated_text": text, "by": "model.py", "first": first}) + "\\n"
+"""
+
+
+@pytest.mark.parametrize(("mode", "source"), [("rolling", OBJECTS), ("async", DICTS)])
+def test_formatters_of_a_model_py_run_around_the_model(mode, source, start_java, tmp_path):
+    """The older signatures as in the old engine, the newer ones as in the asynchronous one."""
+    (write_model(tmp_path, mode) / "model.py").write_text(source)
+    with start_java() as java:
+        java.load("formatted", tmp_path)
+        for stream in (False, True):
+            check_formatted(java, stream)
+
+
+def check_formatted(java, stream):
+    checks = CHECKS[:4]
+    bodies = []
+    for check in checks:
+        fields = body(check["prompt"], check["max_new_tokens"], stream=stream)
+        bodies.append({"question": fields.pop("inputs"), **fields})
+    good = java.submit("formatted", *bodies[:2])
+    (bad,) = java.submit("formatted", {"query": COUNT})
+    good += java.submit("formatted", *bodies[2:])
+    assert [generated(answer) for answer in good] == [check["completion"] for check in checks]
+    for answer in good:
+        lines = [json.loads(line) for line in answer.content.splitlines()]
+        assert all(line["by"] == "model.py" for line in lines)
+        assert (len(lines) > 1) == stream
+    assert bad.wait().status == 424
+    error = json.loads(bad.content)["error"]
+    assert "input_formatter of model.py failed (KeyError)" in error

@@ -180,6 +180,18 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, laptop):
         (tmp_path / name).unlink()
 
 
+def test_code_of_the_folder_is_reported_and_not_run(tmp_path, laptop):
+    folder(tmp_path, "option.model_loader=cpu\n")
+    code = "raise SystemExit  # from djl_python.output_formatter import output_formatter"
+    (tmp_path / "model.py").write_text(code)
+    (tmp_path / "requirements.txt").write_text("no-such-package")
+    report = run(tmp_path, trust_remote_code="true")
+    words = ("model.py has an output_formatter", "no-such-package")
+    for word in words:
+        assert any(word in problem for problem in report.findings.messages("warning"))
+        assert word in printed(report)
+
+
 def test_a_tokenizer_is_what_is_loaded_as_one():
     assert prepare_module.has_vocabulary is tokenizer.has_vocabulary
     whole = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.neuron_machine import TINY
+
 pytest_plugins = ["tests.neuron_fixtures"]
 
 ROOT = Path(__file__).parents[2]
@@ -46,19 +48,41 @@ def test_the_front_imports_no_torch(machine, options, backend):
 
 SERVED = """
 import sys
-from tests.neuron_machine import TINY
+from pathlib import Path
 from djl_python_neuronx.service import Service
 options = {"model_loader": "cpu", "n_positions": "64", "engine_process": sys.argv[1]}
-Service.load(None, TINY, overrides=options).close()
+service = Service.load(None, Path(sys.argv[2]), overrides=options)
 print("torch" in sys.modules)
+try:
+    print(service.parse(b'{"question": "1 2 3"}').request.prompt_ids == service.tokenizer.encode("1 2 3"))
+except ValueError as error:
+    print("expected inputs" if "question" in str(error) else error)
+service.close()
 """
 
 
-@pytest.mark.parametrize(("engine_process", "has_torch"), [("true", "False"), ("false", "True")])
-def test_the_process_that_runs_the_model_has_torch(machine, engine_process, has_torch):
+QUESTION = """
+from djl_python.input_parser import input_formatter
+@input_formatter
+def read(payload, tokenizer=None):
+    return {"inputs": payload["question"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine_process", "has_torch", "trusts", "parsed"),
+    [("true", "False", "true", "True"), ("false", "True", "false", "expected inputs")],
+)
+def test_the_process_that_runs_the_model_has_torch(
+    machine, tmp_path, engine_process, has_torch, trusts, parsed
+):
+    """The front has the functions of `model.py`, if the folder's code is trusted."""
     pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "model.py").write_text(QUESTION)
+    settings = f"option.model_id={TINY}\noption.trust_remote_code={trusts}\n"
+    (tmp_path / "serving.properties").write_text(settings)
     ran = subprocess.run(
-        [sys.executable, "-c", SERVED, engine_process],
+        [sys.executable, "-c", SERVED, engine_process, tmp_path],
         cwd=ROOT, env=machine.environ, stdout=subprocess.PIPE, text=True, check=True, timeout=120,
     )  # fmt: skip
-    assert ran.stdout.split() == [has_torch]
+    assert ran.stdout.splitlines() == [has_torch, parsed]

@@ -378,6 +378,8 @@ class _Broken:
 class _Breaking:
     """A service whose answers for one prompt cannot be written."""
 
+    custom = None
+
     def __init__(self, service):
         self._service, self.loop = service, service.loop
 

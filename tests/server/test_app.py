@@ -331,10 +331,11 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     missing = http.post(server.url + "/predictions/other", json=body([5]))
     assert missing.status_code == 404
     assert "'toy'" in missing.json()["error"]
-    routes = "GET /ping, GET /metrics, GET /info, POST /invocations, POST /predictions/{model}"
     wrong = http.get(server.url + "/invocations")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"] == f"no route 'GET /invocations'; expected {routes}"
+    says, _, routes = wrong.json()["error"].partition("; expected ")
+    assert says == "no route 'GET /invocations'"
+    assert {"GET /ping", "POST /invocations", "POST /predictions/{model}"} <= {*routes.split(", ")}
     for path in ("/nothing", "/v1/completions", "/predictions", "/" + "x" * 9999):
         found = http.post(server.url + path, json=body([5]))
         assert (found.status_code, found.json()["code"], len(found.content) < 500) == (

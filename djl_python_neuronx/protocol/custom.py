@@ -1,0 +1,268 @@
+"""Formatters of a model folder's `model.py`: the operator's own functions around the wire protocols.
+
+The input formatter changes the payload of a request, the output formatter its answer. What they get follows from their
+signatures (docs/protocols.md). DJL Serving's engine imports `model.py` and passes the functions with its first call; in
+the embedded server `load` imports it. As under DJL Serving they are called one at a time, but never in an event loop.
+
+Source: djl-serving 0.29 to 0.36, python_sync_engine.py, input_parser.py, output_formatter.py, request.py,
+custom_formatter_handling.py, vllm_async_service.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import orjson
+
+from djl_python_neuronx.config import own_code
+from djl_python_neuronx.config.own_code import KINDS, READS, WRITES
+from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    FormatterError,
+    ServingError,
+    UnsupportedParameterError,
+)
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.types import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "djl_neuronx_model_py"
+_DOCUMENT = re.compile(rb"(?m)^(data: ?)?(\{.*\}|\[\{.*\}\])$")
+"""An object of JSON, or a list of them: a whole answer, a line, or the data of an event."""
+
+_Function = Callable[..., Any]
+_T = TypeVar("_T")
+
+
+class CustomFormatters:
+    """The functions of one model."""
+
+    def __init__(self, functions: Mapping[str, _Function], tokenizer: Tokenizer) -> None:
+        """`functions`: one or both of `KINDS`."""
+        self._read, self._write = map(functions.get, KINDS)
+        self.thread = ThreadPoolExecutor(1, "djl-neuronx-model-py")
+        self._reads_item = _types(self._read)[:1] == ["Input"]
+        taken = _types(self._write)
+        self._writes_tokens = len(taken) >= 6 or taken[:1] in (
+            ["RequestOutput"],
+            ["TextGenerationOutput"],
+        )
+        # A copy, because padding and truncation are a state of the tokenizer.
+        self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
+
+    def read(
+        self, body: bytes, context: ParseContext, decode: Callable[[], Any]
+    ) -> tuple[Any, Any]:
+        """The payload of a body, and DJL's `RequestInput` if that is what the input formatter makes.
+
+        `decode` gives the payload that the client has sent.
+
+        Raises:
+            RequestError: from `decode`.
+            FormatterError: the input formatter failed.
+        """
+        if self._read is None:
+            return decode(), None
+        if self._reads_item:
+            from djl_python import Input
+
+            given = Input()
+            given.properties.update(context.headers)
+            given.content.add("data", bytearray(body))
+        else:
+            given = decode()
+        read = partial(self._read, given, tokenizer=self._tokenizer)
+        label = context.client_id or context.request_id
+        return _guarded(READS, label, lambda: _payload(read()))
+
+    def wrap(
+        self,
+        parsed: ParsedRequest,
+        context: ParseContext,
+        payload: Mapping[str, Any],
+        made: Any,  # noqa: ANN401
+    ) -> ParsedRequest:
+        """The request with the output formatter around the protocol's. `payload` and `made` are from `read`.
+
+        Raises:
+            UnsupportedParameterError: the answer has several sequences, and the output formatter takes tokens of one.
+        """
+        if self._write is None:
+            return parsed
+        if not self._writes_tokens:
+            return replace(parsed, formatter=_Documents(parsed, self._write), thread=self.thread)
+        if len(parsed.requests) > 1:
+            msg = (
+                f"the request has {len(parsed.requests)} sequences, and the output formatter of model.py takes the "
+                "tokens of one; send one request for each"
+            )
+            raise UnsupportedParameterError(msg)
+        request = replace(parsed.request, logprobs=context.has_logprobs)
+        formatter = _Tokens(parsed, self._write, made or _request_input(payload))
+        return replace(parsed, requests=[request], formatter=formatter, thread=self.thread)
+
+
+class _Documents:
+    """An output formatter that takes each object of the protocol's answer: the whole, or one of a stream."""
+
+    def __init__(self, parsed: ParsedRequest, write: _Function) -> None:
+        self.content_type = parsed.formatter.content_type
+        self._parsed, self._write = parsed, write
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`. An error has the protocol's own shape."""
+        sent = self._parsed.formatter.feed(delta)
+        if delta.error is not None:
+            return sent
+        write_all = partial(_DOCUMENT.sub, self._write_match, sent)
+        return _guarded(WRITES, self._parsed.request.label, write_all)
+
+    def _write_match(self, match: re.Match[bytes]) -> bytes:
+        content = orjson.loads(match[2])
+        if isinstance(content, dict):
+            return (match[1] or b"") + _encoded(self._write(content))
+        return b"[" + b",".join([_encoded(self._write(each)) for each in content]) + b"]"
+
+
+class _Tokens:
+    """An output formatter that takes each token: in DJL's `RequestOutput`, or as the first of six arguments."""
+
+    content_type = "text/plain; charset=utf-8"
+
+    def __init__(self, parsed: ParsedRequest, write: _Function, made: Any) -> None:  # noqa: ANN401
+        from djl_python.request import Request
+
+        made.request_id, made.output_formatter = parsed.request.request_id, write
+        self._parsed, self._request = parsed, Request(made)
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`. An error has the protocol's own shape."""
+        if delta.error is not None:
+            return self._parsed.formatter.feed(delta)
+        return _guarded(WRITES, self._parsed.request.label, partial(self._write_all, delta))
+
+    def _write_all(self, delta: Delta) -> bytes:
+        from djl_python.request_io import Token as DjlToken
+
+        texts, tokens = [], delta.tokens
+        if delta.finished and not tokens:
+            tokens = (Token(-1, delta.text, None, True),)
+        for i, token in enumerate(tokens, 1):
+            last = delta.finish_reason if i == len(tokens) else None
+            reason = None if last is None else last.value
+            self._request.set_next_token(DjlToken(*token[:4]), last is not None, reason)
+            texts.append(_encoded(self._request.get_next_token()))
+            self._request.reset_next_token()
+        return b"".join(texts)
+
+
+def load(folder: Path) -> dict[str, _Function]:
+    """Import `model.py` of a folder whose code is trusted, if it names a decorator. Returns its functions by kind.
+
+    Raises:
+        ArtifactError: it cannot be read or imported.
+    """
+    path = folder / own_code.FILE_NAME
+    try:
+        if not own_code.formatters(folder):
+            return {}
+        sys.path.append(str(folder))  # as under DJL Serving: it may import what lies beside it
+        if importlib.util.find_spec("djl_python") is None:
+            _stand_in()
+        module = sys.modules[_MODULE] = ModuleType(_MODULE)
+        SourceFileLoader(_MODULE, str(path)).exec_module(module)
+    except Exception as error:
+        msg = (
+            f"{path} cannot be imported ({type(error).__name__}: {error}). Outside DJL Serving djl_python has the two "
+            "decorators only; for its classes add the folder engines/python/setup of djl-serving to PYTHONPATH"
+        )
+        raise ArtifactError(msg) from error
+    found = list(filter(callable, vars(module).values()))
+    return {kind: one for kind in KINDS for one in found if getattr(one, f"is_{kind}", 0) is True}
+
+
+def _stand_in() -> None:
+    """Stand in for `djl_python`, which is on no registry, with its two decorators."""
+    sys.modules["djl_python"] = ModuleType("djl_python")
+    for place, kind in zip(("input_parser", "output_formatter"), KINDS, strict=True):
+        module = sys.modules[f"djl_python.{place}"] = ModuleType(f"djl_python.{place}")
+        setattr(module, kind, partial(_mark, f"is_{kind}"))
+
+
+def _mark(name: str, function: _Function) -> _Function:
+    setattr(function, name, True)
+    return function
+
+
+def _request_input(payload: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """DJL's `RequestInput` of a payload that no input formatter has made one of."""
+    from djl_python.request_io import TextInput
+
+    parameters = {**payload, **(payload.get("parameters") or {})}
+    return TextInput(input_text=payload.get("inputs"), parameters=parameters)
+
+
+def _types(function: _Function | None) -> list[str]:
+    """The names of the types of a function's parameters."""
+    parameters = [] if function is None else inspect.signature(function).parameters.values()
+    return [getattr(one.annotation, "__name__", str(one.annotation)) for one in parameters]
+
+
+def _payload(made: Any) -> tuple[dict[str, Any], Any]:  # noqa: ANN401
+    """The payload that an input formatter has returned, as plain JSON, and its `RequestInput` if that is what it is."""
+    if isinstance(made, dict):
+        return orjson.loads(orjson.dumps(made)), None
+    if not hasattr(made, "input_text"):
+        raise _wrong_type(READS, made)
+    fields = {"inputs": made.input_text, "parameters": made.parameters}
+    return orjson.loads(orjson.dumps(fields)), made
+
+
+def _encoded(made: object) -> bytes:
+    """What an output formatter has returned, in UTF-8."""
+    if isinstance(made, (str, bytes)):
+        return made.encode() if isinstance(made, str) else made.decode().encode()
+    if not isinstance(made, dict):
+        raise _wrong_type(WRITES, made)
+    return orjson.dumps(made)
+
+
+def _wrong_type(kind: str, made: object) -> FormatterError:
+    msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
+    return FormatterError(msg)
+
+
+def _guarded(kind: str, label: str, call: Callable[[], _T]) -> _T:
+    """Call a function of `model.py`. Whatever it raises becomes an error of this one request.
+
+    Raises:
+        ServingError: the function raised it.
+        FormatterError: it raised anything else.
+    """
+    try:
+        return call()
+    except (ServingError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  (sys.exit() would end the process)
+        name = type(error).__name__
+        places = "".join(traceback.format_tb(error.__traceback__))
+    # Without the message, and outside the except clause: it may quote the prompt.
+    logger.error("formatter_failed kind=%s request_id=%s error=%s\n%s", kind, label, name, places)
+    msg = f"the {kind} of model.py failed ({name}); the server's log says where"
+    raise FormatterError(msg)
