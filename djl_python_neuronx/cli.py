@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeAlias
 
-from djl_python_neuronx.config.sources import MODEL_DIR, environment
+from djl_python_neuronx.config.sources import API_KEYS, MODEL_DIR, environment, taken
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.telemetry import setup_logging
 
@@ -107,6 +107,14 @@ def _add_serve(commands: Commands) -> None:
         help="seconds that running requests have to end at shutdown (default %(default)g); the process ends at most 2 "
         "seconds later, within the 30 of SageMaker and Kubernetes",
     )
+    tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
+    for flag, metavar, text in (
+        ("certfile", "FILE", "certificate; with it the server speaks TLS"),
+        ("keyfile", "FILE", "key of the certificate, if in a file of its own"),
+        ("keyfile-password", "TEXT", "password of the key"),
+        ("ca-certs", "FILE", "authorities; clients must show a certificate of theirs"),
+    ):
+        tls.add_argument(f"--ssl-{flag}", metavar=metavar, help=text)
     _add_options(command)
     _complete(command, _serve, log_level="info")
 
@@ -209,12 +217,21 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.config.findings import Problems
         from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.server.app import serve
+        from djl_python_neuronx.server.http import tls_context
+        from djl_python_neuronx.server.keys import read_keys
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
             raise  # a bug of this package: no installation helps
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
 
+    tls = tls_context(
+        arguments.ssl_certfile,
+        arguments.ssl_keyfile,
+        arguments.ssl_keyfile_password,
+        arguments.ssl_ca_certs,
+    )
+    variable = taken(API_KEYS)
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}
 
@@ -239,6 +256,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=port,
         drain_s=arguments.drain,
+        tls=tls,
+        api_keys=read_keys(options.api_key_file, variable),
     )
 
 

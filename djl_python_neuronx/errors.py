@@ -19,6 +19,7 @@
   + RequestError(ValueError)            400
     - UnknownModelError                 404
     - UnsupportedParameterError         400
+    - UnauthorizedError                 401
     - PromptTooLongError                413
     - BodyTooLargeError                 413
     - QueueFullError                    503
@@ -222,6 +223,10 @@ class UnknownModelError(RequestError, status=404, code="model_not_found"):
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A parameter that is unknown, or not supported by this deployment."""
+
+
+class UnauthorizedError(RequestError, status=401, code="invalid_api_key"):
+    """A request without a valid API key."""
 
 
 class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):

@@ -179,10 +179,18 @@ def log_load_failure(error: BaseException) -> ServingError:
     return failure
 
 
+class _Format(logging.Formatter):
+    """Time, level and logger before each message, except for one with the attribute `bare`: a whole line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return record.getMessage() if hasattr(record, "bare") else super().format(record)
+
+
 def setup_logging(level: str = "INFO") -> None:
     """Log one line per event to stderr. For processes of our own: not under DJL's engine, which has its own."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s %(message)s"))
     package = logging.getLogger("djl_python_neuronx")
     package.handlers = [handler]
     package.setLevel(level)

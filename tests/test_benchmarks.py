@@ -33,7 +33,7 @@ def test_a_benchmark_starts(script):
     if "import torch" in script.read_text():
         pytest.importorskip("torch", reason="needs the `cpu` extra")
     ran = subprocess.run(
-        [sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script, "--help"], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
 

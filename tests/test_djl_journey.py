@@ -58,9 +58,10 @@ def test_what_is_not_lost_is_right(tmp_path, checks):
                 )
                 for i in range(NUM_LOST // NUM_RESETS)
             ]
-            assert victims[0].result().started.wait(PATIENCE_S)
+            begun = [victim.result() for victim in victims]
+            assert begun[0].started.wait(PATIENCE_S)
             peer.spoil_next_reply = True
-            num_lost += sum(is_lost(victim.result()) for victim in victims)
+            num_lost += sum(map(is_lost, begun))
             kept = [next(checks) for _ in range(NUM_KEPT // NUM_RESETS)]
             answers = clients.map(
                 lambda pair: send(peer, pair[1], stream=pair[0] % 2 == 0), enumerate(kept)

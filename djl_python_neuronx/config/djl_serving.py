@@ -107,6 +107,12 @@ def findings(
     yield from _batches(java, planned)
     if inputs.properties is not None:
         yield from _inside(inputs.properties, written, planned)
+        if sources.API_KEYS in inputs.environ or planned.api_key_file is not None:
+            problem = (
+                "DJL Serving answers the clients and checks no API keys; have a gateway in front of it check them, "
+                f"and unset {sources.API_KEYS} and option.api_key_file"
+            )
+            yield Finding((), problem)
     elif is_for_djl(written):
         yield from _ahead(inputs, java, written, planned)
     else:

@@ -25,6 +25,7 @@ from djl_python_neuronx.config.values import (
     COUNT,
     POSITIONS,
     SAME,
+    Address,
     Allowed,
     Amount,
     AutoDtype,
@@ -34,6 +35,7 @@ from djl_python_neuronx.config.values import (
     Dtype,
     EightBits,
     Hyphenated,
+    LocalPath,
     Location,
     Lower,
     ModelSource,
@@ -43,7 +45,9 @@ from djl_python_neuronx.config.values import (
     Option,
     OptionGroup,
     Order,
+    Origins,
     Plain,
+    Port,
     Positions,
     Positive,
     Seconds,
@@ -63,6 +67,7 @@ MAX_ROWS = 999
 _STORED: Final[Mapping[str, Literal["int8", "fp8"]]] = {"static_int8": "int8", "static_fp8": "fp8"}
 
 
+_OPERATOR = Option(operator=True, output="local")
 _TNX = Option(to={"tnx": SAME})
 _TNX_TUNING = Option(to={"tnx": SAME}, tunes=True)
 _Tuning = Annotated[bool | None, _TNX_TUNING]
@@ -333,6 +338,26 @@ class LimitOptions(OptionGroup):
     max_connections: Annotated[Count, Option()] = 4096
     """Connections at once; the next 64 get 503, and any more are closed without an answer. It is lower if the hard
     limit of open files (`ulimit -Hn`) does not allow as many. Embedded server only."""
+
+
+class ServerOptions(OptionGroup):
+    """The embedded server."""
+
+    api_key_file: Annotated[LocalPath | None, _OPERATOR] = None
+    """File with API keys, one in each line; empty lines and lines that begin with `#` are skipped. Every request needs
+    one of them as `Authorization: Bearer <key>` or `x-api-key: <key>`, except `/ping` and `/health`; others get 401.
+    The variable `DJL_NEURONX_API_KEY` has further keys, separated by commas. Both are read once, at the start. A
+    relative path begins at the working directory. An error under DJL Serving, which checks no keys."""
+    cors_allow_origins: Annotated[Origins | None, _OPERATOR] = None
+    """Web sites whose pages may use the server: CORS headers are sent to them. Default: none."""
+    access_log: Annotated[Literal["text", "json", "off"], Lower, Option()] = "text"
+    """One line of the log for each request, when its answer ends (docs/protocols.md); `json`: as a JSON object.
+    Successful requests of `/ping`, `/health` and `/metrics` are left out."""
+    admin_port: Annotated[Port | None, _OPERATOR] = None
+    """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
+    `/info` are then 404 on the first port."""
+    admin_host: Annotated[Address | None, _OPERATOR] = None
+    """Address to listen on for `admin_port`. Default: that of the first port."""
 
 
 class GraphOptions(OptionGroup):
@@ -668,6 +693,7 @@ class ServingOptions(
     GeneralOptions,
     BatchingOptions,
     LimitOptions,
+    ServerOptions,
     GraphOptions,
     PrecisionOptions,
     SpeculationOptions,

@@ -269,6 +269,10 @@ class _Reader:
             self._refuse(
                 setting, "nothing: it is set by the server; name a model with option.model_id"
             )
+        if option(name).operator and not setting.by_operator:
+            places = f"-o {name}=… or OPTION_{name.upper()}"
+            self._refuse(setting, f"it in {places} only: it is not for a model folder to decide")
+            return
         other, other_value = self._firsts.setdefault((setting.source, name), (setting, value))
         winner, winning = self.chosen.setdefault(name, (setting, value))
         if _contradicts(name, (other, other_value), (setting, value)):

@@ -31,6 +31,8 @@ MODEL_DIR = Path("/opt/ml/model")
 DJL = "DJL"
 """Source of everything that DJL Serving passes, and origin of what it adds itself."""
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
+API_KEYS = "DJL_NEURONX_API_KEY"
+"""Variable with API keys of the embedded server, separated by commas."""
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 
 SAGEMAKER: Final[Mapping[str, str]] = {
@@ -133,6 +135,11 @@ Source: TypeAlias = Callable[[Inputs, Sequence[Setting]], Sequence[Setting]]
 def environment() -> dict[str, str]:
     """A copy of the process environment. All other code gets the variables as an argument."""
     return dict(os.environ)
+
+
+def taken(variable: str) -> str | None:
+    """The value of a variable with a secret, which is removed: processes that are started later do not get it."""
+    return os.environ.pop(variable, None)
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:

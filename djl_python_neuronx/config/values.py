@@ -62,6 +62,7 @@ _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", 
 _INT8 = frozenset({"int8", "static_int8", "s8"})
 # With one slash too: a typing error, not a folder.
 _URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^\s/?#@*]+)$"
 _BUCKET = re.compile(r"//[^/]")
 _FP8 = frozenset(
     {"fp8", "static_fp8", "f8e4m3", "f8e4m3fn", "fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"}
@@ -137,6 +138,8 @@ class Option:
     sets it."""
     unused: str = ""
     """Why serving ignores the option; empty if it does not."""
+    operator: bool = False
+    """Only the command line and the environment may set it, not a model folder, which may be a stranger's."""
     djl: Djl = Djl()
 
     def shapes_graphs(self, backend: str) -> bool:
@@ -430,6 +433,18 @@ Buckets = Annotated[
 TokenBuckets = Annotated[tuple[Positions, ...], _Filled, AfterValidator(_ascending)]
 OneOrList = BeforeValidator(_one_or_list)
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
+Address = Annotated[
+    str,
+    StringConstraints(strip_whitespace=True, min_length=1),
+    Allowed("a host name or IP address"),
+]
+Port = Annotated[int, Field(ge=1, le=65535), Allowed("a port from 1 to 65535")]
+Origins = Annotated[
+    tuple[Annotated[str, StringConstraints(to_lower=True, pattern=_ORIGIN)], ...],
+    _Filled,
+    _Split,
+    Allowed('origins such as "https://app.example.com,http://localhost:3000", or "*" for any'),
+]
 Words = Annotated[
     tuple[_Name, ...], _Filled, _Split, Allowed('names such as "lm_head,embed_tokens"')
 ]

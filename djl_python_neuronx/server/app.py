@@ -10,9 +10,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,9 +23,11 @@ import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -43,7 +47,8 @@ from djl_python_neuronx.protocol.openai import (
     check_model,
     model_entry,
 )
-from djl_python_neuronx.server.http import LimitedProtocol
+from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
+from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.openapi import answers, document
 from djl_python_neuronx.server.responses import (
     failure_response,
@@ -61,6 +66,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADMIN_PATHS = frozenset({"/info", "/metrics"})
+"""Paths that `option.admin_port` moves to the second port."""
+RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
+"""Connections of the second port, for which there is room when the first one has all that are allowed."""
 _PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
@@ -271,13 +280,37 @@ class Application:
 class Server(uvicorn.Server):
     """Closes the engine loop while connections are open, so that every request gets a response."""
 
-    def __init__(self, application: Application, host: str, port: int, drain_s: float) -> None:
+    def __init__(
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        drain_s: float,
+        *,
+        tls: ssl.SSLContext | None = None,
+        api_keys: Sequence[bytes] = (),
+    ) -> None:
+        """Configure the ports. `api_keys`: digests, see `keys.read_keys`; none: all requests are served."""
+        options = application.options
+        moved = ADMIN_PATHS if options.admin_port else ()
+        app: ASGIApp = create_app(application, lambda path: path not in moved)
+        if api_keys:
+            app = KeyCheck(app, api_keys)
+        if options.cors_allow_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=options.cors_allow_origins,
+                allow_headers=["*"],
+                allow_methods=["GET", "POST"],
+                expose_headers=["retry-after", "x-request-id"],
+            )
         config = uvicorn.Config(
-            create_app(application),
+            app,
             host=host,
             port=port,
-            # The same one whatever is installed.
-            http=partial(LimitedProtocol, lambda: application.options),  # type: ignore[arg-type]
+            # The same ones whatever is installed.
+            http=partial(LimitedProtocol, lambda: application.options, tls),  # type: ignore[arg-type]
+            loop="asyncio",
             ws="none",
             lifespan="off",
             proxy_headers=False,
@@ -305,6 +338,30 @@ class Server(uvicorn.Server):
             last.daemon = True
             last.start()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, also on `option.admin_port`. Ends the process if it cannot."""
+        await super().startup(sockets)
+        options = self._application.options
+        if options.admin_port is None:
+            return
+        config = copy(self.config)
+        config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
+        make_protocol: Any = self.config.http_protocol_class  # of uvicorn, which calls it like this
+        protocol = partial(
+            make_protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state={},
+            num_reserved=RESERVED_CONNECTIONS,
+        )
+        host, port = options.admin_host or config.host, options.admin_port
+        try:
+            server = await asyncio.get_running_loop().create_server(protocol, host, port)
+        except OSError as error:
+            logger.error("option.admin_port=%d: %s; set another one", port, error)  # noqa: TRY400
+            raise SystemExit(1) from error
+        self.servers.append(server)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         ending = asyncio.create_task(super().shutdown(sockets))
@@ -323,21 +380,24 @@ class Server(uvicorn.Server):
         os._exit(1 if self._application.failure is not None else 0)
 
 
-def create_app(application: Application) -> Starlette:
-    """The ASGI app for the application's routes."""
+def create_app(
+    application: Application, has: Callable[[str], bool] = lambda _path: True
+) -> Starlette:
+    """The ASGI app for those of the application's routes whose path `has` accepts."""
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
+    routes = [
+        Route("/ping", application.ping, methods=["GET"]),
+        Route("/metrics", application.metrics, methods=["GET"]),
+        Route("/info", application.info, methods=["GET"]),
+        Route("/openapi.json", application.openapi, methods=["GET"]),
+        Route("/invocations", application.invocations, methods=["POST"]),
+        Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
+        Route("/v1/models", application.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", application.model, methods=["GET"]),
+        *(Route(path, application.invocations, methods=["POST"]) for path in paths),
+    ]
     app = Starlette(
-        routes=[
-            Route("/ping", application.ping, methods=["GET"]),
-            Route("/metrics", application.metrics, methods=["GET"]),
-            Route("/info", application.info, methods=["GET"]),
-            Route("/openapi.json", application.openapi, methods=["GET"]),
-            Route("/invocations", application.invocations, methods=["POST"]),
-            Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
-            Route("/v1/models", application.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", application.model, methods=["GET"]),
-            *(Route(path, application.invocations, methods=["POST"]) for path in paths),
-        ],
+        routes=[route for route in routes if has(route.path)],
         exception_handlers={
             ServingError: on_serving_error,
             ClientDisconnect: on_client_disconnect,
@@ -351,21 +411,30 @@ def create_app(application: Application) -> Starlette:
 
 
 def serve(
-    load: Load, *, folder_name: str, options: ServingOptions, host: str, port: int, drain_s: float
+    load: Load,
+    *,
+    folder_name: str,
+    options: ServingOptions,
+    host: str,
+    port: int,
+    drain_s: float,
+    tls: ssl.SSLContext | None = None,
+    api_keys: Sequence[bytes] = (),
 ) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load.
 
     `options` hold until the model is loaded.
     """
     application = Application(folder_name, options)
-    server = Server(application, host, port, drain_s)
+    server = Server(application, host, port, drain_s, tls=tls, api_keys=api_keys)
     application.stop = server.stop
 
     def load_model() -> None:
         application.load(load)
         if application.failure is None:
             name = application.model_names[0]
-            logger.info("ready url=http://%s:%d/invocations model=%s", host, port, name)
+            scheme = "http" if tls is None else "https"
+            logger.info("ready url=%s://%s:%d/invocations model=%s", scheme, host, port, name)
 
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)

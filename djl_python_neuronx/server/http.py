@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of the embedded server: uvicorn's protocol with limits of time and size, and errors in JSON.
+"""HTTP/1.1 connections of the embedded server: uvicorn's protocol with TLS, limits, errors in JSON and an access log.
 
 uvicorn limits neither how slowly a client sends and reads nor the number of connections, and answers invalid HTTP in
 plain text. The options are read at each use: those in a folder that is fetched are known only after the load.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import ssl
 import sys
+import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from fcntl import ioctl
 from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 from termios import TIOCOUTQ
 from typing import Any
 
@@ -24,7 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
+    ConfigError,
     QueueFullError,
+    RequestAbortedError,
     RequestTimeoutError,
     ServingError,
 )
@@ -42,6 +48,14 @@ LINGER_S = 2.0
 reset the connection, and the client may lose the answer."""
 SPARE_CONNECTIONS = 64
 """Connections above the limit that are answered with 503; any more are closed without an answer."""
+TLS_BUFFER_BYTES = 64 * 1024
+"""Most unread bytes that wait for a client before its answer pauses, as without TLS; asyncio's own limit is 512 KiB."""
+PROBES = frozenset({"/ping", "/health"})
+"""Paths that need no API key."""
+_QUIET = PROBES | {"/metrics"}
+"""Paths of successful requests that are not logged."""
+MAX_PATH = 256
+"""Characters of a path in the log."""
 OTHER_DESCRIPTORS = 256
 """Descriptors that the process has besides connections: files, the engine, listening sockets."""
 
@@ -74,6 +88,35 @@ def allowed_connections(wanted: int) -> int:
     return possible
 
 
+def tls_context(
+    certfile: str | None, keyfile: str | None, password: str | None, ca_certs: str | None
+) -> ssl.SSLContext | None:
+    """The certificate of TLS connections; None without any argument. With `ca_certs` clients must show one of theirs.
+
+    Raises:
+        ConfigError: a file cannot be read or is not what its flag is for, or the certificate is missing.
+    """
+    if {certfile, keyfile, password, ca_certs} == {None}:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        for file in (certfile or "", keyfile, ca_certs):
+            if file is not None:
+                Path(file).read_bytes()  # the errors of ssl name no file
+        # Without a password OpenSSL would wait for one from the terminal.
+        context.load_cert_chain(certfile or "", keyfile, password or "")
+        if ca_certs is not None:
+            context.load_verify_locations(ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:
+        msg = (
+            f"TLS with --ssl-certfile={certfile} --ssl-keyfile={keyfile} --ssl-ca-certs={ca_certs}: {error}; expected "
+            "files in PEM format, the key of the first certificate, and --ssl-keyfile-password if it has one"
+        )
+        raise ConfigError(msg) from error
+    return context
+
+
 class _Connection(h11.Connection):
     """h11's parser. It also refuses what a proxy in front may read in another way, and what takes too long to parse.
 
@@ -83,6 +126,9 @@ class _Connection(h11.Connection):
     def __init__(self, on_invalid: Callable[[h11.RemoteProtocolError], None]) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._on_invalid = on_invalid
+        self.access: dict[str, Any] | None = None
+        """What the access log says of the request that is read or answered."""
+        self.started_s = 0.0
         self._num_parts = self._num_bytes = 0
 
     def next_event(self) -> Any:  # noqa: ANN401
@@ -93,6 +139,8 @@ class _Connection(h11.Connection):
         try:
             event = super().next_event()
             if type(event) is h11.Request:
+                path = event.target.partition(b"?")[0][:MAX_PATH]
+                self.open_access(event.method.decode(), path.decode())
                 self._check_head(event)
             elif type(event) is h11.Data:
                 self._check_part(len(event.data))
@@ -106,7 +154,33 @@ class _Connection(h11.Connection):
         if type(event) is h11.Response and self.their_state is h11.SEND_BODY:
             headers, status = [*event.headers, (b"connection", b"close")], event.status_code
             event = h11.Response(status_code=status, headers=headers, reason=event.reason)
-        return super().send(event)
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            request_id = dict(event.headers).get(b"x-request-id", b"-").decode()
+            self.note_access(event.status_code, request_id)
+        if self.access is not None:
+            self.access["bytes"] += len(sent or b"")
+        return sent
+
+    def open_access(self, method: str = "-", path: str = "-") -> None:
+        """Begin the entry of a request in the access log, or of bytes that are none."""
+        self.started_s = time.monotonic()
+        self.access = {"method": method, "path": path, "status": RequestAbortedError.status}
+        self.access |= {"bytes": 0, "first_byte_ms": None, "request_id": "-"}
+
+    def note_access(self, status: int, request_id: str = "-") -> None:
+        """Note the beginning of the answer."""
+        if self.access is not None:
+            first_byte_ms = self.num_ms()
+            self.access |= {
+                "status": status,
+                "first_byte_ms": first_byte_ms,
+                "request_id": request_id,
+            }
+
+    def num_ms(self) -> float:
+        """Milliseconds since the end of the request's head."""
+        return round((time.monotonic() - self.started_s) * 1000, 1)
 
     def _check_head(self, request: h11.Request) -> None:
         self._num_parts = self._num_bytes = 0
@@ -152,15 +226,35 @@ class _Transport:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. `options` gives the limits."""
+    """One connection."""
 
-    def __init__(self, options: Callable[[], ServingOptions], **arguments: Any) -> None:  # noqa: ANN401
-        """`arguments`: uvicorn's."""
+    def __init__(
+        self,
+        options: Callable[[], ServingOptions],
+        tls: ssl.SSLContext | None = None,
+        num_reserved: int = 0,
+        **arguments: Any,  # noqa: ANN401
+    ) -> None:
+        """Take the connection's limits from `options`.
+
+        Args:
+            options: the options that hold now.
+            tls: with it the connection begins with TLS.
+            num_reserved: connections above the limit that this port may have.
+            arguments: uvicorn's.
+        """
         super().__init__(**arguments)
+        self.conn: _Connection
         self._options = options
+        self._tls = tls
+        self._num_reserved = num_reserved
+        self._early: bytearray | None = None
+        """While keys are exchanged: what the client has sent behind them."""
         self.conn = _Connection(self._refuse_invalid)
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
+        self._tcp: asyncio.Transport
+        """Without TLS the same as `_raw`."""
         self.ending = False
         self._awaited = ""
         """The part of a request that the client is sending: head, body or nothing."""
@@ -171,12 +265,46 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse a connection above the limit, else wait for a request."""
-        self._raw = transport
+        self._raw = self._tcp = transport
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        limit = allowed_connections(self._options().max_connections)
-        if len(self.connections) > limit + SPARE_CONNECTIONS:
+        if len(self.connections) > self._limit() + SPARE_CONNECTIONS:
             transport.abort()
-        elif len(self.connections) > limit:
+        elif self._tls is None:
+            self._begin()
+        else:
+            self._early = bytearray()
+            task = self.loop.create_task(self._secure(self._tls))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+
+    async def _secure(self, tls: ssl.SSLContext) -> None:
+        """Exchange keys, then begin."""
+        # Not by `create_server`: it limits neither the time nor the number of clients that have not done that.
+        timeout_s = self._options().request_head_timeout
+        secured: asyncio.Transport | None = None
+        try:
+            secured = await self.loop.start_tls(
+                self._tcp, self, tls, server_side=True, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            logger.info("tls_refused client=%s reason=%r", self.client, str(error))
+        early, self._early = bytes(self._early or b""), None
+        if secured is None or self.ending:
+            self.connection_lost(None)
+            return
+        secured.set_write_buffer_limits(TLS_BUFFER_BYTES)
+        self._raw = secured
+        super().connection_made(_Transport(secured, self))  # type: ignore[arg-type]
+        self._begin()
+        if early:
+            self.data_received(early)
+
+    def _limit(self) -> int:
+        return allowed_connections(self._options().max_connections) + self._num_reserved
+
+    def _begin(self) -> None:
+        limit = self._limit()
+        if len(self.connections) > limit:
             msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
             self._answer(QueueFullError(msg))
         else:
@@ -186,16 +314,20 @@ class LimitedProtocol(H11Protocol):
         """Stop the timers."""
         self.ending = True
         self._stop_timers()
+        self._log_access(complete=False)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of requests; what comes after the last request or the last answer is dropped."""
-        if not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
+        if self._early is not None:
+            self._early += data
+        elif not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
             super().data_received(data)
             self._watch()
 
     def on_response_complete(self) -> None:
         """Go on with the next request, of which a part may be here already."""
+        self._log_access(complete=True)
         super().on_response_complete()
         self._watch()
 
@@ -219,7 +351,8 @@ class LimitedProtocol(H11Protocol):
     def stop(self) -> None:
         """End the connection because the server ends."""
         self.refuse(_STOPPED)
-        self._raw.abort() if self._raw.get_write_buffer_size() else self._raw.close()
+        self._raw.abort() if self._num_buffered() else self._raw.close()
+        self._tcp.close()
 
     def shutdown(self) -> None:
         """See `H11Protocol`."""
@@ -249,7 +382,12 @@ class LimitedProtocol(H11Protocol):
             logger.info("connection_refused status=%d reason=%r", status, fields["error"])
             body, phrase = orjson.dumps(fields), HTTPStatus(status).phrase
             head = _ANSWER.format(status=status, phrase=phrase, length=len(body), more=more)
-            self._raw.write(head.encode() + body)
+            sent = head.encode() + body
+            self._raw.write(sent)
+            if self.conn.access is None:
+                self.conn.open_access()
+            self.conn.note_access(status)
+            self._log_access(len(sent))
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -286,9 +424,14 @@ class LimitedProtocol(H11Protocol):
         self.ending = True
         self._stop_timers()
         self._expect_reading()
-        sending = self.conn.their_state in {h11.IDLE, h11.SEND_BODY, h11.ERROR}
+        # TLS has no half-closed connections: the client closes after the answer, or the wait for it ends.
+        halves = self._raw.can_write_eof() and self._early is None
+        sending = self.conn.their_state in {h11.SEND_BODY, h11.ERROR} or (
+            self.conn.their_state is h11.IDLE and (halves or bool(self.conn.trailing_data[0]))
+        )
         if sending and not self._raw.is_closing():
-            self._raw.write_eof()
+            if halves:
+                self._raw.write_eof()
             self._raw.resume_reading()
         else:
             self._raw.close()
@@ -300,10 +443,33 @@ class LimitedProtocol(H11Protocol):
             logger.info("client_dropped unread_bytes=%d", num_unread)
             self._raw.abort()
             return
-        limit_s = self._options().write_timeout if self._raw.get_write_buffer_size() else LINGER_S
+        limit_s = self._options().write_timeout if self._num_buffered() else LINGER_S
         self._write_timer = self.loop.call_later(limit_s, self._expect_reading, num_unread)
 
     def _num_unread_bytes(self) -> int:
         """Bytes that the client's machine has not acknowledged: also those in the kernel, up to megabytes (tcp(7))."""
         queued = ioctl(self._raw.get_extra_info("socket"), TIOCOUTQ, bytes(4))
-        return self._raw.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
+        return self._num_buffered() + int.from_bytes(queued, sys.byteorder)
+
+    def _num_buffered(self) -> int:
+        """Bytes that wait in this process; TLS has a buffer above that of TCP."""
+        return sum(each.get_write_buffer_size() for each in {self._raw, self._tcp})
+
+    def _log_access(self, num_bytes: int = 0, *, complete: bool = True) -> None:
+        """Log the request, once. `complete`: its whole answer was written, the last `num_bytes` here."""
+        access, self.conn.access = self.conn.access, None
+        form = self._options().access_log
+        if access is None or form == "off":
+            return
+        if complete and access["path"] in _QUIET and access["status"] < HTTPStatus.BAD_REQUEST:
+            return
+        access["bytes"] += num_bytes
+        access |= {"total_ms": self.conn.num_ms(), "complete": complete}
+        client = "{}:{}".format(*self.client or "--")
+        if form == "json":
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            line = orjson.dumps({"time": now, "client": client, **access}).decode()
+            logger.info("%s", line, extra={"bare": True})
+        else:
+            words = " ".join(f"{key}={value}" for key, value in access.items())
+            logger.info("access client=%s %s", client, words)

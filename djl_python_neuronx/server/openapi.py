@@ -17,6 +17,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     RequestError,
     ServingError,
+    UnauthorizedError,
     UnknownModelError,
     kinds,
     revive,
@@ -87,7 +88,12 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": media}
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
-        errors = (ServingError, BackendUnavailableError, UnknownModelError)
+        errors = (
+            ServingError,
+            UnauthorizedError,
+            BackendUnavailableError,
+            UnknownModelError,
+        )
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         for protocol in protocols:

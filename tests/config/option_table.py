@@ -153,7 +153,15 @@ GENERAL = {
     "model_dir": Row((("/opt/ml/model", Path("/opt/ml/model")),), (7, ["a"])),
     "revision": Row((("main", "main"), *NONE), TEXT_BAD, env=("HF_REVISION",)),
     "trust_remote_code": flag(),
-    "model_name": Row((("llama", "llama"),), ("", *TEXT_BAD), also=("served_model_name",)),
+    "model_name": Row(
+        (("llama", ("llama",)), ("llama, org/llama", ("llama", "org/llama")), (["a"], ("a",))),
+        ("", "a,,b", "'a", 7, {"a": 1}, 1.5, [1]),
+        also=("served_model_name",),
+    ),
+    "chat_template": Row(
+        (("{{ messages }}", "{{ messages }}"), ("{% x\n", "{% x\n"), *NONE), ("", *TEXT_BAD)
+    ),
+    "generation_config": choice("auto", "vllm"),
     "task": Row(
         (
             ("text-generation", "text-generation"),
@@ -238,6 +246,24 @@ LIMITS = {
     "write_timeout": SECONDS,
     "keep_alive_timeout": SECONDS,
     "max_connections": count(),
+}
+
+SERVER = {
+    "api_key_file": Row(
+        (("/run/keys", "/run/keys"), ("keys", "keys"), *NONE), ("s3://b/k", *TEXT_BAD)
+    ),
+    "cors_allow_origins": Row(
+        (
+            ("https://a.test,http://localhost:3000", ("https://a.test", "http://localhost:3000")),
+            ("*", ("*",)),
+            (["http://[::1]:80"], ("http://[::1]:80",)),
+            *NONE,
+        ),
+        ("a.test", "https://a.test/", "https://*.a.test", "https://u@a.test", "", "true", 7),
+    ),
+    "access_log": choice("text", "json", "off"),
+    "admin_port": Row((("9000", 9000), (9000, 9000), *NONE), ("0", "65536", "-1", "http", [1])),
+    "admin_host": Row((("127.0.0.1", "127.0.0.1"), ("::1", "::1"), *NONE), TEXT_BAD),
 }
 
 GRAPHS = {
@@ -645,6 +671,7 @@ TABLE: dict[str, Row] = {
     **GENERAL,
     **BATCHING,
     **LIMITS,
+    **SERVER,
     **GRAPHS,
     **PRECISION,
     **SPECULATION,

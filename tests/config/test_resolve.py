@@ -13,8 +13,10 @@ from djl_python_neuronx.config.options import (
     OnDeviceGeneration,
     ServingOptions,
     allowed_values,
+    names_where,
     option,
 )
+from djl_python_neuronx.config.sources import API_KEYS
 from djl_python_neuronx.config.values import MAX_DEPTH, parse_object, plain
 from djl_python_neuronx.errors import (
     ConfigError,
@@ -25,6 +27,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import check
 from djl_python_neuronx.planning import machines
 from tests.config.java import as_djl_passes, as_the_container_sets
+from tests.config.option_table import TABLE
 from tests.planning.settings import TINY, assess, complete, examine, resolve
 
 INF2 = "inf2.48xlarge"
@@ -324,6 +327,33 @@ class TestStrictness:
             ("dtipe", "environment OPTION_DTIPE"),
             ("modell_id", "command line"),
         }
+
+    def test_a_model_folder_does_not_decide_who_uses_the_server(self, folder):
+        values = {name: TABLE[name].good[0] for name in names_where(lambda marker: marker.operator)}
+        assert values.keys() == {
+            *("api_key_file", "cors_allow_origins", "admin_port", "admin_host"),
+        }
+        for name, (text, value) in values.items():
+            model_dir = folder(f"option.{name}={text}")
+            for properties in (None, as_djl_passes(model_dir)):
+                (problem,) = problems_of(properties, model_dir, {})
+                assert isinstance(problem, InvalidOptionError)
+                assert "serving.properties line 1" in str(problem)
+                assert f"-o {name}=… or OPTION_{name.upper()} only" in str(problem)
+            model_dir = folder(f"option.env=OPTION_{name.upper()}={text}")
+            assert getattr(resolve(None, model_dir, {}).options, name) is None
+            for given in (({f"OPTION_{name.upper()}": text},), ({}, {name: text})):
+                resolved = resolve(None, folder(), *given)
+                assert getattr(resolved.options, name) == value
+
+    @pytest.mark.parametrize("given", [{"OPTION_API_KEY_FILE": "/keys"}, {API_KEYS: "secret"}])
+    def test_keys_that_djl_serving_does_not_check_are_an_error(self, folder, given):
+        model_dir = folder("engine=Python", "option.async_mode=true")
+        resolve(None, model_dir, given)
+        properties = as_djl_passes(model_dir, given)
+        (problem,) = problems_of(properties, model_dir, given)
+        assert "checks no API keys" in str(problem)
+        assert "secret" not in str(problem)
 
     def test_what_djl_adds_is_kept_quietly(self, folder):
         model_dir = folder("job_queue_size=10", "load_on_devices=*")

@@ -53,9 +53,10 @@ http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connec
 class Running:
     """A server on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, application: Application, drain_s: float = 5.0) -> None:
+    def __init__(self, application: Application, drain_s: float = 5.0, **edges: Any) -> None:
+        """`edges`: more arguments of `Server`."""
         self.application = application
-        self._server = Server(application, "127.0.0.1", 0, drain_s)
+        self._server = Server(application, "127.0.0.1", 0, drain_s, **edges)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
@@ -626,7 +627,7 @@ def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
     backend.step_s = CROSSING_S
     loop = server.application.service.loop  # type: ignore[union-attr]
     connection = HTTPConnection("127.0.0.1", server.port)
-    payload = {"inputs": ["a", "b", "c", "d"], "parameters": {"max_new_tokens": 100}}
+    payload = {**body([5], 100), "inputs": ["a", "b", "c", "d"]}
     connection.request("POST", "/invocations", json.dumps(payload))
     assert backend.hanging.wait(PATIENCE_S)
     assert len(loop.streams) == 4
@@ -640,7 +641,7 @@ def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
 def test_a_failure_of_one_of_a_list_is_its_answer(server: Running, backend: ToyBackend) -> None:
     backend.fail_at = {1: RuntimeError("device says no")}
     backend.step_s = CROSSING_S
-    payload = {"inputs": ["a", "b", "c"], "parameters": {"max_new_tokens": 100}}
+    payload = {**body([5], 100), "inputs": ["a", "b", "c"]}
     response = http.post(server.url + "/invocations", json=payload)
     assert (response.status_code, response.json()["type"]) == (424, "step_error")
     loop = server.application.service.loop  # type: ignore[union-attr]

@@ -8,12 +8,13 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fcntl import ioctl
@@ -47,12 +48,17 @@ SHORT_S = 0.2
 
 
 @contextmanager
-def serving(backend: ToyBackend | None = None, **options: Any) -> Iterator[Running]:
+def serving(
+    backend: ToyBackend | None = None,
+    tls: ssl.SSLContext | None = None,
+    api_keys: Sequence[bytes] = (),
+    **options: Any,
+) -> Iterator[Running]:
     """A server with these options."""
     backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
     application = Application("toy")
     application.service = toy_service(backend, **options)
-    running = Running(application)
+    running = Running(application, tls=tls, api_keys=api_keys)
     try:
         yield running
     finally:
@@ -404,6 +410,7 @@ def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         connection.flow.pause_writing()  # as for a full buffer
         client.sendall(post(json.dumps(body([5, 6], 120, stream=True)).encode(), CLOSE))
         wait_until(lambda: len(backend.steps) > 10 and len(loop.streams) == 0)
+        wait_until(lambda: not backend.acquired)
         assert len(backend.steps) < 120
         server._server.servers[0].get_loop().call_soon_threadsafe(connection.flow.resume_writing)
         reply = read_all(client)

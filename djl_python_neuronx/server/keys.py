@@ -1,0 +1,100 @@
+"""API keys of the embedded server: where they come from, and the ASGI middleware that checks them.
+
+Only digests are kept, so that no log, error or dump can show a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from djl_python_neuronx.config.sources import API_KEYS
+from djl_python_neuronx.errors import ConfigError, UnauthorizedError
+from djl_python_neuronx.server.http import PROBES
+from djl_python_neuronx.server.responses import error_response
+
+logger = logging.getLogger(__name__)
+
+_KEY = re.compile(rb"[\x21-\x7e]+")
+
+
+def read_keys(file: str | None, variable: str | None) -> list[bytes]:
+    """The digests of the keys in `option.api_key_file` and of those in the variable `API_KEYS`; none without both.
+
+    Raises:
+        ConfigError: the file cannot be read, one of both has no key, or a key cannot stand in a header.
+    """
+    found: list[bytes] = []
+    for origin, parts in (
+        (f"option.api_key_file={file}", None if file is None else _lines(file)),
+        (API_KEYS, None if variable is None else os.fsencode(variable).split(b",")),
+    ):
+        if parts is None:
+            continue
+        keys = {i: part.strip() for i, part in enumerate(parts, 1)}
+        wrong = [i for i, key in keys.items() if key and not _KEY.fullmatch(key)]
+        if wrong or not any(keys.values()):
+            problem = f"part {wrong[0]} is no API key" if wrong else "there is no API key"
+            msg = f"{origin}: {problem}; expected visible ASCII characters without blanks, or no such setting"
+            raise ConfigError(msg)
+        found += [_digest(key) for key in keys.values() if key]
+    return found
+
+
+def _lines(file: str) -> list[bytes]:
+    path = Path(os.path.expanduser(file))  # noqa: PTH111  (pathlib raises for the home of an unknown user)
+    try:
+        mode, content = path.stat().st_mode, path.read_bytes()
+    except (OSError, ValueError) as error:
+        msg = f"option.api_key_file: {error}; expected a file with one API key in each line"
+        raise ConfigError(msg) from error
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        fix = f"chmod {stat.S_IMODE(mode) & 0o770:o}"
+        logger.warning("api_key_file_open file=%s reason='all users can read it; %s'", file, fix)
+    lines = content.splitlines()
+    return [b"" if line.lstrip().startswith(b"#") else line for line in lines]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyCheck:
+    """Answers requests without a key by 401, before their body is read. `PROBES` need none."""
+
+    def __init__(self, app: ASGIApp, digests: Sequence[bytes]) -> None:
+        self._app = app
+        self._digests = digests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["path"] in PROBES or self._admits(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        msg = "no valid API key; send one as the header `Authorization: Bearer <key>`"
+        response = error_response(UnauthorizedError(msg), path=scope["path"])
+        response.headers["www-authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """True if one of the headers has a key. The time does not depend on which keys are nearly right."""
+        found = False
+        for name, value in headers:
+            scheme, _, key = value.partition(b" ")
+            if name == b"authorization" and scheme.lower() == b"bearer":
+                sent = _digest(key.strip())
+            elif name == b"x-api-key":
+                sent = _digest(value)
+            else:
+                continue
+            for digest in self._digests:
+                found |= hmac.compare_digest(sent, digest)
+        return found
