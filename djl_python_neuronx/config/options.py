@@ -169,8 +169,8 @@ class GeneralOptions(OptionGroup):
     """Chat template in place of the model's own: Jinja, as in transformers. A file is absolute or relative to the model
     folder; text with `{{` or `{%` is the template itself."""
     generation_config: Annotated[Literal["auto", "vllm"], Lower, Option()] = "auto"
-    """Defaults of OpenAI's parameters. `auto`: those in the model's `generation_config.json` (`temperature`, `top_k`,
-    `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`), else those of OpenAI's reference; `vllm`: the latter."""
+    """Defaults of OpenAI's parameters: `auto` takes sampling and most tokens from the model's `generation_config.json`
+    where it has them (docs/protocols.md), else from OpenAI's reference; `vllm` takes all from the reference."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"
     )

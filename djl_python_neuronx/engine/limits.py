@@ -94,8 +94,8 @@ def with_defaults(
     if Want.LOGITS in spec.outputs:
         return {**configured, **given}
     if spec.fixed_sampling is not None:
-        names = ("top_k", "top_p", "temperature")
-        fixed = dict(zip(names, spec.fixed_sampling, strict=True))
+        top_k, top_p, temperature = spec.fixed_sampling
+        fixed = {"top_k": int(top_k), "top_p": top_p, "temperature": temperature}
         return dict(given) if given.keys() & fixed.keys() else {**fixed, **given}
     usable = {
         name: configured[name] for name in configured if name not in SamplingParams.HOST_NAMES

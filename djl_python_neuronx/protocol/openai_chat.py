@@ -33,6 +33,8 @@ from djl_python_neuronx.protocol.parameters import (
 )
 from djl_python_neuronx.types import Tokenizer
 
+_FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
+
 
 def _text(content: object) -> object:
     """The text of a content; parts of type text are lines."""
@@ -99,7 +101,7 @@ class Message(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: with a content, without fields that are not set."""
-        return {"content": "", **self.model_dump(exclude_none=True)}
+        return {"content": "", **self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)}
 
 
 class ChatParameters(OpenAiParameters):

@@ -88,12 +88,9 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": media}
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
-        errors = (
-            ServingError,
-            UnauthorizedError,
-            BackendUnavailableError,
-            UnknownModelError,
-        )
+        errors = (ServingError, UnauthorizedError, BackendUnavailableError)
+        if route.param_convertors:
+            errors += (UnknownModelError,)
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         for protocol in protocols:

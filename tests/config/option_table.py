@@ -155,7 +155,7 @@ GENERAL = {
     "trust_remote_code": flag(),
     "model_name": Row(
         (("llama", ("llama",)), ("llama, org/llama", ("llama", "org/llama")), (["a"], ("a",))),
-        ("", "a,,b", "'a", 7, {"a": 1}, 1.5, [1]),
+        ("", ",", "a,,b", "[]", 7, [1], {"a": 1}, "mine # x"),
         also=("served_model_name",),
     ),
     "chat_template": Row(
