@@ -46,28 +46,24 @@ class Service:
         tokenizer: Tokenizer,
         launch: Callable[[], Host],
         *,
-        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         first: Host | None = None,
-        generation: Mapping[str, Any] = MappingProxyType({}),
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engine is ready. `functions`: of `model.py`. `launch`, `first`, `on_death`: see `EngineLoop`.
-
-        `generation`: the model's generation_config.json.
+        """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
 
         Raises:
             ServingError: the engine could not be loaded.
         """
         self.options = options
         self.tokenizer = tokenizer
-        self.custom = CustomFormatters(functions, tokenizer) if functions else None
+        self.custom: CustomFormatters | None = None
+        """The formatters of `model.py`, if it has any."""
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
-        self._defaults = default_parameters(
-            generation if options.generation_config == "auto" else {}
-        )
+        self.defaults: Mapping[str, Any] = {}
+        """Parameters of OpenAI's requests that set none; set before requests come."""
         self.loop = EngineLoop(
             launch,
             tokenizer,
@@ -109,14 +105,11 @@ class Service:
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
-        functions = {}
-        if properties is not None:
-            functions = {name: one for name, one in properties.items() if callable(one)}
-            properties = {name: one for name, one in properties.items() if name not in functions}
         prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
         options = prepared.options
+        functions = {name: one for name, one in (properties or {}).items() if callable(one)}
         if properties is None and options.trust_remote_code and model_dir is not None:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
@@ -145,20 +138,15 @@ class Service:
         first = launch()
         try:
             loaded = tokenizer.result()
+            formatters = CustomFormatters(functions, loaded) if functions else None
         except BaseException:
             first.kill()
             end_engine(first)
             raise
-        service = cls(
-            options,
-            loaded,
-            launch,
-            functions=functions,
-            first=first,
-            generation=prepared.artifact.generation,
-            on_death=on_death,
-            progress=progress,
-        )
+        service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
+        service.custom = formatters
+        if options.generation_config == "auto":
+            service.defaults = default_parameters(prepared.artifact.generation)
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
@@ -198,8 +186,8 @@ class Service:
             options=self.options,
             custom=self.custom,
             max_prompt_chars=self._max_prompt_chars,
-            with_defaults=partial(with_defaults, configured=self._defaults, spec=self.loop.spec),
-            default_max_tokens=self._defaults.get("max_new_tokens"),
+            with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
+            default_max_tokens=self.defaults.get("max_new_tokens"),
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:

@@ -39,7 +39,7 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.planning.backend_choice import installed_versions
-from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.protocol.openai import (
     ModelEntry,
@@ -81,6 +81,8 @@ BODIES = 8
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
 
+_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
 ANSWER_S = 0.3
@@ -99,8 +101,8 @@ class Health(TypedDict):
     status: str
 
 
-class Info(TypedDict):
-    """The answer of `/info`."""
+class Info(tgi.Info):
+    """The answer of `/info`: TGI's, and the facts that it lacks."""
 
     model: str
     max_model_len: int
@@ -109,6 +111,12 @@ class Info(TypedDict):
     sampling: dict[str, Any]
     speculation: dict[str, Any] | None
     chunked_prefill: bool
+
+
+class Version(TypedDict):
+    """The answer of `/version`."""
+
+    version: str
 
 
 class Application:
@@ -190,6 +198,7 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts: Info = {
+            **tgi.info(self.model_names[0], spec, service.options, _version()),
             "model": self.model_names[0],
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -200,6 +209,11 @@ class Application:
         }
         return JSONResponse(facts)
 
+    @answers(Version)
+    async def version(self, _request: Request) -> Response:
+        """The version of the package; vLLM's route."""
+        return JSONResponse({"version": _version()})
+
     @answers(dict[str, Any])
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document of the routes."""
@@ -207,9 +221,7 @@ class Application:
             routes = request.app.routes
 
             def encode() -> bytes:
-                return orjson.dumps(
-                    document(routes, installed_versions([_PACKAGE]).get(_PACKAGE, "unknown"))
-                )
+                return orjson.dumps(document(routes, _version()))
 
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
             self._document = await asyncio.to_thread(encode)
@@ -237,7 +249,7 @@ class Application:
     async def invocations(self, request: Request) -> Response:
         """Generate."""
         service = self.ready()
-        headers = dict(request.headers)
+        headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
@@ -387,13 +399,16 @@ def create_app(
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     routes = [
         Route("/ping", application.ping, methods=["GET"]),
+        Route("/health", application.ping, methods=["GET"]),
         Route("/metrics", application.metrics, methods=["GET"]),
         Route("/info", application.info, methods=["GET"]),
+        Route("/version", application.version, methods=["GET"]),
         Route("/openapi.json", application.openapi, methods=["GET"]),
         Route("/invocations", application.invocations, methods=["POST"]),
         Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
         Route("/v1/models", application.models, methods=["GET"]),
         Route("/v1/models/{model:path}", application.model, methods=["GET"]),
+        Route("/models/{model:path}/invoke", application.predictions, methods=["POST"]),
         *(Route(path, application.invocations, methods=["POST"]) for path in paths),
     ]
     app = Starlette(
@@ -452,6 +467,17 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
+
+
+def _version() -> str:
+    return installed_versions([_PACKAGE]).get(_PACKAGE, "unknown")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving."""
+    headers = dict(request.headers)
+    pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
+    return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:

@@ -114,9 +114,13 @@ def _content(bodies: Iterable[_Types], schemas: _Schemas) -> dict[str, Any]:
     for media_type, several in merged.items():
         schema = schemas.setdefault(Union[tuple(several)], {})
         if media_type not in _WHOLE:
-            # A validator sees the text; tools that read `contentSchema` see its parts.
-            parts = {"type": "array", "items": schema}
-            schema = {"type": "string", "contentMediaType": media_type, "contentSchema": parts}
+            # A validator sees the text, or each event; tools that read `contentSchema` see the parts.
+            text = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+            if media_type == "text/event-stream":
+                schema = {"type": "object", "properties": {"data": text}}
+            else:
+                parts = {"type": "array", "items": schema}
+                schema = {**text, "contentMediaType": media_type, "contentSchema": parts}
         content[media_type] = {"schema": schema}
     return content
 
