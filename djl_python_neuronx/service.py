@@ -17,7 +17,7 @@ from typing import Any
 from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
-from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
 from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings, end_engine
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
@@ -27,6 +27,7 @@ from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, prepare_or_
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.custom import CustomFormatters
+from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import Tokenizer
 
@@ -61,6 +62,8 @@ class Service:
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
+        self.defaults: Mapping[str, Any] = {}
+        """Parameters of OpenAI's requests that set none; set before requests come."""
         self.loop = EngineLoop(
             launch,
             tokenizer,
@@ -76,6 +79,8 @@ class Service:
             on_progress=progress.stage,
             observer=self._recorder,
         )
+        self.loaded_s = int(time.time())
+        """Time of the load, in seconds of the clock."""
         self.metrics["slots_in_use"].set_function(lambda: self.loop.state.running)
         self.metrics["waiting_requests"].set_function(lambda: self.loop.state.waiting)
 
@@ -140,6 +145,8 @@ class Service:
             raise
         service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
         service.custom = formatters
+        if options.generation_config == "auto":
+            service.defaults = default_parameters(prepared.artifact.generation)
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
@@ -179,6 +186,8 @@ class Service:
             options=self.options,
             custom=self.custom,
             max_prompt_chars=self._max_prompt_chars,
+            with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
+            default_max_tokens=self.defaults.get("max_new_tokens"),
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:

@@ -57,6 +57,8 @@ class Artifact:
     """Hub id (with @revision) or path of the weights that were compiled, if the folder has none."""
     eos_ids: frozenset[int] = frozenset()
     """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """generation_config.json"""
 
     @property
     def model_type(self) -> str:
@@ -158,9 +160,16 @@ class Format:
         Raises:
             ArtifactError: that file is malformed.
         """
-        eos_ids = _read_eos_ids(folder, config)
+        generation = folder.json("generation_config.json")
         return Artifact(
-            folder.path, self.name, self.backend, config, weights, eos_ids=eos_ids, **compiled
+            folder.path,
+            self.name,
+            self.backend,
+            config,
+            weights,
+            eos_ids=_read_eos_ids(generation, folder, config),
+            generation=generation,
+            **compiled,
         )
 
 
@@ -186,12 +195,13 @@ def require_model_type(config: dict[str, Any], folder: Folder, name: str) -> dic
     return config
 
 
-def _read_eos_ids(folder: Folder, config: Mapping[str, Any]) -> frozenset[int]:
+def _read_eos_ids(
+    generation: Mapping[str, Any], folder: Folder, config: Mapping[str, Any]
+) -> frozenset[int]:
     """Ids of the first file that has any, without those beyond the vocabulary, which the model never returns.
 
     In a multimodal model `text_config` describes the language model.
     """
-    generation = folder.json("generation_config.json")
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else {}
     vocab_size = config.get("vocab_size", text.get("vocab_size"))

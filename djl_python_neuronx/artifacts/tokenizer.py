@@ -18,6 +18,7 @@ from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
+    InvalidOptionError,
     RequestError,
     ServingError,
     UnsupportedParameterError,
@@ -202,12 +203,16 @@ class PythonTokenizer:
         except ValueError as error:
             msg = (
                 "this model has no chat template, so it cannot take messages; expected plain text. "
-                "Send a prompt, or add chat_template to the model's tokenizer_config.json."
+                "Send a prompt, or set option.chat_template."
             )
-            raise UnsupportedParameterError(msg) from error
+            raise UnsupportedParameterError(msg, param="messages") from error
+        # Templates older than the role know it as `system`.
+        renamed = {} if "developer" in template else {"developer": "system"}
         try:
             text = self.library.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [{**one, "role": renamed.get(one["role"], one["role"])} for one in messages],
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except ImportError as error:
             msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
@@ -216,7 +221,7 @@ class PythonTokenizer:
             # Only a sentence of the template itself is quoted: other messages may quote the prompt.
             reason = str(error) if str(error) and str(error) in template else type(error).__name__
             msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
-            raise RequestError(msg) from error
+            raise RequestError(msg, param="messages") from error
         return self._checked_encode(text, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -315,24 +320,29 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     revision: str | None = None,
     needs_torch: bool = True,
+    chat_template: str | None = None,
 ) -> Tokenizer:
     """Load the tokenizer of a model folder.
 
-    `needs_torch`: false in a process that loads no model; see `_without_torch`.
+    `needs_torch`: false in a process that loads no model; see `_without_torch`. `chat_template`: in place of its own.
 
     Raises:
         ArtifactNotFoundError: the folder has no tokenizer.
         ArtifactAccessError: its files cannot be read.
         ArtifactError: the tokenizer cannot be loaded from them.
+        InvalidOptionError: `chat_template` is no template.
     """
     try:
         library = _load(folder, trust_remote_code, revision, needs_torch)
+        if chat_template is not None:
+            library.chat_template = chat_template
+            _check_template(library)
         return (
             FastTokenizer(library)
             if getattr(library, "is_fast", False)
             else PythonTokenizer(library)
         )
-    except ArtifactError:
+    except (ArtifactError, InvalidOptionError):
         raise
     except PermissionError as error:
         msg = f"the tokenizer in {folder} cannot be read: {error.strerror}. Give this user access."
@@ -344,6 +354,19 @@ def load_tokenizer(
             "complete; a tokenizer with code of its own needs option.trust_remote_code=true."
         )
         raise ArtifactError(msg) from error
+
+
+def _check_template(library: Any) -> None:  # noqa: ANN401
+    """Refuse `option.chat_template` if it is no template; a template may well refuse this conversation."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        library.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        name, allowed = "chat_template", f"a Jinja template (line {error.lineno}: {error.message})"
+        raise InvalidOptionError(name, "…", f"option.{name}", allowed) from error
+    except Exception:
+        logger.debug("chat_template_refuses", exc_info=True)
 
 
 @contextmanager

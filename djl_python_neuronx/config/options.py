@@ -39,6 +39,7 @@ from djl_python_neuronx.config.values import (
     Location,
     Lower,
     ModelSource,
+    Names,
     Object,
     OneOrList,
     Option,
@@ -50,6 +51,7 @@ from djl_python_neuronx.config.values import (
     Positions,
     Positive,
     Seconds,
+    Template,
     TokenBuckets,
     Upper,
     Weights,
@@ -57,7 +59,7 @@ from djl_python_neuronx.config.values import (
     parse_object,
     truth,
 )
-from djl_python_neuronx.errors import did_you_mean
+from djl_python_neuronx.errors import did_you_mean, redacted
 
 MAX_ROWS = 999
 """Most rows of one call of DJL Serving's rolling batch."""
@@ -160,10 +162,15 @@ class GeneralOptions(OptionGroup):
     trust_remote_code: Annotated[bool, Option(draft="same", output="file")] = False
     """Run Python code that comes with the model, in the embedded server also the formatters of its `model.py`. Read the
     code first."""
-    model_name: Annotated[Plain | None, Option(allowed="text", aliases=("served_model_name",))] = (
-        None
-    )
-    """Name of the model in the embedded server: `/predictions/<name>`. Default: the folder's name."""
+    model_name: Annotated[Names | None, Option(aliases=("served_model_name",))] = None
+    """Names of the model in requests (`/predictions/<name>`, OpenAI's `model`): the first is the name in answers,
+    others are aliases. Default: the name of the model's folder, and `model_id` as it is given."""
+    chat_template: Annotated[Template | None, Option(text_file=True)] = None
+    """Chat template in place of the model's own: Jinja, as in transformers. A file is absolute or relative to the model
+    folder; text with `{{` or `{%` is the template itself."""
+    generation_config: Annotated[Literal["auto", "vllm"], Lower, Option()] = "auto"
+    """Defaults of OpenAI's parameters: `auto` takes sampling and most tokens from the model's `generation_config.json`
+    where it has them (docs/protocols.md), else from OpenAI's reference; `vllm` takes all from the reference."""
     task: Annotated[Literal["text-generation", "auto"], Hyphenated, Option(env=("HF_TASK",))] = (
         "text-generation"
     )
@@ -751,6 +758,19 @@ class ServingOptions(
         """True if steps verify drafted tokens, of a draft model or of a prompt lookup."""
         return self.drafting or (
             self.ngram_prompt_lookup_max is not None and self.speculative_length > 0
+        )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may have for the model, the first one for answers. Credentials are left out."""
+        if self.model_name is not None:
+            return self.model_name
+        given = [] if self.model_id is None else [redacted(self.model_id)]
+        folder = [] if self.model_dir is None else [self.model_dir.absolute().name]
+        return tuple(
+            dict.fromkeys(
+                [*folder, *(name.rstrip("/").rpartition("/")[2] for name in given), *given]
+            )
         )
 
     def place(self, name: str) -> str | None:

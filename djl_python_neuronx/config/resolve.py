@@ -231,11 +231,13 @@ class _Reader:
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
         for name, (setting, value) in self.chosen.items():
-            by_operator = setting.by_operator
+            by_operator, marker = setting.by_operator, option(name)
             try:
                 values[name] = (
-                    sources.content(value, folder, by_operator=by_operator)
-                    if option(name).file
+                    sources.content(
+                        value, folder, by_operator=by_operator, is_text=marker.text_file
+                    )
+                    if marker.file or marker.text_file
                     else value
                 )
             except ConfigError as error:

@@ -513,16 +513,22 @@ def _read_file(path: Path, model_dir: Path | None) -> bytes:
     return content
 
 
-def content(value: object, folder: Path, *, by_operator: bool = True) -> object:
+def content(
+    value: object, folder: Path, *, by_operator: bool = True, is_text: bool = False
+) -> object:
     """Read the JSON file that `value` names, absolute or relative to `folder`. Returns `value` itself if it is no path.
 
     Any text is a path, except words for yes, no or none, and text that begins like an object or a list. Only the
     operator may name a file outside the model folder: its content becomes an option, is logged and goes into outputs.
 
+    `is_text`: the file is not JSON, and any text is a path but a Jinja template.
+
     Raises:
         ConfigError: the file cannot be read, is elsewhere, has more than 1 MiB or 2,000 lines, or is not JSON.
     """
-    if not isinstance(value, str) or value.lower() in _NO_PATHS or value[:1] in {"{", "[", "("}:
+    if not isinstance(value, str) or value.lower() in _NO_PATHS:
+        return value
+    if ("{{" in value or "{%" in value) if is_text else value[:1] in {"{", "[", "("}:
         return value
     if len(value) > _MAX_PATH:
         message = f"a path has at most {_MAX_PATH} characters"
@@ -535,6 +541,8 @@ def content(value: object, folder: Path, *, by_operator: bool = True) -> object:
         message = f"{str(path)!r} is outside the model's folder: only command line and environment may name such a file"
         raise ConfigError(message)
     text = _read_file(path, None if by_operator else folder)
+    if is_text:
+        return text.decode(errors="replace")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

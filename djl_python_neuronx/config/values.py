@@ -107,6 +107,8 @@ class Option:
     """Environment variables read when nothing else sets the option, in order of precedence."""
     file: bool = False
     """The value may be the path of a JSON file, absolute or relative to the model folder."""
+    text_file: bool = False
+    """The value may be the path of such a file with text, unless it is a Jinja template."""
 
     to: Mapping[str, str] = field(default_factory=dict)
     """Backend to the library's own name of the option: a keyword (`fuse_qkv`), a nested keyword (`quant.quant_dtype`),
@@ -446,6 +448,10 @@ Origins = Annotated[
 Words = Annotated[
     tuple[_Name, ...], _Filled, _Split, Allowed('names such as "lm_head,embed_tokens"')
 ]
+Names = Annotated[
+    tuple[Plain, ...], _Filled, _Split, Allowed('a name, or names such as "llama,gpt-4o"')
+]
+Template = Annotated[str, _Filled, Allowed("a file, or a Jinja template")]
 Order = Annotated[
     tuple[Annotated[int, Field(ge=0, le=3)], ...],
     Field(min_length=4, max_length=4),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
 _GREEDY = (1.0, 1.0, 1.0)
@@ -77,6 +81,28 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
         facts["largest_top_k"] = spec.largest_top_k
         facts["without_top_k"] = spec.default_top_k or "refused"
     return facts
+
+
+def with_defaults(
+    given: Mapping[str, Any], *, configured: Mapping[str, Any], spec: ModelSpec
+) -> dict[str, Any]:
+    """The sampling parameters of a request, with defaults for missing ones.
+
+    Defaults are those that the model's author has `configured`. A device that samples must not refuse what nobody has
+    sent: it gets what it was compiled for, or as many tokens to sample from as it takes.
+    """
+    if Want.LOGITS in spec.outputs:
+        return {**configured, **given}
+    if spec.fixed_sampling is not None:
+        top_k, top_p, temperature = spec.fixed_sampling
+        fixed = {"top_k": int(top_k), "top_p": top_p, "temperature": temperature}
+        return dict(given) if given.keys() & fixed.keys() else {**fixed, **given}
+    usable = {
+        name: configured[name] for name in configured if name not in SamplingParams.HOST_NAMES
+    }
+    if spec.largest_top_k is not None and not spec.default_top_k:
+        usable["top_k"] = min(usable.get("top_k") or spec.largest_top_k, spec.largest_top_k)
+    return {**usable, **given}
 
 
 def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:

@@ -156,6 +156,7 @@ class Prepared:
             trust_remote_code=self.options.trust_remote_code,
             revision=self.options.revision,
             needs_torch=needs_torch,
+            chat_template=self.options.chat_template,
         )
 
 

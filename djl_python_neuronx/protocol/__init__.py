@@ -13,6 +13,8 @@ from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.openai_chat import ChatProtocol
+from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
 from djl_python_neuronx.protocol.plain import PlainProtocol
 from djl_python_neuronx.protocol.tgi import TgiProtocol
 
@@ -30,6 +32,8 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
     PlainProtocol(),
     BedrockProtocol(),
     LmiProtocol(),
+    ChatProtocol(),
+    CompletionProtocol(),
 )
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
@@ -53,15 +57,17 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     raise RequestError(msg)
 
 
+def beside(path: str) -> list[WireProtocol]:
+    """The protocols with paths below the same root: a path that does not exist, `/v1/embeddings`, is OpenAI's too."""
+    root = path.split("/")[1:2]
+    return [one for one in PROTOCOLS if root in [own.split("/")[1:2] for own in one.paths]]
+
+
 def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
     """HTTP status and body of an error, in the shape of its protocol: by name, if it is known, else by the path."""
     name = protocol or error.protocol
-    for known in PROTOCOLS:
-        if name == known.name if name else path in known.paths:
-            break
-    else:
-        known = _DEFAULT
-    status, body = known.answer_error(error)
+    known = [one for one in PROTOCOLS if one.name == name] if name else beside(path)
+    status, body = (*known, _DEFAULT)[0].answer_error(error)
     return status, orjson.dumps(body)
 
 

@@ -125,6 +125,10 @@ class ParseContext:
     """The formatters of `model.py`, if it has any."""
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
+    with_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """Adds the sampling parameters of the deployment to those of a request: `engine.limits.with_defaults`."""
+    default_max_tokens: int | None = None
+    """Most tokens of a request that sets none, by the model's author."""
     has_logprobs: bool = True
     """Whether log-probabilities are available. With on-device sampling they are null in streams, and `details` are
     rejected."""
@@ -258,7 +262,7 @@ class WireProtocol(Protocol):
             RequestError: the payload is invalid; the message names the field.
         """
 
-    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
+    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """HTTP status and body of an answer that is an error as a whole."""
 
 

@@ -52,20 +52,23 @@ class Record(NamedTuple):
         return Record(b"", True, headers, error, protocol)
 
     def encode(self) -> bytes:
-        """DJL's token record. Java fails without `data` and drops a request only at `last`, so both are always set."""
+        """DJL's token record. Java fails without `data` and drops a request only at `last`, so both are always set.
+
+        Source: Request.java: of a record with `code` Java takes the status, and makes the body itself.
+        """
         from djl_python import Output
 
         fields = {"data": self.data.decode(), "last": "true" if self.last else "false"}
         if self.error is not None:
-            fields |= {"code": str(self.error.status), "error": _one_line(self.error)}
+            fields |= {"code": str(self.answer()[0]), "error": _one_line(self.error)}
         encoded: bytes = Output.binary_encode(fields)
         return encoded
 
-    def body(self) -> bytes:
-        """The record as a plain body."""
+    def answer(self) -> tuple[int, bytes]:
+        """HTTP status and plain body, in the shape of the request's protocol."""
         if self.error is None:
-            return self.data
-        return answer_error(self.error, protocol=self.protocol)[1]
+            return 200, self.data
+        return answer_error(self.error, protocol=self.protocol)
 
 
 class Reply:
@@ -147,6 +150,8 @@ class Rejection:
     """The answer to a request that was not accepted; complete from the start, with the attributes of a `Reply`."""
 
     error: ServingError
+    protocol: str = ""
+    """The wire protocol of the request, if it could be parsed."""
     stream: bool = False
     ready: bool = True
     finished: bool = True
@@ -154,7 +159,7 @@ class Rejection:
 
     def take(self) -> Record:
         """The error."""
-        return Record.of(self.error)
+        return Record.of(self.error, self.protocol)
 
 
 Row = Union[Reply, Rejection]
@@ -173,17 +178,19 @@ class Replies:
 
     def admit(self, row: Input) -> None:
         """Submit a request. If it is invalid, the error is its answer."""
+        protocol = ""
         try:
             body, headers = read(row)
             parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
+            protocol = parsed.request.protocol
             loop = self._service.loop
             loop.submit_all(loop.prepare(*parsed.requests), self._inbox)
             self.rows.append(Reply(parsed, self._silence_s))
         except ServingError as error:
-            self.rows.append(Rejection(error))
+            self.rows.append(Rejection(error, protocol))
         except Exception as error:
             logger.exception("request_failed")
-            self.rows.append(Rejection(unexpected(error)))
+            self.rows.append(Rejection(unexpected(error), protocol))
 
     def collect(self, timeout_s: float) -> None:
         """Wait for deltas of unfinished requests, at most `timeout_s`, and feed them to their replies."""
@@ -302,11 +309,11 @@ def record_output(record: Record) -> Output:
     return new_output(record.headers).add(record.encode(), key="data")
 
 
-def failure(error: ServingError) -> Output:
+def failure(error: ServingError, protocol: str = "") -> Output:
     """An output for an error. Its message becomes the HTTP reason, and the log line of a failed load."""
-    record = Record.of(error)
-    output = new_output(record.headers, error.status, _one_line(error))
-    return output.add(record.body(), key="data")
+    record = Record.of(error, protocol)
+    status, body = record.answer()
+    return new_output(record.headers, status, _one_line(error)).add(body, key="data")
 
 
 def _one_line(error: ServingError) -> str:

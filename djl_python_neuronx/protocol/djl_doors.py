@@ -145,7 +145,7 @@ class PlainDoor:
         self._collect(replies, deadline_s, first=reply.stream)
         finished, record = reply.finished, reply.take()
         if record.error is not None:
-            return failure(record.error)
+            return failure(record.error, record.protocol)
         if finished:
             return new_output(record.headers).add(record.data, key="data")
         return stream_output(record.headers, self._chunks(record.data, replies, reply))
@@ -174,7 +174,7 @@ class PlainDoor:
         content_type = types.pop() if len(types) == 1 else "application/json"
         output = new_output({"Content-Type": content_type})
         for i, record in enumerate(records):
-            output.add(record.body(), key="data", batch_index=i)
+            output.add(record.answer()[1], key="data", batch_index=i)
         return output
 
     def _chunks(self, first: bytes, replies: Replies, reply: Row) -> Iterator[bytes]:
@@ -183,7 +183,7 @@ class PlainDoor:
             yield first
             while not reply.finished:
                 replies.collect(self._limit_s)
-                chunk = reply.take().body()
+                chunk = reply.take().answer()[1]
                 if chunk:
                     yield chunk
         finally:
@@ -200,12 +200,14 @@ class AsyncDoor:
 
     async def answer(self, inputs: Input) -> AsyncGenerator[Output, None]:
         """The records of one request. Never raises: DJL would drop the exception and the client would wait forever."""
+        protocol = ""
         with ExitStack() as closing:
             try:
                 body, headers = read(inputs)
                 parsed = await parse(
                     self._service, body, request_id=headers.get("requestid"), headers=headers
                 )
+                protocol = parsed.request.protocol
                 generation = await generate(self._service, parsed)
                 closing.callback(generation.close)
                 reply = Reply(parsed, self._read_timeout_s / 2)
@@ -218,10 +220,10 @@ class AsyncDoor:
                     if reply.finished:
                         return
             except ServingError as error:
-                yield record_output(Record.of(error))
+                yield record_output(Record.of(error, protocol))
             except Exception as error:
                 logger.exception("request_failed")
-                yield record_output(Record.of(unexpected(error)))
+                yield record_output(Record.of(unexpected(error), protocol))
 
     async def _wake(self, generation: Generation) -> None:
         """Wake the reader of a generation that has no deltas, so that its reply can send a blank in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,10 +31,15 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
 MAX_STOP_TOKEN_IDS = 64
+
+EXPECTED = "expected"
+"""Type of a validator's error whose text is what was expected."""
 
 
 @dataclass(frozen=True, eq=False)  # equal ones would be the same `Annotated`, and 1 equals true
@@ -166,6 +172,22 @@ def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> Sampl
     return SamplingParams(**{name: getattr(params, name) for name in SamplingParams.GREEDY_NAMES})
 
 
+def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that a model's generation_config.json has. A value that no request may have is left out."""
+    found: dict[str, Any] = {}
+    for name in generation.keys() & set(SamplingParams.WIRE_NAMES) - {"seed"}:
+        try:
+            SamplingParams.from_mapping({name: generation[name]})
+        except RequestError as error:  # noqa: PERF203
+            logger.warning("generation_config_unused reason=%r", str(error))
+        else:
+            found[name] = generation[name]
+    limit = generation.get("max_new_tokens")
+    if type(limit) is int and limit > 0:
+        found["max_new_tokens"] = limit
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def stop_strings(*lists: list[str]) -> tuple[str, ...]:
     """The stop strings of several lists, each once.
 
@@ -214,7 +236,9 @@ def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
     if kind == "missing":
         msg = f"{name} is missing"
         raise RequestError(msg, param=name)
-    described = model.model_fields[str(place[0])].description if place else None
+    # Of a value inside an object within a list the field's own description says nothing.
+    own = kind != EXPECTED and len(place) in {1, 2}
+    described = model.model_fields[str(place[0])].description if own else None
     expected = described or expected.replace("Input should be", "").strip()
     shown = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
     msg = f"parameter {name!r} is {shown}; expected {expected}"

@@ -38,10 +38,15 @@ from djl_python_neuronx.errors import (
     BodyTooLargeError,
     QueueFullError,
     ServingError,
-    UnknownModelError,
 )
 from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
+from djl_python_neuronx.protocol.openai import (
+    ModelEntry,
+    ModelList,
+    check_model,
+    model_entry,
+)
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.openapi import answers, document
@@ -140,10 +145,9 @@ class Application:
         return self._options if self.service is None else self.service.options
 
     @property
-    def model_name(self) -> str:
-        """The model's name in paths: `option.model_name`, or the name of its folder."""
-        configured = None if self.service is None else self.service.options.model_name
-        return configured or self._folder_name
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names in paths and bodies, the first one for answers."""
+        return self.options.model_names or (self._folder_name,)
 
     def load(self, load: Load) -> None:
         """Load the service; a failure is logged and stops the server."""
@@ -195,8 +199,8 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts: Info = {
-            **tgi.info(self.model_name, spec, service.options, package_version()),
-            "model": self.model_name,
+            **tgi.info(self.model_names[0], spec, service.options, package_version()),
+            "model": self.model_names[0],
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
             "num_slots": spec.num_slots,
@@ -227,11 +231,22 @@ class Application:
 
     async def predictions(self, request: Request) -> Response:
         """Generate; DJL's route, with the model's name in the path."""
-        name = request.path_params["model"]
-        if name != self.model_name:
-            msg = f"unknown model {name[:200]!r}; this server serves {self.model_name!r}"
-            raise UnknownModelError(msg)
+        check_model(request.path_params["model"], self.model_names)
         return await self.invocations(request)
+
+    @answers(ModelList)
+    async def models(self, _request: Request) -> Response:
+        """OpenAI's list of models: an entry for each name."""
+        created = self.ready().loaded_s
+        entries = [model_entry(name, created) for name in self.model_names]
+        return JSONResponse({"object": "list", "data": entries})
+
+    @answers(ModelEntry)
+    async def model(self, request: Request) -> Response:
+        """One of OpenAI's list of models."""
+        service, name = self.ready(), request.path_params["model"]
+        check_model(name, self.model_names)
+        return JSONResponse(model_entry(name, service.loaded_s))
 
     async def invocations(self, request: Request) -> Response:
         """Generate."""
@@ -393,8 +408,10 @@ def create_app(
         Route("/version", application.version, methods=["GET"]),
         Route("/openapi.json", application.openapi, methods=["GET"]),
         Route("/invocations", application.invocations, methods=["POST"]),
-        Route("/predictions/{model}", application.predictions, methods=["POST"]),
-        Route("/models/{model}/invoke", application.predictions, methods=["POST"]),
+        Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
+        Route("/v1/models", application.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", application.model, methods=["GET"]),
+        Route("/models/{model:path}/invoke", application.predictions, methods=["POST"]),
         *(Route(path, application.invocations, methods=["POST"]) for path in paths),
     ]
     app = Starlette(
@@ -433,7 +450,7 @@ def serve(
     def load_model() -> None:
         application.load(load)
         if application.failure is None:
-            name = application.model_name
+            name = application.model_names[0]
             scheme = "http" if tls is None else "https"
             logger.info("ready url=%s://%s:%d/invocations model=%s", scheme, host, port, name)
 

@@ -23,7 +23,7 @@ from djl_python_neuronx.errors import (
     kinds,
     revive,
 )
-from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol import PROTOCOLS, beside
 
 JSON = "application/json"
 _WHOLE = frozenset({JSON, "text/plain"})
@@ -59,10 +59,10 @@ def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
         for method in (route.methods or set()) - {"HEAD"}:
-            name = re.sub(r"\W+", "_", f"{method}{route.path_format}").strip("_").lower()
+            path = route.path_format
+            name = re.sub(r"\W+", "_", f"{method}{path}").strip("_").lower()
             operation = _operation(route, schemas, keyed=route.path not in free)
-            operation["operationId"] = name
-            paths[route.path_format][method.lower()] = operation
+            paths[path][method.lower()] = {"operationId": name, **operation}
     found, definitions = TypeAdapter.json_schemas(
         [(one, "validation", TypeAdapter(one)) for one in schemas],
         ref_template="#/components/schemas/{model}",
@@ -78,7 +78,8 @@ def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any]:
-    protocols = [one for one in PROTOCOLS if route.path in one.paths] or PROTOCOLS
+    of_path = [one for one in PROTOCOLS if route.path in one.paths]
+    protocols = of_path or beside(route.path) or PROTOCOLS
     errors: tuple[type[ServingError], ...]
     declared = getattr(route.endpoint, "answers", None)
     operation: dict[str, Any] = {

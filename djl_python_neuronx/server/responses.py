@@ -124,7 +124,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     text = error.detail
     if text == HTTPStatus(error.status_code).phrase:  # starlette's own
         routes = [
-            f"{method} {route.path}"
+            f"{method} {route.path_format}"
             for route in request.app.routes
             for method in route.methods - {"HEAD"}
         ]

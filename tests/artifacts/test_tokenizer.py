@@ -16,6 +16,7 @@ from djl_python_neuronx.artifacts.tokenizer import PythonTokenizer, load_tokeniz
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
+    InvalidOptionError,
     RequestError,
     ServingError,
     UnsupportedParameterError,
@@ -87,9 +88,7 @@ def test_a_chat_goes_through_the_template_with_one_bos(loaded):
 
 def test_without_a_template_messages_are_refused(tmp_path):
     tokenizer = load_tokenizer(folders.write(tmp_path, MADE["llama"]))
-    with pytest.raises(
-        UnsupportedParameterError, match=r"no chat template.*tokenizer_config\.json"
-    ):
+    with pytest.raises(UnsupportedParameterError, match=r"no chat template.*option\.chat_template"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
@@ -98,6 +97,27 @@ def test_a_template_in_a_file_of_its_own_is_used(tmp_path, loaded):
     (folder / "chat_template.jinja").write_text(folders.CHAT_TEMPLATE, encoding="utf-8")
     messages = [{"role": "user", "content": "The fox"}]
     assert load_tokenizer(folder).encode_chat(messages) == loaded["llama"].encode_chat(messages)
+
+
+def test_another_template_takes_the_place_of_the_models_own(tmp_path, loaded):
+    folder = folders.write(tmp_path, MADE["llama"], **folders.special_tokens(MADE["llama"]))
+    messages = [{"role": "user", "content": "The fox"}]
+    found = load_tokenizer(folder, chat_template=folders.CHAT_TEMPLATE)
+    assert found.encode_chat(messages) == loaded["llama"].encode_chat(messages)
+    template = "{% for message in messages %}{{ raise_exception('no') }}{% endfor %}"
+    with pytest.raises(RequestError, match="no"):
+        load_tokenizer(folder, chat_template=template).encode_chat(messages)
+    with pytest.raises(InvalidOptionError, match=r"option\.chat_template.*line 2: .*'endfor'"):
+        load_tokenizer(folder, chat_template="{{ messages }}\n{% endfor %}")
+
+
+def test_a_developer_is_the_system_to_a_template_that_lacks_the_role(tmp_path):
+    folder = folders.write(tmp_path, MADE["llama"])
+    roles = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    messages = [{"role": "developer", "content": ""}, {"role": "user", "content": ""}]
+    for template, text in ((roles, "systemuser"), (roles + "{# developer #}", "developeruser")):
+        tokenizer = load_tokenizer(folder, chat_template=template)
+        assert tokenizer.decode(tokenizer.encode_chat(messages)).lstrip() == text
 
 
 def test_the_templates_own_refusal_is_told_but_no_content(loaded):
@@ -148,7 +168,7 @@ def test_every_piece_is_what_its_id_adds_to_a_text(loaded, name):
 def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(loaded, name):
     """Also without a table, where a part of a character has the bytes of U+FFFD."""
     fast, made = loaded[name], MADE[name]
-    slow = PythonTokenizer(fast._library)
+    slow = PythonTokenizer(fast.library)
     anchor = made.encode("a", add_special_tokens=False).ids
     before = made.decode(anchor)
     for token_id in range(made.get_vocab_size()):

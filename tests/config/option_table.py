@@ -153,7 +153,15 @@ GENERAL = {
     "model_dir": Row((("/opt/ml/model", Path("/opt/ml/model")),), (7, ["a"])),
     "revision": Row((("main", "main"), *NONE), TEXT_BAD, env=("HF_REVISION",)),
     "trust_remote_code": flag(),
-    "model_name": Row((("llama", "llama"),), ("", *TEXT_BAD), also=("served_model_name",)),
+    "model_name": Row(
+        (("llama", ("llama",)), ("llama, org/llama", ("llama", "org/llama")), (["a"], ("a",))),
+        ("", ",", "a,,b", "[]", 7, [1], {"a": 1}, "mine # x"),
+        also=("served_model_name",),
+    ),
+    "chat_template": Row(
+        (("{{ messages }}", "{{ messages }}"), ("{% x\n", "{% x\n"), *NONE), ("", *TEXT_BAD)
+    ),
+    "generation_config": choice("auto", "vllm"),
     "task": Row(
         (
             ("text-generation", "text-generation"),

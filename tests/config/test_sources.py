@@ -309,6 +309,24 @@ class TestContent:
             sources.content(name, tmp_path)
         assert word in str(caught.value)
 
+    def test_text_is_a_template_or_the_path_of_one(self, tmp_path):
+        (tmp_path / "chat.jinja").write_text("{{ a }}")
+        for value in ("chat.jinja", "{{ a }}"):
+            assert sources.content(value, tmp_path, is_text=True) == "{{ a }}"
+        assert sources.content("<s>{% if a %}{% endif %}", tmp_path, is_text=True)[:3] == "<s>"
+        with pytest.raises(ConfigError, match="there is no file"):
+            sources.content("[a]", tmp_path, is_text=True)
+
+    def test_only_the_operator_names_a_template_elsewhere(self, tmp_path):
+        outside, folder = tmp_path / "chat.jinja", tmp_path / "model"
+        outside.write_text("{{ a }}")
+        folder.mkdir()
+        assert sources.content(str(outside), folder, is_text=True) == "{{ a }}"
+        (folder / "link.jinja").symlink_to(outside)
+        for value in (str(outside), "../chat.jinja", "link.jinja"):
+            with pytest.raises(ConfigError, match=r"outside the model's folder|out of the model"):
+                sources.content(value, folder, by_operator=False, is_text=True)
+
     def test_the_largest_file_that_is_allowed(self, tmp_path):
         (tmp_path / "large.json").write_bytes(b"1".rjust(1 << 20))
         assert sources.content("large.json", tmp_path) == 1

@@ -2,13 +2,111 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from djl_python_neuronx.errors import PromptTooLongError, RequestError
-from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext
+from djl_python_neuronx.backends.base import Want
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine import limits
+from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.errors import (
+    DeviceMemoryError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+    StepError,
+    UnauthorizedError,
+    UnknownModelError,
+    UnsupportedParameterError,
+)
+from djl_python_neuronx.protocol import answer_error, parse_body
+from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.openai_chat import ChatParameters, Message
+from djl_python_neuronx.protocol.openai_completions import CompletionParameters
+from djl_python_neuronx.protocol.parameters import Only, default_parameters
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import GenerationRequest
-from tests.toy_tokenizer import TOKENIZER
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+from tests.protocol.wire_schemas import SCHEMAS
+from tests.toy_backend import TOY_SPEC
+from tests.toy_tokenizer import TOKENIZER, ToyTokenizer
+
+USER = {"role": "user", "content": "<5><6>"}
+OPTIONS = ServingOptions(model_name="toy,other")
+
+
+class NotingTokenizer(ToyTokenizer):
+    """Keeps the messages that a template would get."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        self.messages = messages
+        return super().encode_chat(messages)
+
+
+def parse(payload: Mapping[str, Any], **context: Any) -> ParsedRequest:
+    given = {"tokenizer": TOKENIZER, "options": OPTIONS, "path": path_of(payload), **context}
+    return parse_body(json.dumps(payload).encode(), ParseContext(request_id="r", **given))
+
+
+def path_of(payload: Mapping[str, Any]) -> str:
+    return "/v1/completions" if "prompt" in payload else "/v1/chat/completions"
+
+
+def chat(*messages: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages) or [USER], **more}
+
+
+def complete(prompt: object = "<5><6>", **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, **more}
+
+
+BOTH = pytest.mark.parametrize("body", [chat, complete])
+
+
+def token(token_id: int, top: Sequence[int] = (), logprob: float = -0.5) -> Token:
+    text = TOKENIZER.token_bytes(token_id).decode()
+    others = tuple(TopToken(one, f"<{one}>", -1.0) for one in top)
+    special = token_id in TOKENIZER.special_ids
+    return Token(token_id, "" if special else text, logprob, special, others)
+
+
+def deltas(
+    request_id: str,
+    *ids: int,
+    reason: FinishReason = FinishReason.LENGTH,
+    top: Sequence[int] = (),
+    logprob: float = -0.5,
+) -> list[Delta]:
+    """A delta for each token; the last one ends the sequence."""
+    tokens = [token(one, top, logprob) for one in ids]
+    return [
+        Delta(
+            request_id,
+            one.text,
+            (one,),
+            reason if i == len(tokens) else None,
+            num_generated_tokens=i,
+        )
+        for i, one in enumerate(tokens, 1)
+    ]
+
+
+def answer(parsed: ParsedRequest, *parts: Sequence[Delta]) -> bytes:
+    """What the formatter makes of the deltas of each sequence."""
+    return b"".join(parsed.formatter.feed(delta) for part in parts for delta in part)
+
+
+def events(content: bytes) -> list[Any]:
+    """The chunks of a whole stream."""
+    *chunks, done, rest = content.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    return [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
 
 
 def test_several_sequences_of_each_prompt() -> None:
@@ -46,3 +144,552 @@ def test_a_long_chat_is_refused_before_it_is_rendered() -> None:
     assert len(context.encode_chat([message])) == 5
     with pytest.raises(PromptTooLongError, match="the conversation has 8 characters"):
         context.encode_chat([message, message])
+
+
+def test_what_a_missing_parameter_means() -> None:
+    for body, most in ((chat, None), (complete, 16)):
+        request = parse(body()).request
+        assert request.sampling == SamplingParams(temperature=1.0)
+        assert request.max_new_tokens == most
+        assert (request.stop_strings, request.stop_token_ids) == ((), frozenset())
+        assert (request.ignore_eos, request.logprobs, request.top_logprobs) == (False, False, 0)
+        assert not parse(body()).stream
+
+
+@BOTH
+def test_every_parameter_arrives(body: Any) -> None:
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    request = parse(
+        body(
+            **sampling,
+            max_tokens=3,
+            stop="a",
+            stop_token_ids=[4, 5],
+            max_time=2.5,
+            include_stop_str_in_output=True,
+            ignore_eos=True,
+            truncate_prompt_tokens=2,
+        )
+    ).request
+    assert vars(request.sampling) == sampling
+    assert (request.max_new_tokens, request.max_seconds) == (3, 2.5)
+    assert (request.stop_strings, request.stop_token_ids) == (("a",), {4, 5})
+    assert request.include_stop
+    assert request.ignore_eos
+    assert request.prompt_ids == [5, 6]
+
+
+@BOTH
+def test_parameters_with_two_meanings(body: Any) -> None:
+    assert parse(body(stop=["a", "b"])).request.stop_strings == ("a", "b")
+    assert parse(body(seed=-1)).request.sampling.seed == 2**64 - 1
+    assert parse(body(temperature=0)).request.sampling == SamplingParams()
+    assert parse(body(temperature=2, top_k=-1)).request.sampling == SamplingParams(temperature=2)
+
+
+def test_max_completion_tokens_counts_before_max_tokens() -> None:
+    assert parse(chat(max_completion_tokens=3, max_tokens=5)).request.max_new_tokens == 3
+
+
+def reference(name: str) -> list[str]:
+    """Fields of a request, or of all messages, in the installed `openai` package."""
+    openai = pytest.importorskip("openai.types", reason="needs the `dev` extra")
+    if name == "messages":
+        import openai.types.chat as messages
+
+        kinds = [
+            getattr(messages, kind)
+            for kind in dir(messages)
+            if kind.startswith("ChatCompletion") and kind.endswith("MessageParam")
+        ]
+        return [field for kind in kinds for field in getattr(kind, "__annotations__", ())]
+    types = openai.chat if name == "chat" else openai
+    params = types.completion_create_params.CompletionCreateParamsBase
+    return [*params.__annotations__, "stream"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("chat", ChatParameters), ("completion", CompletionParameters), ("messages", Message)],
+)
+def test_every_field_of_the_reference_is_known(name: str, model: Any) -> None:
+    """A field without effect is accepted, one that the engine lacks is refused by name: see the next tests."""
+    fields = reference(name)
+    assert len(fields) > 10
+    assert set(fields) - set(model.model_fields) == set()
+
+
+REFUSED: dict[str, tuple[Any, Any, Any]] = {
+    "frequency_penalty": (0, 0.5, {chat, complete}),
+    "presence_penalty": (0.0, -1, {chat, complete}),
+    "logit_bias": ({}, {"50256": -100}, {chat, complete}),
+    "length_penalty": (1, 2, {chat, complete}),
+    "skip_special_tokens": (True, False, {chat, complete}),
+    "spaces_between_special_tokens": (True, False, {chat, complete}),
+    "typical_p": (1, 0.5, {chat, complete}),
+    "extra_body": ({}, {"a": 1}, {chat, complete}),
+    "suffix": ("", "x", {complete}),
+    "tools": ([], [{"type": "function", "function": {"name": "f"}}], {chat}),
+    "tool_choice": ("none", "auto", {chat}),
+    "functions": ([], [{"name": "f"}], {chat}),
+    "function_call": ("none", "auto", {chat}),
+    "response_format": ({"type": "text"}, {"type": "json_object"}, {chat}),
+    "modalities": (["text"], ["text", "audio"], {chat}),
+    "audio": (None, {"voice": "a", "format": "wav"}, {chat}),
+    "prediction": (None, {"type": "content", "content": "x"}, {chat}),
+    "reasoning_effort": (None, "low", {chat}),
+    "verbosity": (None, "low", {chat}),
+    "web_search_options": (None, {}, {chat}),
+    "moderation": (None, {}, {chat}),
+    "add_generation_prompt": (True, False, {chat}),
+    "continue_final_message": (False, True, {chat}),
+}
+"""Parameter to the value without effect, one that is refused, and the requests that have it."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_engine_lacks_is_refused_by_name(name: str) -> None:
+    neutral, value, bodies = REFUSED[name]
+    for body in bodies:
+        assert parse(body(**{name: neutral})) is not None
+        assert parse(body(**{name: None})) is not None
+        with pytest.raises(UnsupportedParameterError, match=f"{name!r} is not supported") as caught:
+            parse(body(**{name: value}))
+        assert caught.value.param == name
+
+
+@BOTH
+def test_the_table_of_refused_parameters_is_whole(body: Any) -> None:
+    model = ChatParameters if body is chat else CompletionParameters
+    refused = {
+        name
+        for name, field in model.model_fields.items()
+        if any(isinstance(one, Only) for one in field.metadata)
+    }
+    assert refused == {name for name, (_, _, bodies) in REFUSED.items() if body in bodies}
+
+
+def test_what_has_no_effect_is_accepted() -> None:
+    parse(complete(user="me"))
+    parse(
+        chat(
+            user="me",
+            metadata={"a": "b"},
+            store=True,
+            service_tier="flex",
+            parallel_tool_calls=True,
+            safety_identifier="x",
+            prompt_cache_key="y",
+            prompt_cache_options={},
+            prompt_cache_retention="24h",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("payload", "param", "says"),
+    [
+        ({}, "messages", "messages is missing"),
+        (chat() | {"messages": []}, "messages", "at least one message"),
+        (chat() | {"messages": "Hi"}, "messages", "at least one message"),
+        (chat(5), "messages[0]", "at least one message"),
+        (chat({"content": "Hi"}), "messages[0].role", "is missing"),
+        (chat({"role": "bot", "content": "Hi"}), "messages[0].role", "'developer'"),
+        (chat({"role": "user"}), "messages[0]", "only an assistant may leave out"),
+        (chat({"role": "user", "content": 5}), "messages[0].content", "is 5"),
+        (chat(USER, {**USER, "cache": 1}), "messages[1].cache", "unknown parameter"),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}),
+            "messages[0].content",
+            "part 1 is 'file'",
+        ),
+        (chat({"role": "user", "content": ["a"]}), "messages[0].content", "part 0"),
+        (chat({"role": "user", "content": [{"type": "text"}]}), "messages[0].content", "part 0"),
+        (
+            chat({"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}),
+            "messages[0].tool_calls[0].function",
+            "is missing",
+        ),
+        (chat(logprobs=2), "logprobs", "true or false"),
+        (chat(top_logprobs=2), "top_logprobs", "needs logprobs=true"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "from 0 to 20"),
+        (chat(max_completion_tokens=0), "max_completion_tokens", "at least 1"),
+        (chat(n=129), None, "at most 128"),
+        (chat(temperature=2.5), "temperature", "from 0 to 2"),
+        (chat(temperature="hot"), "temperature", "a finite number"),
+        (chat(seed="x"), "seed", "an integer"),
+        (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
+        (chat(stream_options={"include_usage": True}), "stream_options", "needs stream=true"),
+        (
+            chat(stream=True, stream_options={"include_usage": 1}),
+            "stream_options.include_usage",
+            "boolean",
+        ),
+        (chat(model=5), "model", "string"),
+        (complete(None), "prompt", "prompt is missing"),
+        (complete([]), "prompt", "expected a text"),
+        (complete(["<5>", 5]), "prompt", "expected a text"),
+        (complete(["<5>", [5]]), "prompt", "expected a text"),
+        (complete({"a": 1}), "prompt", "expected a text"),
+        (complete([5, "<5>"]), None, "other values than integers"),
+        (complete([5, True]), None, "other values than integers"),
+        (complete(["<5>"] * 65, n=2), None, "at most 128"),
+        (complete(max_tokens=0), "max_tokens", "at least 1"),
+        (complete(logprobs=6), "logprobs", "from 0 to 5"),
+        (complete(logprobs=True), "logprobs", "from 0 to 5"),
+        (complete(best_of=1, n=2), "best_of", "at least n"),
+        (complete(best_of=2, stream=True), "best_of", "not streamed"),
+        (complete(echo=True, logprobs=0), "logprobs", "no logits of a prompt"),
+    ],
+)
+def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(payload)
+    assert says in str(caught.value)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+@BOTH
+def test_an_unknown_model(body: Any) -> None:
+    with pytest.raises(UnknownModelError, match=r"unknown model 'gpt'.*'toy', 'other'") as caught:
+        parse(body(model="gpt"))
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    for model, shown in ((None, "toy"), ("toy", "toy"), ("other", "other")):
+        parsed = parse(body(model=model))
+        assert json.loads(answer(parsed, deltas("r", 7)))["model"] == shown
+
+
+def test_what_a_template_gets() -> None:
+    tokenizer = NotingTokenizer()
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    empty = {"id": "b", "type": "function", "function": {"name": "g", "arguments": ""}}
+    parse(
+        chat(
+            {"role": "system", "content": "<3>"},
+            {"role": "developer", "content": [{"type": "text", "text": "a"}] * 2},
+            {"role": "user", "content": "<5>", "name": "Ann"},
+            {"role": "assistant", "content": None, "tool_calls": [call, empty], "refusal": None},
+            {"role": "tool", "content": "<6>", "tool_call_id": "a"},
+            {"role": "function", "content": "<6>", "name": "f"},
+            {"role": "assistant", "content": "<7>", "annotations": [], "audio": None},
+        ),
+        tokenizer=tokenizer,
+    )
+    parsed = {**call, "function": {"name": "f", "arguments": {"x": [1]}}}
+    assert tokenizer.messages == [
+        {"role": "system", "content": "<3>"},
+        {"role": "developer", "content": "a\na"},
+        {"role": "user", "content": "<5>", "name": "Ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [parsed, {**empty, "function": {"name": "g", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "<6>", "tool_call_id": "a"},
+        {"role": "function", "content": "<6>", "name": "f"},
+        {"role": "assistant", "content": "<7>"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("<5>", [[1, 5]]),
+        ([7, 8], [[7, 8]]),
+        (["<5>", "<6><7>"], [[1, 5], [1, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ],
+)
+def test_prompts_of_every_kind(prompt: Any, ids: list[list[int]]) -> None:
+    assert [one.prompt_ids for one in parse(complete(prompt)).requests] == ids
+    repeated = parse(complete(prompt, n=2)).requests
+    assert [one.prompt_ids for one in repeated] == [one for one in ids for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        (FinishReason.LENGTH, "length"),
+        (FinishReason.TIME, "length"),
+        (FinishReason.EOS, "stop"),
+        (FinishReason.STOP, "stop"),
+    ],
+)
+def test_finish_reasons(reason: FinishReason, word: str) -> None:
+    for body in (chat, complete):
+        whole = json.loads(answer(parse(body()), deltas("r", 7, reason=reason)))
+        assert whole["choices"][0]["finish_reason"] == word
+        chunks = events(answer(parse(body(stream=True)), deltas("r", 7, reason=reason)))
+        assert chunks[-1]["choices"][0]["finish_reason"] == word
+
+
+def test_a_whole_chat() -> None:
+    content = answer(parse(chat(n=2)), deltas("r.1", 9), deltas("r", 7, 8))
+    found = SCHEMAS["chat"](content)
+    assert found.texts == ["<7><8>", "<9>"]
+    assert (found.num_prompt_tokens, found.num_tokens) == (3, [3])
+
+
+def test_a_whole_completion() -> None:
+    content = answer(parse(complete(["<5>", "<6><7>"])), deltas("r.1", 9), deltas("r", 7, 8))
+    found = SCHEMAS["completion"](content)
+    assert found.texts == ["<7><8>", "<9>"]
+    assert (found.num_prompt_tokens, found.num_tokens) == (5, [3])
+
+
+def test_nothing_is_sent_before_the_end_of_a_whole_answer() -> None:
+    parsed = parse(chat(n=2))
+    first, *others = deltas("r", 7, 8) + deltas("r.1", 9)
+    assert parsed.formatter.feed(first) == b""
+    assert [parsed.formatter.feed(one) == b"" for one in others] == [True, False]
+
+
+@BOTH
+def test_a_stream(body: Any) -> None:
+    kind = "chat" if body is chat else "completion"
+    options = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+    parsed = parse(body(**options))
+    content = answer(parsed, deltas("r", 7), deltas("r.1", 8, 9, 2, reason=FinishReason.EOS))
+    assert parsed.formatter.content_type == "text/event-stream"
+    found = SCHEMAS[f"{kind}_sse_usage"](content)
+    assert found.texts == ["<7>", "<8><9>"]
+    assert found.finish_reasons == ["length", "stop"]
+    assert (found.num_prompt_tokens, found.num_tokens) == (3, [4])
+    plain = answer(parse(body(stream=True)), deltas("r", 7, 8))
+    assert SCHEMAS[f"{kind}_sse"](plain).texts == ["<7><8>"]
+
+
+@BOTH
+def test_text_that_looks_like_a_chunks_own_bytes(body: Any) -> None:
+    text = '\0text"}]\n\ndata: \ud83d'.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    parsed = parse(body(stream=True))
+    delta = Delta("r", text, (token(7),), FinishReason.LENGTH, num_generated_tokens=1)
+    kind = "chat" if body is chat else "completion"
+    assert SCHEMAS[f"{kind}_sse"](parsed.formatter.feed(delta)).texts == [text]
+
+
+@BOTH
+def test_each_token_has_a_chunk_also_without_text(body: Any) -> None:
+    """Text that is held back must not look like a stall."""
+    parsed = parse(body(stream=True))
+    held = Delta("r", "", (token(7),), num_generated_tokens=1)
+    assert parsed.formatter.feed(held)
+    assert parsed.formatter.feed(held).count(b"data: ") == 1
+    silent = Delta("r", "", (), FinishReason.TIME, num_generated_tokens=2)
+    assert parsed.formatter.feed(silent).count(b"data: ") == 2
+
+
+@BOTH
+def test_an_error_within_a_stream_is_its_last_event(body: Any) -> None:
+    parsed = parse(body(stream=True))
+    parsed.formatter.feed(deltas("r", 7, 8)[0])
+    failed = Delta("r", "", (), FinishReason.ERROR, StepError("the device failed"))
+    event = parsed.formatter.feed(failed)
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    assert b"[DONE]" not in event
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert error == {
+        "message": "the device failed",
+        "type": "server_error",
+        "param": None,
+        "code": "step_error",
+    }
+
+
+def test_an_error_of_a_whole_answer_after_blanks_is_a_body() -> None:
+    failed = Delta("r", "", (), FinishReason.ERROR, StepError("the device failed"))
+    assert json.loads(parse(chat()).formatter.feed(failed))["error"]["code"] == "step_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(stream: bool) -> None:
+    parsed = parse(chat(logprobs=True, top_logprobs=2, stream=stream))
+    assert (parsed.request.logprobs, parsed.request.top_logprobs) == (True, 2)
+    parts = deltas("r", 7, 2, top=(7, 8), reason=FinishReason.EOS)
+    content = answer(parsed, parts)
+    if stream:
+        assert SCHEMAS["chat_sse_top_2"](content).texts == ["<7>"]
+        found = [one["choices"][0]["logprobs"] for one in events(content)]
+        scores = [score for one in found if one for score in one["content"]]
+    else:
+        assert SCHEMAS["chat_top_2"](content).texts == ["<7>"]
+        scores = json.loads(content)["choices"][0]["logprobs"]["content"]
+    top = [
+        {"token": "<7>", "logprob": -1.0, "bytes": [60, 55, 62]},
+        {"token": "<8>", "logprob": -1.0, "bytes": [60, 56, 62]},
+    ]
+    assert scores == [
+        {"token": "<7>", "logprob": -0.5, "bytes": [60, 55, 62], "top_logprobs": top},
+        {"token": "<eos>", "logprob": -0.5, "bytes": list(b"<eos>"), "top_logprobs": top},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion(stream: bool) -> None:
+    parsed = parse(complete(logprobs=1, stream=stream))
+    assert (parsed.request.logprobs, parsed.request.top_logprobs) == (True, 1)
+    content = answer(parsed, deltas("r", 7, 10, 8, top=(9,)))
+    choices = [one["choices"][0] for one in (events(content) if stream else [json.loads(content)])]
+    scores = [one["logprobs"] for one in choices if one["logprobs"]]
+    joined = {name: [value for one in scores for value in one[name]] for name in scores[0]}
+    assert joined == {
+        "tokens": ["<7>", "<10>", "<8>"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [{name: -0.5, "<9>": -1.0} for name in ("<7>", "<10>", "<8>")],
+        "text_offset": [0, 3, 7],
+    }
+
+
+def test_log_probabilities_without_alternatives() -> None:
+    content = answer(parse(complete(logprobs=0)), deltas("r", 7, logprob=float("-inf")))
+    found = json.loads(content)["choices"][0]["logprobs"]
+    assert (found["token_logprobs"], found["top_logprobs"]) == ([-9999.0], None)
+    assert not parse(complete()).request.logprobs
+
+
+def test_best_of_returns_the_likeliest_by_token() -> None:
+    parsed = parse(complete(["<5>", "<6>"], best_of=3, n=2))
+    assert len(parsed.requests) == 6
+    assert all(request.logprobs for request in parsed.requests)
+    # In sum the one of two tokens is the least likely, by token the best.
+    scores = [(-3.0, 1), (-2.0, 2), (-2.5, 1), (-1.0, 1), (-2.0, 1), (-3.0, 1)]
+    names = ["r", "r.1", "r.2", "r.3", "r.4", "r.5"]
+    parts = [
+        deltas(name, *[10 + i] * count, logprob=score)
+        for i, (name, (score, count)) in enumerate(zip(names, scores, strict=True))
+    ]
+    content = answer(parsed, *parts)
+    found = SCHEMAS["completion"](content)
+    assert found.texts == ["<11><11>", "<12>", "<13>", "<14>"]
+    assert found.num_tokens == [7], "all that were generated"
+    assert found.num_prompt_tokens == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(stream: bool) -> None:
+    for prompt, texts in (("<5>", ["<5>"]), ([1, 5, 6], ["<5><6>"]), (["<5>", "x"], ["<5>", "x"])):
+        parsed = parse(complete(prompt, echo=True, stream=stream))
+        parts = [deltas(request.request_id, 7) for request in parsed.requests]
+        found = SCHEMAS["completion_sse" if stream else "completion"](answer(parsed, *parts))
+        assert found.texts == [text + "<7>" for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "options", "sse"),
+    [
+        ("/v1/chat/completions", {}, {}, True),
+        ("/v1/chat/completions", {}, {"output_formatter": "jsonlines"}, True),
+        ("/invocations", {}, {}, False),
+        ("", {}, {}, False),
+        ("", {"accept": "text/event-stream"}, {}, True),
+        ("", {"x-stainless-lang": "python"}, {}, True),
+        ("", {}, {"output_formatter": "sse"}, True),
+    ],
+)
+def test_events_or_lines(path: str, headers: Any, options: Any, sse: bool) -> None:
+    options = ServingOptions(model_name="toy", **options)
+    parsed = parse(chat(stream=True), path=path, headers=headers, options=options)
+    content = answer(parsed, deltas("r", 7, 8))
+    assert SCHEMAS["chat_sse" if sse else "chat_jsonlines"](content).texts == ["<7><8>"]
+    type_ = "text/event-stream" if sse else "application/jsonlines"
+    assert parsed.formatter.content_type == type_
+
+
+@pytest.mark.parametrize("path", ["/invocations", ""])
+def test_the_body_names_the_protocol_where_the_path_does_not(path: str) -> None:
+    assert parse(chat(), path=path).request.protocol == "openai_chat"
+    assert parse(complete(), path=path).request.protocol == "openai_completion"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_", "code"),
+    [
+        (RequestError("no"), 400, "invalid_request_error", "bad_request"),
+        (UnsupportedParameterError("no"), 400, "invalid_request_error", "unsupported_parameter"),
+        (PromptTooLongError("no"), 400, "invalid_request_error", "context_length_exceeded"),
+        (UnauthorizedError("no"), 401, "invalid_request_error", "invalid_api_key"),
+        (UnknownModelError("no"), 404, "invalid_request_error", "model_not_found"),
+        (RequestTimeoutError("no"), 408, "invalid_request_error", "request_timeout"),
+        (StepError("no"), 500, "server_error", "step_error"),
+        (QueueFullError("no"), 503, "server_error", "queue_full"),
+        (DeviceMemoryError("no"), 507, "server_error", "device_memory"),
+    ],
+)
+def test_status_and_body_of_an_error(error: Any, status: int, type_: str, code: str) -> None:
+    error.param = "x" if isinstance(error, RequestError) else None
+    for place in ({"path": "/v1/embeddings"}, {"protocol": "openai_chat"}):
+        found, body = answer_error(error, **place)
+        assert found == status
+        expected = {"message": "no", "type": type_, "param": error.__dict__["param"], "code": code}
+        assert json.loads(body) == {"error": expected}
+    assert answer_error(error, path="/invocations")[0] == error.status
+
+
+def test_the_defaults_of_the_models_author() -> None:
+    generation = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.9,
+        "do_sample": False,
+        "seed": 3,
+        "min_p": None,
+        "repetition_penalty": "high",
+        "max_new_tokens": 40,
+        "eos_token_id": 2,
+    }
+    defaults = default_parameters(generation)
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    assert defaults == {**sampling, "max_new_tokens": 40}
+
+    def request(body: Mapping[str, Any]) -> GenerationRequest:
+        def with_defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
+            return limits.with_defaults(given, configured=defaults, spec=TOY_SPEC)
+
+        return parse(body, with_defaults=with_defaults, default_max_tokens=40).request
+
+    for body in (chat, complete):
+        assert request(body()).sampling == SamplingParams(**sampling)
+        assert request(body()).max_new_tokens == 40
+        given = request(body(temperature=1, top_k=-1, max_tokens=50))
+        assert given.sampling == SamplingParams(temperature=1, top_p=0.9)
+        assert given.max_new_tokens == 50
+
+
+DEVICE = replace(TOY_SPEC, outputs=frozenset({Want.TOKENS}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "row"),
+    [
+        (replace(DEVICE, fixed_sampling=(1.0, 1.0, 1.0)), (1, 1.0, 1.0)),
+        (replace(DEVICE, fixed_sampling=(50.0, 0.9, 0.7)), (50, 0.9, 0.7)),
+        (replace(DEVICE, largest_top_k=256), (256, 1.0, 1.0)),
+        (replace(DEVICE, largest_top_k=256, default_top_k=256), (0, 1.0, 1.0)),
+    ],
+)
+def test_a_device_that_samples_refuses_nothing_that_nobody_sent(spec: Any, row: Any) -> None:
+    configured = {"min_p": 0.1, "repetition_penalty": 1.1}
+    found = limits.with_defaults({}, configured=configured, spec=spec)
+    sampling = SamplingParams.from_mapping({"temperature": 1.0, **found})
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == row
+    limits.check(GenerationRequest("r", [1], sampling), spec)
+
+
+def test_a_device_that_samples_refuses_what_was_sent_and_does_nothing_else_instead() -> None:
+    spec = replace(DEVICE, fixed_sampling=(1.0, 1.0, 1.0))
+    found = limits.with_defaults({"temperature": 0.7}, configured={}, spec=spec)
+    with pytest.raises(UnsupportedParameterError, match="compiled in"):
+        limits.check(GenerationRequest("r", [1], SamplingParams(**found)), spec)
+    spec = replace(DEVICE, largest_top_k=64)
+    configured = {"top_k": 100, "temperature": 0.5}
+    found = limits.with_defaults({"top_p": 0.9}, configured=configured, spec=spec)
+    assert found == {"top_k": 64, "temperature": 0.5, "top_p": 0.9}

@@ -30,7 +30,7 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
     NgramProposer,
 )
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
-from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
+from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError, StepError  # noqa: E402
 from djl_python_neuronx.protocol import tgi  # noqa: E402
 from djl_python_neuronx.server.app import (  # noqa: E402
     LONG_BODY_BYTES,
@@ -377,7 +377,7 @@ def test_routes_that_do_not_exist(server: Running) -> None:
     says, _, routes = wrong.json()["error"].partition("; expected ")
     assert says == "no route 'GET /invocations'"
     assert {"GET /ping", "POST /invocations", "POST /predictions/{model}"} <= {*routes.split(", ")}
-    for path in ("/nothing", "/v1/completions", "/predictions", "/" + "x" * 9999):
+    for path in ("/nothing", "/v2/completions", "/predictions", "/" + "x" * 9999):
         found = http.post(server.url + path, json=body([5]))
         assert (found.status_code, found.json()["code"], len(found.content) < 500) == (
             404,
@@ -393,12 +393,52 @@ def test_no_redirect_to_a_host_that_the_client_names(server: Running) -> None:
     assert "location" not in found.headers
 
 
-def test_the_model_can_have_a_name(server: Running) -> None:
+def test_the_model_can_have_names(server: Running) -> None:
     service = server.application.service
     assert service is not None
-    service.options = service.options.model_copy(update={"model_name": "given"})
-    assert http.post(server.url + "/predictions/given", json=body([5])).status_code == 200
+    names = ("given", "org/given")
+    service.options = service.options.model_copy(update={"model_name": names})
+    for name in names:
+        assert http.post(f"{server.url}/predictions/{name}", json=body([5])).status_code == 200
+        entry = http.get(f"{server.url}/v1/models/{name.replace('/', '%2F')}").json()
+        assert entry == http.get(f"{server.url}/v1/models/{name}").json()
+        assert (entry["id"], entry["object"], entry["created"]) == (name, "model", service.loaded_s)
+        chat = {"model": name, "messages": [{"role": "user", "content": "<5>"}], "max_tokens": 1}
+        found = http.post(server.url + "/v1/chat/completions", json=chat)
+        assert (found.status_code, found.json()["model"]) == (200, name)
     assert http.post(server.url + "/predictions/toy", json=body([5])).status_code == 404
+    listed = http.get(server.url + "/v1/models").json()
+    assert [entry["id"] for entry in listed["data"]] == list(names)
+    assert http.get(server.url + "/info").json()["model"] == "given"
+
+
+def test_errors_below_v1_are_openais(server: Running) -> None:
+    """Whatever fails: the route, the method, the body before it is parsed, the model's name."""
+    url, plain = server.url + "/v1/", {"content-type": "text/plain"}
+    for found, status, code in (
+        (http.post(url + "embeddings", json={"input": "x"}), 404, "http_error"),
+        (http.get(url + "chat/completions"), 405, "http_error"),
+        (http.post(url + "completions", content=b"{"), 400, "bad_request"),
+        (http.post(url + "completions", content="x", headers=plain), 400, None),
+        (http.get(url + "models/other"), 404, "model_not_found"),
+        (http.post(url + "completions", json={"prompt": [5] * 999}), 400, None),
+    ):
+        error = found.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (found.status_code, error["type"]) == (status, "invalid_request_error")
+        assert code in {None, error["code"]}
+
+
+def test_a_stream_that_breaks_off_is_counted(server: Running, backend: ToyBackend) -> None:
+    backend.fail_at[2] = StepError("the device failed")
+    chat = {"messages": [{"role": "user", "content": "<5>"}], "stream": True}
+    found = http.post(server.url + "/v1/chat/completions", json=chat)
+    *_, last, rest = found.text.split("\n\n")
+    assert found.status_code == 200
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "step_error"
+    assert rest == ""
+    metric = 'requests_total{finish_reason="error",protocol="openai_chat"} 1.0'
+    wait_until(lambda: metric in http.get(server.url + "/metrics").text)
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running) -> None:

@@ -1,0 +1,413 @@
+"""What OpenAI's endpoints share: parameters, answers whole and as a stream of chunks, and error objects.
+
+Source: OpenAI's API reference, 2026-11; vLLM's names of the parameters that the reference lacks.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import orjson
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.errors import RequestError, ServingError, UnknownModelError
+from djl_python_neuronx.protocol.base import Formatter, ParseContext
+from djl_python_neuronx.protocol.parameters import (
+    Count,
+    Flag,
+    GenerationParameters,
+    Only,
+    RequestModel,
+    sampling_params,
+    stop_strings,
+)
+from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
+
+MAX_TEMPERATURE = 2
+UNNAMED = frozenset({"dummy", "tgi"})
+"""What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON lacks."""
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.TIME: "length",
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+}
+_STATUS = {"prompt_too_long": 400, "step_error": 500}
+_CODES = {"prompt_too_long": "context_length_exceeded"}
+# Placeholders in a chunk for what differs between its parts.
+_TEXT, _LOGPROBS = "\0text", "\0logprobs"
+
+
+class Usage(TypedDict):
+    """Tokens of a request: each prompt counts once, each generated token of every sequence."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ErrorFields(TypedDict):
+    """An error; `param` is the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """A body, or a part of a stream, that is an error."""
+
+    error: ErrorFields
+
+
+class ModelEntry(TypedDict):
+    """A name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(TypedDict):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class StreamOptions(RequestModel):
+    """See OpenAI's reference."""
+
+    include_usage: Flag = False
+    include_obfuscation: Annotated[Any, Only(neutral=False)] = None
+    continuous_usage_stats: Annotated[Any, Only(neutral=False)] = None
+
+
+class OpenAiParameters(GenerationParameters):
+    """The parameters of all endpoints."""
+
+    model: str | None = None
+    n: Count = 1
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = Field(default=None, description="an integer of at least 1")
+    truncate_prompt_tokens: Count | None = Field(
+        default=None, description="an integer of at least 1"
+    )
+    user: Any = None
+    """Without effect, as any field of this type."""
+    logit_bias: Annotated[Any, Only({})] = None
+    extra_body: Annotated[Any, Only({})] = None
+
+
+class Shape(Protocol):
+    """The answers of an endpoint, as values for JSON."""
+
+    id_prefix: str
+    kind: str
+    """`object` of a whole answer."""
+    chunk_kind: str
+
+    def choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Any,  # noqa: ANN401
+        reason: str,
+    ) -> Mapping[str, Any]:
+        """A choice of a whole answer."""
+
+    def first(self, index: int, text: str) -> Mapping[str, Any] | None:
+        """The first part of a choice in a stream, before any token; `text` is that of an echoed prompt. Or None."""
+
+    def part(self, index: int, text: str, logprobs: Any) -> Mapping[str, Any]:  # noqa: ANN401
+        """A further part."""
+
+    def last(self, index: int, reason: str) -> Mapping[str, Any]:
+        """The last part."""
+
+    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Any:  # noqa: ANN401
+        """The log-probabilities of tokens whose text begins at `offset`."""
+
+
+def common_request(
+    given: OpenAiParameters,
+    context: ParseContext,
+    protocol: str,
+    **more: Any,  # noqa: ANN401
+) -> GenerationRequest:
+    """What the sequences of a request have in common; `more`: further fields of it.
+
+    Raises:
+        UnknownModelError: the model has another name.
+        RequestError: a value is not allowed.
+    """
+    if given.model in UNNAMED:
+        given.model = None
+    if given.model is not None:
+        check_model(given.model, context.options.model_names)
+    if given.stream_options is not None and not given.stream:
+        msg = "stream_options needs stream=true; set it, or leave stream_options out"
+        raise RequestError(msg, param="stream_options")
+    values = given.given_sampling()
+    if given.top_k == -1:
+        values["top_k"] = 0
+    if type(given.seed) is int and -(2**63) <= given.seed < 0:
+        values["seed"] = given.seed + 2**64
+    sampling = sampling_params(context.with_defaults(values))
+    if values.get("temperature", 0) > MAX_TEMPERATURE:
+        msg = f"temperature is {given.temperature}; expected a number from 0 to {MAX_TEMPERATURE}"
+        raise RequestError(msg, param="temperature")
+    return GenerationRequest(
+        request_id=context.request_id,
+        prompt_ids=(),
+        sampling=sampling,
+        stop_token_ids=frozenset(given.stop_token_ids),
+        stop_strings=stop_strings(given.stop),
+        include_stop=given.include_stop_str_in_output,
+        ignore_eos=given.ignore_eos,
+        max_seconds=given.max_time,
+        arrived_s=context.arrived_s,
+        client_id=context.client_id,
+        protocol=protocol,
+        **more,
+    )
+
+
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Raises `UnknownModelError` if a model has another name."""
+    if name not in names:
+        msg = f"unknown model {name[:200]!r}; this server serves {', '.join(map(repr, names))}"
+        raise UnknownModelError(msg, param="model")
+
+
+def model_entry(name: str, created: int) -> ModelEntry:
+    """A model of the list; `created` is the time of its load."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "djl-neuronx"}
+
+
+def answer_error(error: ServingError) -> tuple[int, ErrorBody]:
+    """HTTP status and body of an error."""
+    status = _STATUS.get(error.code, error.status)
+    return status, {
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error" if status < 500 else "server_error",
+            "param": getattr(error, "param", None),
+            "code": _CODES.get(error.code, error.code),
+        }
+    }
+
+
+def finite(logprob: float | None) -> float:
+    """A log-probability that JSON has."""
+    return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def make_formatter(
+    shape: Shape,
+    requests: Sequence[GenerationRequest],
+    given: OpenAiParameters,
+    context: ParseContext,
+    *,
+    with_logprobs: bool,
+    count: int,
+    echoes: Sequence[str] = (),
+) -> Formatter:
+    """The formatter of an answer; `count`: the sequences of each prompt, `echoes`: its text."""
+    head = {
+        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "object": shape.chunk_kind if given.stream else shape.kind,
+        "created": int(time.time()),
+        "model": given.model or context.options.model_names[0],
+    }
+    texts = [text for text in echoes for _ in range(count)] or [""] * len(requests)
+    answer = _Answer(
+        head, shape, requests, texts, count, context.tokenizer if with_logprobs else None
+    )
+    if not given.stream:
+        return WholeFormatter(answer, given.n)
+    with_usage = given.stream_options is not None and given.stream_options.include_usage
+    return ChunkFormatter(answer, sse=_is_sse(context), with_usage=with_usage)
+
+
+def _is_sse(context: ParseContext) -> bool:
+    """Whether a stream has server-sent events. LMI's clients, which use other routes, read lines of JSON.
+
+    Of a request through DJL Serving the route is unknown, but OpenAI's own clients name themselves.
+    """
+    if context.path.startswith("/v1/") or "x-stainless-lang" in context.headers:
+        return True
+    accepts = "text/event-stream" in context.headers.get("accept", "")
+    return accepts or context.options.output_formatter == "sse"
+
+
+class _Choice:
+    """A sequence so far."""
+
+    def __init__(self, text: str) -> None:
+        self.texts = [text]
+        self.tokens: list[Token] = []
+        self.end: Delta | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of its tokens."""
+        return sum(finite(token.logprob) for token in self.tokens) / max(len(self.tokens), 1)
+
+
+class _Answer:
+    """The fields of an answer, and its sequences."""
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        shape: Shape,
+        requests: Sequence[GenerationRequest],
+        texts: Sequence[str],
+        count: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """`count` sequences for each prompt follow each other in `requests`. No tokenizer: without logprobs."""
+        self.head, self.shape, self.count = head, shape, count
+        self.requests, self.texts = requests, texts
+        self.num_prompt_tokens = sum(len(one.prompt_ids) for one in requests[::count])
+        self.with_logprobs = tokenizer is not None
+        self._tokenizer = tokenizer
+
+    def usage(self, num_tokens: int) -> Usage:
+        """The usage of an answer with so many generated tokens."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt_tokens + num_tokens,
+        }
+
+    def logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:  # noqa: ANN401
+        """Log-probabilities, if the client wants them."""
+        if self._tokenizer is None:
+            return None
+        return self.shape.logprobs(tokens, offset, self._tokenizer)
+
+
+class WholeFormatter:
+    """The whole answer at the end. Of the sequences of a prompt it has the `num_returned` likeliest, by token."""
+
+    content_type = "application/json"
+
+    def __init__(self, answer: _Answer, num_returned: int) -> None:
+        self._answer, self._num_returned = answer, num_returned
+        self._choices = {
+            request.request_id: _Choice(text)
+            for request, text in zip(answer.requests, answer.texts, strict=True)
+        }
+        self._num_open, self._num_tokens = len(self._choices), 0
+        self._keeps_tokens = answer.requests[0].logprobs
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        if delta.error is not None:
+            return orjson.dumps(answer_error(delta.error)[1])
+        choice = self._choices[delta.request_id]
+        choice.texts.append(delta.text)
+        if self._keeps_tokens:
+            choice.tokens += delta.tokens
+        if not delta.finished:
+            return b""
+        choice.end = delta
+        self._num_tokens += delta.num_generated_tokens
+        self._num_open -= 1
+        return b"" if self._num_open else self._body()
+
+    def _body(self) -> bytes:
+        answer, choices = self._answer, list(self._choices.values())
+        best: list[_Choice] = []
+        for i in range(0, len(choices), answer.count):
+            group = choices[i : i + answer.count]
+            if self._num_returned < answer.count:
+                group.sort(key=lambda choice: -choice.mean_logprob)
+            best += group[: self._num_returned]
+        written = [
+            answer.shape.choice(
+                index, "".join(choice.texts), answer.logprobs(choice.tokens), _reason(choice.end)
+            )
+            for index, choice in enumerate(best)
+        ]
+        usage = answer.usage(self._num_tokens)
+        return orjson.dumps({**answer.head, "choices": written, "usage": usage})
+
+
+class ChunkFormatter:
+    """A chunk for each delta, as server-sent events or lines of JSON."""
+
+    def __init__(self, answer: _Answer, *, sse: bool, with_usage: bool) -> None:
+        self.content_type = "text/event-stream" if sse else "application/jsonlines"
+        self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
+        self._done = b"data: [DONE]\n\n" if sse else b""
+        self._answer, self._with_usage = answer, with_usage
+        self._usage = {"usage": None} if with_usage else {}
+        self._num_open, self._num_tokens = len(answer.requests), 0
+        self._indices = {request.request_id: i for i, request in enumerate(answer.requests)}
+        self._offsets = [len(text) for text in answer.texts]
+        # Only text and log-probabilities differ: encoding the rest for each token costs as much as all else.
+        self._frames = [self._frame(index) for index in range(len(answer.requests))]
+        self._firsts = [self._first(i, text) for i, text in enumerate(answer.texts)]
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        if delta.error is not None:
+            return self._line(answer_error(delta.error)[1])
+        index = self._indices[delta.request_id]
+        logprobs = b"null"
+        parts = [self._firsts[index]]
+        self._firsts[index] = b""
+        if self._answer.with_logprobs and delta.tokens:
+            offset = self._offsets[index]
+            logprobs = orjson.dumps(self._answer.logprobs(delta.tokens, offset))
+            self._offsets[index] += len(delta.text)
+        if delta.text or not delta.finished or logprobs != b"null":
+            head, middle, tail = self._frames[index]
+            parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)
+        if delta.finished:
+            parts.append(self._chunk(self._answer.shape.last(index, _reason(delta))))
+            self._num_tokens += delta.num_generated_tokens
+            self._num_open -= 1
+            if not self._num_open:
+                if self._with_usage:
+                    usage = self._answer.usage(self._num_tokens)
+                    parts.append(self._line({**self._answer.head, "choices": [], "usage": usage}))
+                parts.append(self._done)
+        return b"".join(parts)
+
+    def _line(self, value: Mapping[str, Any]) -> bytes:
+        return self._prefix + orjson.dumps(value) + self._suffix
+
+    def _chunk(self, choice: Mapping[str, Any]) -> bytes:
+        return self._line({**self._answer.head, "choices": [choice], **self._usage})
+
+    def _first(self, index: int, text: str) -> bytes:
+        first = self._answer.shape.first(index, text)
+        return b"" if first is None else self._chunk(first)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """The bytes of a chunk before, between and after its text and log-probabilities."""
+        chunk = self._chunk(self._answer.shape.part(index, _TEXT, _LOGPROBS))
+        head, rest = chunk.split(orjson.dumps(_TEXT))
+        middle, tail = rest.split(orjson.dumps(_LOGPROBS))
+        return head, middle, tail
+
+
+def _reason(end: Delta | None) -> str:
+    """The finish reason of a sequence that has ended without an error."""
+    assert end is not None  # noqa: S101
+    assert end.finish_reason is not None  # noqa: S101
+    return _FINISH_REASONS[end.finish_reason]

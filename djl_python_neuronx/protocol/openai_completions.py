@@ -1,0 +1,216 @@
+"""OpenAI's completions: ``{"prompt": "…"}``, with the answers of each prompt one after the other in `choices`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Field, WithJsonSchema
+from typing_extensions import NotRequired, TypedDict
+
+from djl_python_neuronx.engine.detokenizer import Token
+from djl_python_neuronx.errors import (
+    RequestError,
+    ServingError,
+    UnsupportedParameterError,
+    json_type,
+)
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.openai import (
+    ErrorBody,
+    OpenAiParameters,
+    Usage,
+    answer_error,
+    common_request,
+    finite,
+    make_formatter,
+)
+from djl_python_neuronx.protocol.parameters import Count, Flag, Only, validated
+from djl_python_neuronx.types import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+_TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer"}}
+
+
+class CompletionParameters(OpenAiParameters):
+    """A request."""
+
+    # Validated by `_prompts`: pydantic makes an error for each element and each type that it could have.
+    prompt: Annotated[
+        Any,
+        WithJsonSchema(
+            {"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}]}
+        ),
+    ]
+    best_of: Count | None = Field(default=None, description="an integer of at least 1")
+    echo: Flag = False
+    logprobs: Annotated[int | None, Field(ge=0, le=5, description="an integer from 0 to 5")] = None
+    suffix: Annotated[Any, Only("")] = None
+
+
+class Logprobs(TypedDict):
+    """The generated tokens, the one that ended the text included; `text_offset`: where in the text each begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class Choice(TypedDict):
+    """An answer, or a part of one."""
+
+    text: str
+    index: int
+    logprobs: Logprobs | None
+    finish_reason: str | None
+
+
+class Completion(TypedDict):
+    """The body of a whole answer, or a part of a stream, where only the last one has the usage, if it is wanted."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: NotRequired[Usage | None]
+
+
+class CompletionShape:
+    """See `Shape`."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def choice(
+        self, index: int, text: str, logprobs: Logprobs | None, reason: str | None
+    ) -> Choice:
+        """See `Shape`."""
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+    def first(self, index: int, text: str) -> Choice | None:
+        """See `Shape`."""
+        return self.part(index, text, None) if text else None
+
+    def part(self, index: int, text: str, logprobs: Logprobs | None) -> Choice:
+        """See `Shape`."""
+        return self.choice(index, text, logprobs, None)
+
+    def last(self, index: int, reason: str) -> Choice:
+        """See `Shape`."""
+        return self.choice(index, "", None, reason)
+
+    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Logprobs:
+        """See `Shape`."""
+        found: Logprobs = {
+            "tokens": [tokenizer.token_bytes(one.id).decode(errors="replace") for one in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        for token in tokens:
+            found["text_offset"].append(offset)
+            offset += len(token.text)
+        if any(token.top for token in tokens):
+            found["top_logprobs"] = [
+                {name: logprob} | {one.text: finite(one.logprob) for one in token.top}
+                for name, logprob, token in zip(
+                    found["tokens"], found["token_logprobs"], tokens, strict=True
+                )
+            ]
+        return found
+
+
+class CompletionProtocol:
+    """See `WireProtocol`."""
+
+    name = "openai_completion"
+    shape = '{"prompt": "…"}'
+    paths: tuple[str, ...] = ("/v1/completions",)
+    requests: Mapping[str, Any] = {"application/json": CompletionParameters}
+    answers: Mapping[str, Any] = {
+        "application/json": Completion,
+        "text/event-stream": Union[Completion, ErrorBody],
+        "application/jsonlines": Union[Completion, ErrorBody],
+    }
+    error = ErrorBody
+
+    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
+        """True if the payload has `prompt`."""
+        return "prompt" in payload
+
+    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
+        """See `WireProtocol`."""
+        return answer_error(error)
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol`."""
+        given = validated(CompletionParameters, payload)
+        prompts = _prompts(given.prompt)
+        count = given.best_of or given.n
+        _check(given, count)
+        common = common_request(
+            given,
+            context,
+            self.name,
+            max_new_tokens=given.max_tokens or context.default_max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=given.logprobs is not None or count > given.n,
+            top_logprobs=given.logprobs or 0,
+        )
+        requests = context.requests(
+            common, prompts, count=count, truncate=given.truncate_prompt_tokens
+        )
+        echoes = [
+            prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt)
+            for prompt in prompts
+            if given.echo
+        ]
+        formatter = make_formatter(
+            CompletionShape(),
+            requests,
+            given,
+            context,
+            with_logprobs=given.logprobs is not None,
+            count=count,
+            echoes=echoes,
+        )
+        return ParsedRequest(requests, formatter, stream=given.stream)
+
+
+def _prompts(prompt: object) -> list[str | list[Any]]:
+    """The prompts of a text, a list of ids, or a list of either.
+
+    Raises:
+        RequestError: it is another value.
+    """
+    is_list = isinstance(prompt, list) and type(next(iter(prompt), None)) is not int
+    prompts: Any = prompt if is_list else [prompt]
+    if set(map(type, prompts)) not in ({str}, {list}):
+        msg = (
+            f"prompt is {json_type(prompt)} without a prompt, or with other values; expected a text, a list of token "
+            "ids, a list of texts or a list of lists of token ids"
+        )
+        raise RequestError(msg, param="prompt")
+    found: list[str | list[Any]] = prompts
+    return found
+
+
+def _check(given: CompletionParameters, count: int) -> None:
+    """Refuse parameters that exclude each other.
+
+    Raises:
+        RequestError: `best_of` is below `n`.
+        UnsupportedParameterError: the parameters are not supported together.
+    """
+    if count < given.n:
+        msg = f"best_of is {count} and n is {given.n}; expected best_of to be at least n"
+        raise RequestError(msg, param="best_of")
+    if count > given.n and given.stream:
+        msg = "best_of above n is not streamed: the best are known at the end; leave out best_of or stream"
+        raise UnsupportedParameterError(msg, param="best_of")
+    if given.echo and given.logprobs is not None:
+        msg = "echo with logprobs is not supported: the device returns no logits of a prompt; leave out one of them"
+        raise UnsupportedParameterError(msg, param="logprobs")
