@@ -114,7 +114,8 @@ def hub_chat(url: str, check: dict[str, Any]) -> str:
 
 
 def hub_chat_stream(url: str, check: dict[str, Any]) -> str:
-    chunks = hub_client(url).chat_completion(stream=True, **chat_body(check))
+    client = hub_client(url)  # which closes its streams when it is collected
+    chunks = client.chat_completion(stream=True, **chat_body(check))
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
