@@ -243,12 +243,13 @@ def make_formatter(
 def _is_sse(context: ParseContext) -> bool:
     """Whether a stream has server-sent events. LMI's clients, which use other routes, read lines of JSON.
 
-    Of a request through DJL Serving the route is unknown, but OpenAI's own clients name themselves.
+    Of a request through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
     """
-    if context.path.startswith("/v1/") or "x-stainless-lang" in context.headers:
-        return True
-    accepts = "text/event-stream" in context.headers.get("accept", "")
-    return accepts or context.options.output_formatter == "sse"
+    headers = context.headers
+    named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
+    accepts = "text/event-stream" in headers.get("accept", "")
+    chosen = context.path.startswith("/v1/") or context.options.output_formatter == "sse"
+    return named or accepts or chosen
 
 
 class _Choice:
