@@ -243,7 +243,7 @@ def make_formatter(
 def _is_sse(context: ParseContext) -> bool:
     """Whether a stream has server-sent events. LMI's clients, which use other routes, read lines of JSON.
 
-    Of a request through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
+    Through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
     """
     headers = context.headers
     named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
