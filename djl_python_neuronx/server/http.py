@@ -330,6 +330,10 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data)
             self._watch()
 
+    def eof_received(self) -> None:
+        """End: the client has left, or sends no more, which is taken for the same."""
+        self.end()
+
     def on_response_complete(self) -> None:
         """Go on with the next request, of which a part may be here already."""
         self._log_access(complete=True)
