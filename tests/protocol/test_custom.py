@@ -504,7 +504,10 @@ class TestWithTheReleasedEngine:
 
     @pytest.mark.parametrize("stream", ["no", "yes"])
     def test_a_request_output_grows_by_one_token_with_each_call(self, door, stream, tmp_path):
-        read = function_of(READ_ITEM, READS, tmp_path)
+        source = READ_ITEM
+        if stream == "yes":
+            source = source.replace("item: Input", "item: 'djl_python.Input'")
+        read = function_of(source, READS, tmp_path)
         write = function_of(WRITE_OUTPUT, WRITES, tmp_path)
         with serving(read=read, write=write) as service:
             one, other = ask(door, service, b"me:<5>", b"you:<6>", **{"X-Stream": stream})
