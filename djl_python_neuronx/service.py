@@ -45,19 +45,19 @@ class Service:
         tokenizer: Tokenizer,
         launch: Callable[[], Host],
         *,
-        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         first: Host | None = None,
         on_death: Callable[[ServingError], None] | None = None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engine is ready. `functions`: of `model.py`. `launch`, `first`, `on_death`: see `EngineLoop`.
+        """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
 
         Raises:
             ServingError: the engine could not be loaded.
         """
         self.options = options
         self.tokenizer = tokenizer
-        self.custom = CustomFormatters(functions, tokenizer) if functions else None
+        self.custom: CustomFormatters | None = None
+        """The formatters of `model.py`, if it has any."""
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
@@ -100,14 +100,11 @@ class Service:
         started_s = time.monotonic()
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
-        functions = {}
-        if properties is not None:
-            functions = {name: one for name, one in properties.items() if callable(one)}
-            properties = {name: one for name, one in properties.items() if name not in functions}
         prepared = prepare_or_raise(
             properties, model_dir, environ=environ, overrides=overrides, progress=progress
         )
         options = prepared.options
+        functions = {name: one for name, one in (properties or {}).items() if callable(one)}
         if properties is None and options.trust_remote_code and model_dir is not None:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
@@ -136,19 +133,13 @@ class Service:
         first = launch()
         try:
             loaded = tokenizer.result()
+            formatters = CustomFormatters(functions, loaded) if functions else None
         except BaseException:
             first.kill()
             end_engine(first)
             raise
-        service = cls(
-            options,
-            loaded,
-            launch,
-            functions=functions,
-            first=first,
-            on_death=on_death,
-            progress=progress,
-        )
+        service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
+        service.custom = formatters
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",

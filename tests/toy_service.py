@@ -12,6 +12,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.service import Service
 from tests.toy_tokenizer import TOKENIZER
 
@@ -37,10 +38,7 @@ def toy_service(
         )
 
     worker = WorkerSettings(options.predict_timeout, warm_up=warm_up)
-    return Service(
-        options,
-        TOKENIZER,
-        lambda: EngineThread(load, worker),
-        functions=functions,
-        on_death=on_death,
-    )
+    service = Service(options, TOKENIZER, lambda: EngineThread(load, worker), on_death=on_death)
+    if functions:
+        service.custom = CustomFormatters(functions, TOKENIZER)
+    return service

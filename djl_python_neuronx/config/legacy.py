@@ -70,8 +70,7 @@ _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
 
 UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **dict.fromkeys(("enable_lora", "tgi_compat", "bedrock_compat"), _OFF),
-    **dict.fromkeys(("use_stable_diffusion", "enable_stateful_sessions"), _OFF),
+    **dict.fromkeys(("enable_lora", "use_stable_diffusion", "enable_stateful_sessions"), _OFF),
     "adapters": _ANY,
 }
 """Unsupported names."""

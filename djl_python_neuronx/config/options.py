@@ -206,8 +206,28 @@ class GeneralOptions(OptionGroup):
     """Type of weights and activations. `auto` is the checkpoint's type, or bfloat16 on a Neuron device if that is
     float32. The cpu backend computes float16 in float32, because CPUs are slow at float16 and it loses accuracy."""
 
-    output_formatter: Annotated[Literal["json", "jsonlines", "sse"] | None, Lower, Option()] = None
-    """Format of LMI answers. Default: `json`, or `jsonlines` for a request with `stream`."""
+    output_formatter: Annotated[
+        Literal[
+            "json",
+            "jsonlines",
+            "sse",
+            "3p",
+            "3p_stream",
+            "json_chat",
+            "jsonlines_chat",
+            "sse_chat",
+        ]
+        | None,
+        Lower,
+        Option(),
+    ] = None
+    """Format of LMI answers. Default: `json`, or `jsonlines` for a request with `stream`. `3p` and `3p_stream` have
+    Bedrock's shape, and allow its bodies. `json_chat`, `jsonlines_chat` and `sse_chat` have no effect on LMI's
+    requests."""
+    tgi_compat: Annotated[bool, Option()] = False
+    """Answer LMI requests in TGI's shape: a list of one, with details by default; streams are server-sent events."""
+    bedrock_compat: Annotated[bool, Option()] = False
+    """A body with `prompt` is for one of Bedrock's models ("3p"), not an OpenAI completion."""
     predict_timeout: Annotated[
         Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(reads="seconds"))
     ] = 120.0

@@ -73,10 +73,13 @@ def findings(options: ServingOptions) -> Iterator[Finding]:
         return
     if found:
         problem = (
-            f"{FILE_NAME} has an {join_words(found)}: DJL Serving runs the file at each start, the embedded server "
+            f"{FILE_NAME} has {join_words(found)}: DJL Serving runs the file at each start, the embedded server "
             "with trust_remote_code=true; remove it unless you trust who wrote it"
         )
         yield Finding(trusts, problem, "warning")
+    if WRITES in found and options.output_formatter is not None:
+        problem = f"takes the place of the {WRITES} of {FILE_NAME}, which is not called"
+        yield Finding((WRITES,), problem, "note")
     if lacking:
         problem = (
             f"requirements.txt names what is not installed here: {join_words(lacking)}. DJL Serving installs it at a "

@@ -277,6 +277,8 @@ def from_djl(properties: Mapping[str, object], written: Sequence[Setting]) -> li
     The prefix is gone by then, so a value has the origin of the setting in `written` that it equals. The order is that
     of `written`, not that of Java's hash map: of two names for one option the user's first one counts.
     """
+    # Functions of `model.py` are no settings.
+    properties = {name: value for name, value in properties.items() if not callable(value)}
     firsts: dict[str, Setting] = {}
     for setting in written:
         firsts.setdefault(setting.name, setting)

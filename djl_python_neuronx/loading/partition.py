@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
 from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
+from djl_python_neuronx.config import own_code
 from djl_python_neuronx.config.options import names_where, option
 from djl_python_neuronx.config.trust import is_harmless
 from djl_python_neuronx.errors import (
@@ -145,6 +146,13 @@ class _Writer:
                 fetch.s3_module(output).upload(
                     folder, output, prepared.environ, progress=prepared.progress.transfer
                 )
+        own = prepared.options.model_dir or source
+        with suppress(OSError, ArtifactError):
+            if own.resolve() != source.resolve() and own_code.formatters(own):
+                reason = (
+                    "it lies beside the settings, not in the model: copy it, and what it imports"
+                )
+                logger.warning("formatters_left_out file=%s reason='%s'", own / "model.py", reason)
         num_bytes = sum(entry.bytes for entry in made.files.values())
         logger.info(
             "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,10 @@ import orjson
 
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.bedrock import BedrockProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.plain import PlainProtocol
+from djl_python_neuronx.protocol.tgi import TgiProtocol
 
 MAX_NODES = 2**15
 """Most objects, lists and keys of a body: a message of a chat has 3 to 7."""
@@ -23,7 +25,12 @@ as many numbers, 12 to 18 ms for strings (least of 15 on a shared machine of 2 v
 _OPENING, _COMMA, _QUOTE = b"{[:", b",", b'"'
 _TEXT = bytes(set(range(256)) - {*_OPENING, *_COMMA, *_QUOTE})
 
-PROTOCOLS: tuple[WireProtocol, ...] = (LmiProtocol(),)
+PROTOCOLS: tuple[WireProtocol, ...] = (
+    TgiProtocol(),
+    PlainProtocol(),
+    BedrockProtocol(),
+    LmiProtocol(),
+)
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
 
@@ -70,11 +77,9 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
-    custom = context.custom
-    if custom is None:
-        return _parse(_decode(body, context), context)
-    payload, made = custom.read(body, context, partial(_decode, body, context))
-    return custom.wrap(_parse(payload, context), context, payload, made)
+    if context.custom is not None:
+        return context.custom.parse(body, context, _decode, _parse)
+    return _parse(_decode(body, context), context)
 
 
 def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import orjson
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -60,23 +59,26 @@ class Formatter(Protocol):
 
 
 class ListFormatter:
-    """The answers of several sequences as one JSON list, in the order of `formatters`: request id to its formatter."""
+    """The answers for several prompts as one JSON list, in the order of `formatters`: request id to its formatter.
+
+    Sequences of one prompt share a formatter.
+    """
 
     content_type = "application/json"
 
     def __init__(self, formatters: Mapping[str, Formatter]) -> None:
         self._formatters = formatters
-        self._answers: dict[str, bytes] = {}
+        self._answers: dict[Formatter, bytes] = dict.fromkeys(formatters.values(), b"")
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
-        if delta.error is not None:
-            return orjson.dumps(error_fields(delta.error))
-        if answer := self._formatters[delta.request_id].feed(delta):
-            self._answers[delta.request_id] = answer
-        if len(self._answers) < len(self._formatters):
-            return b""
-        return b"[" + b",".join(self._answers[request_id] for request_id in self._formatters) + b"]"
+        formatter = self._formatters[delta.request_id]
+        answer = formatter.feed(delta)
+        if delta.error is not None or not answer:
+            return answer
+        self._answers[formatter] = answer
+        answers = list(self._answers.values())
+        return b"[" + b",".join(answers) + b"]" if all(answers) else b""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ custom_formatter_handling.py, vllm_async_service.py.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import logging
 import re
@@ -21,7 +20,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -55,57 +56,42 @@ class CustomFormatters:
 
     def __init__(self, functions: Mapping[str, _Function], tokenizer: Tokenizer) -> None:
         """`functions`: one or both of `KINDS`."""
-        self._read, self._write = map(functions.get, KINDS)
         self.thread = ThreadPoolExecutor(1, "djl-neuronx-model-py")
+        """The thread that calls them where there is an event loop."""
+        self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
-        taken = _types(self._write)
-        self._writes_tokens = len(taken) >= 6 or taken[:1] in (
-            ["RequestOutput"],
-            ["TextGenerationOutput"],
-        )
-        # A copy, because padding and truncation are a state of the tokenizer.
-        self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
+        self._takes_tokens = _takes_tokens(self._write)
+        self._tokenizer = None
+        if self._read is not None:
+            # A copy, because padding and truncation are a state of the tokenizer.
+            self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
 
-    def read(
-        self, body: bytes, context: ParseContext, decode: Callable[[], Any]
-    ) -> tuple[Any, Any]:
-        """The payload of a body, and DJL's `RequestInput` if that is what the input formatter makes.
-
-        `decode` gives the payload that the client has sent.
+    def parse(
+        self, body: bytes, context: ParseContext, decode: _Function, parse: _Function
+    ) -> ParsedRequest:
+        """Parse a body with the functions around it. `decode` makes a payload of it, and `parse` a `ParsedRequest`.
 
         Raises:
-            RequestError: from `decode`.
+            RequestError: from `decode` and `parse`; or the answer has several sequences, and the output formatter takes
+                the tokens of one.
             FormatterError: the input formatter failed.
         """
-        if self._read is None:
-            return decode(), None
+        made, label = None, context.client_id or context.request_id
         if self._reads_item:
             from djl_python import Input
 
-            given = Input()
-            given.properties.update(context.headers)
-            given.content.add("data", bytearray(body))
+            payload = Input()
+            payload.properties.update(context.headers)
+            payload.content.add("data", bytearray(body))
         else:
-            given = decode()
-        read = partial(self._read, given, tokenizer=self._tokenizer)
-        label = context.client_id or context.request_id
-        return _guarded(READS, label, lambda: _payload(read()))
-
-    def wrap(
-        self,
-        parsed: ParsedRequest,
-        context: ParseContext,
-        payload: Mapping[str, Any],
-        made: Any,  # noqa: ANN401
-    ) -> ParsedRequest:
-        """The request with the output formatter around the protocol's. `payload` and `made` are from `read`.
-
-        Raises:
-            UnsupportedParameterError: the answer has several sequences, and the output formatter takes tokens of one.
-        """
+            payload = decode(body, context)
+        if self._read is not None:
+            read = partial(self._read, payload, tokenizer=self._tokenizer)
+            payload, made = _guarded(READS, label, lambda: _payload(read()))
+        parsed: ParsedRequest = parse(payload, context)
         if self._write is None:
             return parsed
-        if not self._writes_tokens:
+        if not self._takes_tokens:
             return replace(parsed, formatter=_Documents(parsed, self._write), thread=self.thread)
         if len(parsed.requests) > 1:
             msg = (
@@ -114,7 +100,8 @@ class CustomFormatters:
             )
             raise UnsupportedParameterError(msg)
         request = replace(parsed.request, logprobs=context.has_logprobs)
-        formatter = _Tokens(parsed, self._write, made or _request_input(payload))
+        made = _request_input(payload) if made is None else made
+        formatter = _guarded(WRITES, label, partial(_Tokens, parsed, self._write, made))
         return replace(parsed, requests=[request], formatter=formatter, thread=self.thread)
 
 
@@ -183,18 +170,21 @@ def load(folder: Path) -> dict[str, _Function]:
         if not own_code.formatters(folder):
             return {}
         sys.path.append(str(folder))  # as under DJL Serving: it may import what lies beside it
-        if importlib.util.find_spec("djl_python") is None:
+        if "djl_python" not in sys.modules and find_spec("djl_python") is None:
             _stand_in()
         module = sys.modules[_MODULE] = ModuleType(_MODULE)
         SourceFileLoader(_MODULE, str(path)).exec_module(module)
+        found = [one for one in vars(module).values() if callable(one)]
+        functions = {kind: one for kind in KINDS for one in found if hasattr(one, f"is_{kind}")}
+        if _takes_tokens(functions.get(WRITES)):
+            import_module("djl_python.request")
     except Exception as error:
         msg = (
             f"{path} cannot be imported ({type(error).__name__}: {error}). Outside DJL Serving djl_python has the two "
             "decorators only; for its classes add the folder engines/python/setup of djl-serving to PYTHONPATH"
         )
         raise ArtifactError(msg) from error
-    found = list(filter(callable, vars(module).values()))
-    return {kind: one for kind in KINDS for one in found if getattr(one, f"is_{kind}", 0) is True}
+    return functions
 
 
 def _stand_in() -> None:
@@ -215,37 +205,44 @@ def _request_input(payload: Mapping[str, Any]) -> Any:  # noqa: ANN401
     from djl_python.request_io import TextInput
 
     parameters = {**payload, **(payload.get("parameters") or {})}
-    return TextInput(input_text=payload.get("inputs"), parameters=parameters)
+    text = payload.get("inputs", payload.get("prompt"))
+    return TextInput(input_text=text, parameters=parameters)
+
+
+def _takes_tokens(function: _Function | None) -> bool:
+    """True for an output formatter that needs DJL's classes."""
+    taken = _types(function)
+    return len(taken) >= 6 or taken[:1] in (["RequestOutput"], ["TextGenerationOutput"])
 
 
 def _types(function: _Function | None) -> list[str]:
     """The names of the types of a function's parameters."""
     parameters = [] if function is None else inspect.signature(function).parameters.values()
-    return [getattr(one.annotation, "__name__", str(one.annotation)) for one in parameters]
+    kinds = [getattr(one.annotation, "__name__", str(one.annotation)) for one in parameters]
+    return [kind.rpartition(".")[2] for kind in kinds]
 
 
 def _payload(made: Any) -> tuple[dict[str, Any], Any]:  # noqa: ANN401
-    """The payload that an input formatter has returned, as plain JSON, and its `RequestInput` if that is what it is."""
-    if isinstance(made, dict):
-        return orjson.loads(orjson.dumps(made)), None
-    if not hasattr(made, "input_text"):
-        raise _wrong_type(READS, made)
-    fields = {"inputs": made.input_text, "parameters": made.parameters}
-    return orjson.loads(orjson.dumps(fields)), made
+    """The payload that an input formatter has returned, as plain JSON, and its `RequestInput` if it is one."""
+    fields, is_input = made, hasattr(made, "input_text")
+    if is_input:
+        fields = {"inputs": made.input_text, "parameters": made.parameters}
+    _check_type(READS, fields, dict)
+    return orjson.loads(orjson.dumps(fields)), made if is_input else None
 
 
-def _encoded(made: object) -> bytes:
+def _encoded(made: Any) -> bytes:  # noqa: ANN401
     """What an output formatter has returned, in UTF-8."""
-    if isinstance(made, (str, bytes)):
-        return made.encode() if isinstance(made, str) else made.decode().encode()
-    if not isinstance(made, dict):
-        raise _wrong_type(WRITES, made)
-    return orjson.dumps(made)
+    _check_type(WRITES, made, (dict, str, bytes))
+    if isinstance(made, dict):
+        return orjson.dumps(made)
+    return (made.decode() if isinstance(made, bytes) else made).encode()
 
 
-def _wrong_type(kind: str, made: object) -> FormatterError:
-    msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
-    return FormatterError(msg)
+def _check_type(kind: str, made: object, expected: type | tuple[type, ...]) -> None:
+    if not isinstance(made, expected):
+        msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
+        raise FormatterError(msg)
 
 
 def _guarded(kind: str, label: str, call: Callable[[], _T]) -> _T:

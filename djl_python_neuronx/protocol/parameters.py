@@ -75,6 +75,7 @@ class _OneOrMore(BeforeValidator):
         return {"anyOf": [several["items"], several]}
 
 
+Text = Annotated[str, Field(min_length=1, description="a non-empty string")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
 Seconds = Annotated[

@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
@@ -39,8 +40,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnknownModelError,
 )
-from djl_python_neuronx.planning.backend_choice import installed_versions
-from djl_python_neuronx.protocol import PROTOCOLS
+from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
@@ -65,7 +65,6 @@ ADMIN_PATHS = frozenset({"/info", "/metrics"})
 """Paths that `option.admin_port` moves to the second port."""
 RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """Connections of the second port, for which there is room when the first one has all that are allowed."""
-_PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -75,6 +74,8 @@ BODIES = 8
 """Bodies of the largest size that may be read and parsed at once."""
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
+
+_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
@@ -94,8 +95,8 @@ class Health(TypedDict):
     status: str
 
 
-class Info(TypedDict):
-    """The answer of `/info`."""
+class Info(tgi.Info):
+    """The answer of `/info`: TGI's, and the facts that it lacks."""
 
     model: str
     max_model_len: int
@@ -104,6 +105,12 @@ class Info(TypedDict):
     sampling: dict[str, Any]
     speculation: dict[str, Any] | None
     chunked_prefill: bool
+
+
+class Version(TypedDict):
+    """The answer of `/version`."""
+
+    version: str
 
 
 class Application:
@@ -116,6 +123,8 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
+        self.needs_key = False
+        """Whether requests need an API key."""
         self._document: bytes | None = None
         """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
@@ -186,6 +195,7 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts: Info = {
+            **tgi.info(self.model_name, spec, service.options, package_version()),
             "model": self.model_name,
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -196,6 +206,11 @@ class Application:
         }
         return JSONResponse(facts)
 
+    @answers(Version)
+    async def version(self, _request: Request) -> Response:
+        """The version of the package; vLLM's route."""
+        return JSONResponse({"version": package_version()})
+
     @answers(dict[str, Any])
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document of the routes."""
@@ -203,9 +218,8 @@ class Application:
             routes = request.app.routes
 
             def encode() -> bytes:
-                return orjson.dumps(
-                    document(routes, installed_versions([_PACKAGE]).get(_PACKAGE, "unknown"))
-                )
+                free = PROBES if self.needs_key else {route.path for route in routes}
+                return orjson.dumps(document(routes, free))
 
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
             self._document = await asyncio.to_thread(encode)
@@ -222,7 +236,7 @@ class Application:
     async def invocations(self, request: Request) -> Response:
         """Generate."""
         service = self.ready()
-        headers = dict(request.headers)
+        headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
             body = await _read(request, self.options.max_body_bytes, count)
@@ -280,6 +294,7 @@ class Server(uvicorn.Server):
         moved = ADMIN_PATHS if options.admin_port else ()
         app: ASGIApp = create_app(application, lambda path: path not in moved)
         if api_keys:
+            application.needs_key = True
             app = KeyCheck(app, api_keys)
         if options.cors_allow_origins:
             app = CORSMiddleware(
@@ -372,11 +387,14 @@ def create_app(
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     routes = [
         Route("/ping", application.ping, methods=["GET"]),
+        Route("/health", application.ping, methods=["GET"]),
         Route("/metrics", application.metrics, methods=["GET"]),
         Route("/info", application.info, methods=["GET"]),
+        Route("/version", application.version, methods=["GET"]),
         Route("/openapi.json", application.openapi, methods=["GET"]),
         Route("/invocations", application.invocations, methods=["POST"]),
         Route("/predictions/{model}", application.predictions, methods=["POST"]),
+        Route("/models/{model}/invoke", application.predictions, methods=["POST"]),
         *(Route(path, application.invocations, methods=["POST"]) for path in paths),
     ]
     app = Starlette(
@@ -436,6 +454,13 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving."""
+    headers = dict(request.headers)
+    pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
+    return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:

@@ -179,7 +179,12 @@ GENERAL = {
         config(torch_dtype="float16"),
         also=("torch_dtype",),
     ),
-    "output_formatter": choice("json", "jsonlines", "sse", also_bad=("xml",)),
+    "output_formatter": choice(
+        *("json", "jsonlines", "sse", "3p", "3p_stream", "json_chat", "jsonlines_chat", "sse_chat"),
+        also_bad=("xml",),
+    ),
+    "tgi_compat": flag(),
+    "bedrock_compat": flag(),
     "predict_timeout": Row(
         (("240", 240.0), ("0.5", 0.5), (1, 1.0)),
         ("0", "-1", "inf", "nan", "soon", [1]),

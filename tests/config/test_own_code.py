@@ -29,7 +29,14 @@ def test_formatters_are_found_in_the_text(source, words, tmp_path):
     (tmp_path / "model.py").write_text(RUNS + source)
     found = told(tmp_path)
     assert [level for level, _ in found] == ["warning"] * (words is not None)
-    assert all(f"model.py has an {words}:" in problem for _, problem in found)
+    assert all(f"model.py has {words}:" in problem for _, problem in found)
+
+
+def test_a_format_that_is_set_counts(tmp_path):
+    (tmp_path / "model.py").write_text(BOTH)
+    *_, (level, problem) = told(tmp_path, output_formatter="sse")
+    assert (level, len(told(tmp_path))) == ("note", 1)
+    assert "the output_formatter of model.py, which is not called" in problem
 
 
 def test_a_folder_without_code_is_not_mentioned(tmp_path):

@@ -453,6 +453,13 @@ class TestStrictness:
         (problem,) = problems_of(None, folder(), {}, {"n_positions": "1," * 500_000})
         assert len(str(problem)) < 1000
 
+    def test_functions_of_a_model_py_are_no_settings(self, folder):
+        model_dir = folder("option.output_formatter=sse")
+        properties = as_djl_passes(model_dir, output_formatter=print, input_formatter=print)
+        resolved = resolve(properties, None, {})
+        assert resolved.options.output_formatter == "sse"
+        assert not {"output_formatter", "input_formatter"} & set(resolved.ignored)
+
     def test_all_problems_are_in_one_error(self, folder):
         model_dir = folder(
             "option.n_positions=many",
@@ -592,7 +599,7 @@ class TestValues:
     def test_every_option_can_say_what_it_allows(self):
         for name in ServingOptions.model_fields:
             assert len(allowed_values(name)) > 3
-        assert allowed_values("output_formatter") == "json, jsonlines or sse"
+        assert allowed_values("on_mismatch") == "error or recompile"
         assert allowed_values("async_mode") == "true or false"
 
     def test_no_name_means_two_things(self):

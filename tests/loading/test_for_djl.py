@@ -142,6 +142,8 @@ def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options,
     (named / "serving.properties").write_text(
         f"job_queue_size=7\noption.env=NEURON_CC_FLAGS=-O1,HF_TOKEN=hf_mine,PYTHONSTARTUP=x\noption.model_id={model}\n"
     )
+    for folder in (model, named):
+        (folder / "model.py").write_text("from djl_python.input_parser import input_formatter")
     out = tmp_path / "out"
     made = compile_model(str(named), str(out), environ=machine.environ, overrides=options)
     assert made.facts.graph_options["cc_flags"] == ["-O1"]
@@ -149,6 +151,11 @@ def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options,
     assert (found["env"], found["job_queue_size"]) == ("NEURON_CC_FLAGS=-O1", "7")
     assert "hf_mine" not in (out / "serving.properties").read_text()
     assert "HF_TOKEN,PYTHONSTARTUP" in caplog.text
+    assert f"formatters_left_out file={named / 'model.py'}" in caplog.text
+    caplog.clear()
+    compile_model(str(model), str(tmp_path / "out-2"), environ=machine.environ, overrides=options)
+    assert (tmp_path / "out-2" / "model.py").exists()
+    assert "formatters_left_out" not in caplog.text
     # Served as it is, it finds its graphs: the same flags count.
     assert prepare_or_raise(None, out, environ=machine.environ).fits
     machine.set(NEURON_CC_FLAGS="-O2")

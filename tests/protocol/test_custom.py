@@ -20,14 +20,14 @@ from djl_python_neuronx.config.own_code import READS, WRITES  # noqa: E402
 from djl_python_neuronx.engine.detokenizer import Delta, Token  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError, RequestError  # noqa: E402
 from djl_python_neuronx.protocol import custom  # noqa: E402
-from djl_python_neuronx.protocol.base import ParseContext  # noqa: E402
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest  # noqa: E402
 from djl_python_neuronx.protocol.djl_doors import (  # noqa: E402
     AsyncDoor,
     PlainDoor,
     RollingBatchDoor,
 )
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
-from djl_python_neuronx.types import FinishReason  # noqa: E402
+from djl_python_neuronx.types import FinishReason, GenerationRequest  # noqa: E402
 from tests import djl_engine_double  # noqa: E402
 from tests.djl.java import ROOT, MavenError, missing_programs, released_jars  # noqa: E402
 from tests.djl_peer import PATIENCE_S, decode_record  # noqa: E402
@@ -226,6 +226,34 @@ def test_an_event_stays_an_event():
     assert all(json.loads(event.removeprefix("data: "))["by"] == "model.py" for event in events)
 
 
+class Sends:
+    """A formatter of any protocol, with the same bytes for each delta."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self, sent):
+        self.feed = lambda _: sent
+
+
+@pytest.mark.parametrize(
+    ("sent", "made"),
+    [
+        ('data: {"a":1}\n\ndata: [DONE]\n\n', 'data: {"a":1,"by":"model.py"}\n\ndata: [DONE]\n\n'),
+        ('data:{"a":"}{\\n"}\n\n', 'data:{"a":"}{\\n","by":"model.py"}\n\n'),
+        ('event: end\ndata: {}\n\n', 'event: end\ndata: {"by":"model.py"}\n\n'),
+        ('{"a":[1]}\n{}\n', '{"a":[1],"by":"model.py"}\n{"by":"model.py"}\n'),
+        ("[{}]", '[{"by":"model.py"}]'),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_only_objects_are_formatted_and_all_else_stays(sent, made):
+    parsed = ParsedRequest([GenerationRequest("r1", ())], Sends(sent.encode()), stream=True)
+    formatters = custom.CustomFormatters({WRITES: shout}, TOKENIZER)
+    context = ParseContext(TOKENIZER, "r1")
+    parsed = formatters.parse(b"", context, lambda *_: {}, lambda *_: parsed)
+    assert parsed.formatter.feed(Delta("r1", "", ())) == made.encode()
+
+
 @pytest.mark.parametrize("made", ["Grüße", "Grüße".encode()])
 def test_text_is_sent_as_it_is(door, made):
     with serving(write=lambda _: made) as service:
@@ -301,6 +329,9 @@ def test_an_output_formatter_that_fails_costs_its_request_alone(door, how, strea
         assert (failed.status, len(failed.lines)) == ((200, 2) if streams else (424, 1))
     assert "output_formatter of model.py" in failed.lines[-1]["error"]
     assert failed.lines[-1]["code"] == 424
+    if streams and door == "embedded":
+        assert failed.lines[-1]["details"]["generated_tokens"] == 2
+        assert failed.lines[-1]["details"]["finish_reason"] == "error"
     assert SECRET not in caplog.text
 
 
@@ -313,12 +344,13 @@ def test_the_log_says_where_a_formatter_failed(caplog):
     assert SECRET not in caplog.text
 
 
-def test_an_error_of_this_package_is_the_answer():
-    def read(payload, **_):
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_of_this_package_is_the_answer(door, kind):
+    def refuse(payload, **_):
         raise RequestError("question is missing")
 
-    with serving(read=read) as service:
-        (answer,) = ask("embedded", service, request())
+    with serving(**{kind: refuse}) as service:
+        (answer,) = ask(door, service, request())
     assert (answer.status, json.loads(answer.content)["error"]) == (400, "question is missing")
 
 
@@ -373,8 +405,8 @@ def test_a_formatter_has_a_tokenizer_of_its_own():
 
     formatters = custom.CustomFormatters({READS: read}, tokenizer)
     context = ParseContext(tokenizer, "r1")
-    payload, made = formatters.read(b"{}", context, dict)
-    assert (payload, made) == ({"inputs": "2"}, None)
+    payload = formatters.parse(b"", context, lambda *_: {}, lambda payload, _: payload)
+    assert payload == {"inputs": "2"}
     assert tokenizer.encode("1 2 3 4 5") == before
     assert len(before) > 2
 
@@ -465,13 +497,17 @@ def write(token, first_token, last_token, details, generated_text, id):
 """
 
 
+@pytest.mark.djl
 @pytest.mark.usefixtures("released")
 class TestWithTheReleasedEngine:
     """Signatures with DJL's own classes."""
 
     @pytest.mark.parametrize("stream", ["no", "yes"])
     def test_a_request_output_grows_by_one_token_with_each_call(self, door, stream, tmp_path):
-        read = function_of(READ_ITEM, READS, tmp_path)
+        source = READ_ITEM
+        if stream == "yes":
+            source = source.replace("item: Input", "item: 'djl_python.Input'")
+        read = function_of(source, READS, tmp_path)
         write = function_of(WRITE_OUTPUT, WRITES, tmp_path)
         with serving(read=read, write=write) as service:
             one, other = ask(door, service, b"me:<5>", b"you:<6>", **{"X-Stream": stream})
@@ -515,6 +551,17 @@ class TestWithTheReleasedEngine:
         assert "model.py" in json.loads(refused.content)["error"]
         assert len(answer.lines) == 3
 
+    def test_a_request_input_of_another_shape_costs_its_request_alone(self, door, tmp_path):
+        """Without `adapters`, which DJL's `Request` reads."""
+        source = READ_ITEM.replace("(TextInput)", "").replace("made = Question()", MADE)
+        read = function_of(source, READS, tmp_path)
+        write = function_of(WRITE_OUTPUT, WRITES, tmp_path)
+        with serving(read=read, write=write) as service:
+            good, bad = ask(door, service, b"me:<5>", b"odd:<5>")
+        assert (good.status, len(good.lines)) == (200, 3)
+        assert bad.status == 424
+        assert "output_formatter of model.py" in json.loads(bad.content)["error"]
+
     @pytest.mark.parametrize("made", ["None", "5", "{1: 2}"])
     def test_what_is_no_text_costs_its_request_alone(self, door, made, tmp_path):
         source = WRITE_OUTPUT + f"\n    return {made}"
@@ -528,6 +575,7 @@ class TestWithTheReleasedEngine:
         assert "output_formatter of model.py" in bad.lines[-1]["error"]
 
 
+MADE = 'made = Question() if name == "odd" else TextInput()'
 FAILS = expected(TOKENIZER.encode("<5>"), 3)[2]
 
 
@@ -570,6 +618,7 @@ class TestLoad:
         functions = custom.load(tmp_path)
         assert [function.__name__ for function in functions.values()] == ["read", "write"]
         assert functions["input_formatter"]({}) == {"inputs": "<5>"}
+        assert custom.load(tmp_path).keys() == functions.keys()
 
     @pytest.mark.parametrize("source", ["raise SystemError", ""])
     def test_a_file_without_formatters_is_not_run(self, source, tmp_path):
@@ -581,7 +630,13 @@ class TestLoad:
 
     @pytest.mark.parametrize(
         "source",
-        [READ_ITEM, WRITE_OUTPUT, "input_formatter syntax error", "output_formatter = 1 / 0"],
+        [
+            READ_ITEM,
+            WRITE_OUTPUT,
+            WRITE_LEGACY,
+            "input_formatter syntax error",
+            "output_formatter = 1 / 0",
+        ],
     )
     def test_what_cannot_be_imported_is_an_error_that_says_so(self, source, tmp_path):
         (tmp_path / "model.py").write_text(source)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
     PromptTooLongError,
@@ -188,6 +189,10 @@ def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
         (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs in "parameters"'),
         (b'{"inputs": "x", "paramters": {}}', "did you mean 'parameters'"),
         (b'{"inputs": "x", "stream": "yes"}', "'stream' is a string"),
+        (
+            b'{"inputs": "x", "stream": false, "parameters": {"stream": "yes"}}',
+            "'stream' is a string",
+        ),
     ],
 )
 def test_bad_bodies(body: bytes, says: str) -> None:
@@ -229,9 +234,17 @@ def test_bad_bodies(body: bytes, says: str) -> None:
         ({"details": 1}, "details"),
         ({"do_sample": "false"}, "do_sample"),
         ({"do_sample": False, "top_p": 7}, "top_p is 7"),
-        ({"n": 2}, "'n' is not supported"),
+        ({"n": 0}, "'n' is 0; expected an integer of at least 1"),
+        ({"n": True}, "'n' is true"),
+        ({"n": 2}, "n and best_of above 1 need sampling"),
+        ({"n": 3, "best_of": 2, "top_k": 5}, "best_of is 2; expected at least n, which is 3"),
+        ({"n": 129, "do_sample": True}, "129 sequences; expected at most 128"),
+        ({"best_of": 2, "top_k": 5, "stream": True}, "not answered by a stream"),
+        ({"num_beams": 2}, "'num_beams' is not supported"),
+        ({"top_n_tokens": 21}, "'top_n_tokens' is 21; expected an integer from 0 to 20"),
+        ({"adapter_id": "a"}, "'adapter_id' is not supported"),
         ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported"),
-        ({"decoder_input_details": True}, "'decoder_input_details' is not supported"),
+        ({"decoder_input_details": True, "stream": True}, "not answered by a stream"),
         ({"skip_special_tokens": False}, "'skip_special_tokens' is not supported"),
         ({"length_penalty": 0.5}, "'length_penalty' is not supported"),
         ({"logprobs": 1}, "'logprobs' is not supported"),
@@ -264,7 +277,96 @@ def test_values_that_change_nothing_are_accepted() -> None:
         spaces_between_special_tokens=True,
     )
     with pytest.raises(UnsupportedParameterError):
-        with_parameters(n=True)
+        with_parameters(num_beams=True)
+
+
+@pytest.mark.parametrize("name", ["adapters", "cached_prompt"])
+def test_fields_for_what_is_not_supported(name: str) -> None:
+    assert parse({"inputs": "<5>", name: None}).requests
+    with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported"):
+        parse({"inputs": "<5>", name: "a"})
+
+
+def test_an_adapter_by_header_is_refused() -> None:
+    headers = {"x-amzn-sagemaker-adapter-identifier": "a"}
+    with pytest.raises(UnsupportedParameterError, match="adapter-identifier"):
+        parse({"inputs": "<5>"}, headers=headers)
+
+
+def answer_of(parsed: ParsedRequest, logprobs: Sequence[float] = (-1.0,)) -> Any:
+    """The JSON answer if each sequence has one token, with these log-probabilities in turn."""
+    parts = [
+        parsed.formatter.feed(
+            Delta(
+                request.request_id,
+                f"t{i}",
+                (Token(7 + i, f"t{i}", logprob, False, (TopToken(2, "<eos>", -0.5),)),),
+                FinishReason.LENGTH,
+                None,
+                2,
+                1,
+            )
+        )
+        for i, (request, logprob) in enumerate(zip(parsed.requests, logprobs, strict=True))
+    ]
+    assert not any(parts[:-1])
+    return json.loads(parts[-1])
+
+
+def test_the_tokens_of_the_prompt_have_no_log_probability() -> None:
+    prefill = [
+        {"id": 1, "text": "", "log_prob": None},
+        {"id": 5, "text": "<5>", "log_prob": None},
+    ]
+    details = answer_of(with_parameters(details=True, decoder_input_details=True))["details"]
+    assert details["prefill"] == prefill
+    assert "details" not in answer_of(with_parameters(decoder_input_details=True))
+
+
+def test_top_tokens() -> None:
+    parsed = with_parameters(details=True, top_n_tokens=1)
+    assert parsed.request.top_logprobs == 1
+    top = {"id": 2, "text": "<eos>", "log_prob": -0.5, "special_token": True}
+    assert answer_of(parsed)["details"]["top_tokens"] == [[top]]
+    assert not with_parameters(top_n_tokens=3).request.top_logprobs
+    streamed = with_parameters(top_n_tokens=1, stream=True)
+    delta = Delta("r", "t", (Token(7, "t", -1.0, False, (TopToken(2, "<eos>", -0.5),)),))
+    assert b"top_tokens" not in streamed.formatter.feed(delta)
+    last = Delta("r", "", (), FinishReason.TIME, None, 2, 1)
+    assert json.loads(streamed.formatter.feed(last))["details"]["top_tokens"] == [[top]]
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ({"n": 3}, ["t1", "t2", "t0"]),
+        ({"best_of": 3}, ["t1", "t2", "t0"]),
+        ({"n": 2, "best_of": 3}, ["t1", "t2"]),
+        ({"n": 1, "best_of": 3}, ["t1"]),
+    ],
+)
+def test_the_best_of_several_sequences(given: dict[str, int], texts: list[str]) -> None:
+    parsed = with_parameters(do_sample=True, seed=2**64 - 1, **given)
+    assert len({one.sampling.seed for one in parsed.requests}) == 3
+    assert len({one.request_id for one in parsed.requests}) == 3
+    assert all(one.logprobs and one.prompt_ids == [1, 5] for one in parsed.requests)
+    body = answer_of(parsed, [-3.0, -1.0, -2.0])
+    details = body["details"]
+    others = details.get("best_of_sequences", [])
+    assert [body["generated_text"], *(one["generated_text"] for one in others)] == texts
+    tokens = [details["tokens"], *(one["tokens"] for one in others)]
+    assert [[token["text"]] for [token] in tokens] == [[text] for text in texts]
+    assert details["inputs"] == "<5>"
+
+
+def test_several_sequences_of_several_prompts() -> None:
+    given = {"n": 2, "do_sample": True, "seed": 5}
+    parsed = parse({"inputs": ["<5>", "<6>"], "parameters": given})
+    assert [one.prompt_ids[-1] for one in parsed.requests] == [5, 5, 6, 6]
+    first, second = answer_of(parsed, [-1.0, -2.0, -4.0, -3.0])
+    assert (first["generated_text"], second["generated_text"]) == ("t0", "t3")
+    with pytest.raises(RequestError, match="130 sequences"):
+        parse({"inputs": ["<5>"] * 65, "parameters": given})
 
 
 def text_plain(body: bytes, content_type: str = "text/plain", **context: Any) -> ParsedRequest:

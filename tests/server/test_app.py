@@ -31,6 +31,7 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
 )
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError  # noqa: E402
+from djl_python_neuronx.protocol import tgi  # noqa: E402
 from djl_python_neuronx.server.app import (  # noqa: E402
     LONG_BODY_BYTES,
     Application,
@@ -181,7 +182,16 @@ def serving(spec: ModelSpec) -> Iterator[str]:
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
     with serving(spec) as url:
-        assert http.get(url + "/info").json() == {
+        facts = http.get(url + "/info").json()
+        assert (facts["model_id"], facts["max_input_tokens"], facts["max_total_tokens"]) == (
+            "toy",
+            64,
+            128,
+        )
+        ours = {
+            name: value for name, value in facts.items() if name not in tgi.Info.__annotations__
+        }
+        assert ours == {
             "model": "toy",
             "max_model_len": 128,
             "longest_prompt": 64,
@@ -190,6 +200,36 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
             "speculation": None,
             "chunked_prefill": False,
         }
+
+
+def test_the_routes_of_health_and_version(server: Running) -> None:
+    for path in ("/ping", "/health"):
+        assert http.get(server.url + path).json() == {"status": "healthy"}
+    assert http.get(server.url + "/version").json().keys() == {"version"}
+
+
+@pytest.mark.parametrize("path", ["/models/toy/invoke", "/predictions/toy", "/generate"])
+def test_the_routes_of_other_servers(server: Running, path: str) -> None:
+    found = http.post(server.url + path, json=body([5, 6]))
+    assert found.json() == {"generated_text": answer([5, 6])}
+    events = http.post(server.url + "/", json=body([5, 6], stream=True)).text
+    assert json.loads(events[:-2].rpartition("data: ")[2])["generated_text"] == answer([5, 6])
+
+
+def test_custom_attributes_are_headers(server: Running) -> None:
+    attributes = "accept_eula=true;x-request-id = mine ; nothing;accept=text/event-stream"
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes, "Accept": "*/*"}
+    url = server.url + "/invocations"
+    found = http.post(url, json=body([5, 6], stream=True), headers=headers)
+    assert found.headers["x-request-id"] == "mine"
+    assert found.headers["content-type"] == "application/jsonlines"
+
+
+def test_errors_of_tgis_routes(server: Running) -> None:
+    for path, method in (("/generate", "POST"), ("/", "POST"), ("/generate", "GET")):
+        found = http.request(method, server.url + path, content=b"{")
+        assert set(found.json()) == {"error", "error_type"}
+        assert found.status_code == (422 if method == "POST" else 405)
 
 
 def test_info_tells_of_chunks() -> None:
@@ -233,7 +273,7 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
         ({"frequency_penalty": 0.5}, "is not supported"),
         ({"presence_penalty": 0.5}, "is not supported"),
         ({"grammar": {"type": "regex", "value": "a"}}, "is not supported"),
-        ({"top_n_tokens": 2}, "is not supported"),
+        ({"details": True, "top_n_tokens": 2}, "deploy without option.on_device_generation"),
         ({"logit_bias": {"5": 1.0}}, "unknown parameter"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -1,0 +1,160 @@
+"""Bedrock's models ("3p"): ``{"prompt": "…", "temperature": 0.5, "top_p": 0.9, "max_gen_len": 512}``.
+
+Only with `option.bedrock_compat` or a 3p formatter: a body with `prompt` is OpenAI's otherwise. Source: djl-serving
+0.36, djl_python/three_p/three_p_utils.py, output_formatter.py and tests/test_rolling_batch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import NotRequired, TypedDict
+
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.protocol.base import (
+    ErrorFields,
+    ParseContext,
+    ParsedRequest,
+    error_fields,
+)
+from djl_python_neuronx.protocol.parameters import Count, GenerationParameters, Text, validated
+from djl_python_neuronx.protocol.sequences import (
+    Answer,
+    Parameters,
+    Shape,
+    parsed_request,
+)
+from djl_python_neuronx.types import FinishReason
+
+_FORWARDED = "x-amzn-sagemaker-forwarded-api"
+_STREAMS = "invokeendpointwithresponsestream"
+
+
+class BedrockRequest(GenerationParameters):
+    """A body."""
+
+    prompt: Text
+    max_gen_len: Count = 512
+
+
+class Metering(TypedDict):
+    """Tokens so far; those of the prompt in the first part."""
+
+    inputTokenCount: NotRequired[int]
+    outputTokenCount: int
+
+
+class Part(TypedDict):
+    """The text, or a part of it, and how it ended."""
+
+    generation: str
+    prompt_token_count: int | None
+    generation_token_count: int
+    stop_reason: FinishReason | None
+
+
+class PartError(TypedDict):
+    """Why a stream ended early."""
+
+    error_code: int
+    error_msg: str
+
+
+class Generated(TypedDict):
+    """A whole answer, or a part of a stream."""
+
+    body: Part
+    metering: Metering
+    content_type: str
+    error: NotRequired[PartError]
+
+
+class BedrockProtocol:
+    """See `WireProtocol`."""
+
+    name = "bedrock"
+    shape = '{"prompt": "…", "max_gen_len": 512}'
+    paths: tuple[str, ...] = ()
+    requests: Mapping[str, Any] = {"application/json": BedrockRequest}
+    answers: Mapping[str, Any] = {
+        "application/json": Generated,
+        "application/jsonlines": Generated,
+    }
+    error = ErrorFields
+
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
+        """True if the payload has `prompt`, and the options allow this protocol."""
+        options = context.options
+        is_3p = (options.output_formatter or "").startswith("3p")
+        return "prompt" in payload and (options.bedrock_compat or is_3p)
+
+    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
+        """See `WireProtocol`. The shape is LMI's."""
+        return error.status, error_fields(error)
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol.parse`."""
+        body = validated(BedrockRequest, payload)
+        given = Parameters.of(
+            body,
+            temperature=0.5,
+            top_p=0.9,
+            do_sample=True,
+            return_full_text=True,
+            max_new_tokens=body.max_gen_len,
+        )
+        streams = context.options.output_formatter == "3p_stream"
+        streams = streams or context.headers.get(_FORWARDED, "").lower() == _STREAMS
+        stream = "jsonlines" if streams else None
+        return parsed_request(
+            [body.prompt], given, context, BedrockShape(), self.name, stream=stream
+        )
+
+
+class BedrockShape(Shape):
+    """The text of a whole answer begins with the prompt; the first line of a stream has its length."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `Shape`."""
+        best = max(answers, key=lambda answer: answer.log_probability)
+        count = best.end.num_generated_tokens
+        whole = _part(best, best.text, count, first=True, kind="application/json")
+        whole["body"]["stop_reason"] = best.end.finish_reason
+        return whole
+
+    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """See `Shape`."""
+        count = delta.num_generated_tokens - len(delta.tokens)
+        texts = {count + i: token.text for i, token in enumerate(delta.tokens, 1)}
+        if delta.finished and not texts:
+            texts = {count: delta.text}
+        lines = [_part(answer, text, i, first=i <= 1) for i, text in texts.items()]
+        if delta.finished:
+            lines[-1]["body"]["stop_reason"] = delta.finish_reason
+        if delta.error is not None:
+            lines[-1]["error"] = {"error_code": delta.error.status, "error_msg": str(delta.error)}
+        return lines
+
+
+def _part(
+    answer: Answer,
+    text: str,
+    count: int,
+    *,
+    first: bool,
+    kind: str = "application/jsonlines",
+) -> dict[str, Any]:
+    """A whole answer, or a line of a stream, after `count` tokens."""
+    num_prompt_tokens = len(answer.request.prompt_ids)
+    metering = {"outputTokenCount": count}
+    if first:
+        metering["inputTokenCount"] = num_prompt_tokens
+    body = {
+        "generation": text,
+        "prompt_token_count": num_prompt_tokens if first else None,
+        "generation_token_count": count,
+        "stop_reason": None,
+    }
+    return {"body": body, "metering": metering, "content_type": kind}

@@ -1,0 +1,98 @@
+"""Plain servers of vLLM and Neuron's examples: ``POST /generate {"prompt": "…", "max_tokens": 16}``.
+
+The answer is ``{"text": ["prompt and text"]}``, a stream one such line after each step. Source: vllm 0.11,
+vllm/entrypoints/api_server.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Union
+
+from typing_extensions import TypedDict
+
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.protocol.base import (
+    ErrorFields,
+    ParseContext,
+    ParsedRequest,
+    error_fields,
+)
+from djl_python_neuronx.protocol.parameters import (
+    Count,
+    Flag,
+    GenerationParameters,
+    Only,
+    Text,
+    validated,
+)
+from djl_python_neuronx.protocol.sequences import (
+    Answer,
+    Parameters,
+    Shape,
+    parsed_request,
+)
+
+
+class PlainRequest(GenerationParameters):
+    """A body."""
+
+    prompt: Text
+    max_tokens: Count = 16
+    n: Count = 1
+    best_of: Annotated[Any, Only(1)] = None
+    stream: Flag = False
+    use_beam_search: Annotated[Any, Only(neutral=False)] = None
+    logprobs: Annotated[Any, Only(None)] = None
+    prompt_logprobs: Annotated[Any, Only(None)] = None
+    min_tokens: Annotated[Any, Only(0)] = None
+
+
+class Generated(TypedDict):
+    """The text of each sequence, with the prompt."""
+
+    text: list[str]
+
+
+class PlainProtocol:
+    """See `WireProtocol`."""
+
+    name = "plain"
+    shape = '{"prompt": "…", "max_tokens": 16}'
+    paths: tuple[str, ...] = ("/generate",)
+    requests: Mapping[str, Any] = {"application/json": PlainRequest}
+    answers: Mapping[str, Any] = {
+        "application/json": Generated,
+        "application/jsonlines": Union[Generated, ErrorFields],
+    }
+    error = ErrorFields
+
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
+        """True if the payload has `prompt`, on a route that OpenAI's completions do not have."""
+        return context.path in self.paths and "prompt" in payload
+
+    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
+        """See `WireProtocol`. The shape is LMI's."""
+        return error.status, error_fields(error)
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol.parse`."""
+        body = validated(PlainRequest, payload)
+        given = Parameters.of(
+            body, n=body.n, max_new_tokens=body.max_tokens, do_sample=True, return_full_text=True
+        )
+        stream = "jsonlines" if body.stream else None
+        return parsed_request([body.prompt], given, context, PlainShape(), self.name, stream=stream)
+
+
+class PlainShape(Shape):
+    """The texts of the sequences, each with the prompt; a stream repeats the whole text so far."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `Shape`."""
+        return {"text": [answer.text for answer in answers]}
+
+    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """See `Shape`."""
+        return [self.whole([answer]) if delta.error is None else self.error(delta.error)]

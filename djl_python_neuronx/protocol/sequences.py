@@ -1,0 +1,376 @@
+"""What the protocols around LMI share: TGI's and LMI's parameters, the sequences of an answer, and its formatters.
+
+A protocol adds a request model and a `Shape`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.errors import (
+    RequestError,
+    ServingError,
+    UnsupportedParameterError,
+    did_you_mean,
+    json_type,
+)
+from djl_python_neuronx.protocol.base import (
+    Formatter,
+    ListFormatter,
+    ParseContext,
+    ParsedRequest,
+    error_fields,
+)
+from djl_python_neuronx.protocol.parameters import (
+    Count,
+    Flag,
+    GenerationParameters,
+    Only,
+    RequestModel,
+    Strings,
+    Text,
+    sampling_params,
+    stop_strings,
+    validated,
+)
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import GenerationRequest
+
+MAX_TOP_TOKENS = 20
+_FIELDS = ("inputs", "parameters", "stream")
+
+
+class Parameters(GenerationParameters):
+    """The parameters of LMI and TGI."""
+
+    details: Flag = False
+    do_sample: Flag = False
+    ignore_eos_token: Flag = False
+    max_new_tokens: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = 30
+    return_full_text: Flag = False
+    stop_sequences: Strings = Field(default=[])
+    stream: Flag = False
+    decoder_input_details: Flag = False
+    top_n_tokens: Annotated[
+        int,
+        Field(ge=0, le=MAX_TOP_TOKENS, description=f"an integer from 0 to {MAX_TOP_TOKENS}"),
+    ] = 0
+    best_of: Count = 1
+    n: Count = 1
+    truncate: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = None
+    num_beams: Annotated[Any, Only(1)] = None
+    num_return_sequences: Annotated[Any, Only(1)] = None
+    early_stopping: Annotated[Any, Only(neutral=False)] = None
+    min_length: Annotated[Any, Only(1)] = None
+    bad_sequences: Annotated[Any, Only(None)] = None
+    logprobs: Annotated[Any, Only(None)] = None
+    prompt_logprobs: Annotated[Any, Only(None)] = None
+    watermark: Annotated[Any, Only(neutral=False)] = None
+    grammar: Annotated[Any, Only(None)] = None
+    adapter_id: Annotated[Any, Only(None)] = None
+
+    @classmethod
+    def of(cls, given: GenerationParameters, **more: object) -> Parameters:
+        """The parameters of another protocol's request, over the values that `more` has."""
+        shared = given.model_fields_set & GenerationParameters.model_fields.keys()
+        return cls(**{**more, **{name: getattr(given, name) for name in shared}})
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate for each prompt."""
+        return max(self.n, self.best_of)
+
+    @property
+    def num_returned(self) -> int:
+        """Sequences to return for each prompt, the best ones: all of `best_of` without `n`."""
+        return self.n if "n" in self.model_fields_set else self.num_sequences
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """`do_sample` decides; without it, any parameter that does not apply to greedy requests turns sampling on."""
+        values = self.given_sampling()
+        samples = self.do_sample
+        if "do_sample" not in self.model_fields_set:
+            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
+        return sampling_params(values, samples=samples)
+
+
+class Body(RequestModel):
+    """A request of TGI."""
+
+    inputs: Text
+    parameters: Parameters = Parameters()
+    stream: Flag = False
+
+
+def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[object, Parameters]:
+    """`inputs` and the parameters of a payload; `stream` beside `inputs` takes precedence over the parameter.
+
+    Raises:
+        RequestError: a field is missing, unknown, not supported (also each of `refused`) or has a wrong value.
+    """
+    for name, value in payload.items():
+        if name in _FIELDS or (name in refused and value is None):
+            continue
+        hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
+        if name in Parameters.model_fields:
+            hint = ' (it belongs in "parameters")'
+        msg = (
+            f"unknown field {reprlib.repr(name)} beside inputs{hint}; expected {', '.join(_FIELDS)}"
+        )
+        if name in refused:
+            msg = f"{name} is not supported in this version; leave it out"
+        raise UnsupportedParameterError(msg, param=name)
+    if "inputs" not in payload:
+        msg = "inputs is missing; expected a prompt"
+        raise RequestError(msg, param="inputs")
+    inputs, parameters, stream = map(payload.get, _FIELDS)
+    if not isinstance(parameters, (dict, type(None))):
+        msg = f"parameters is {json_type(parameters)}; expected an object"
+        raise RequestError(msg, param="parameters")
+    given = validated(Parameters, parameters or {})
+    if stream is not None:
+        given.stream = validated(Parameters, {"stream": stream}).stream
+    return inputs, given
+
+
+class Answer:
+    """One sequence of an answer as it grows."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompt: str,
+        text: str,
+        prefill: orjson.Fragment | None,
+        *,
+        keeps_tokens: bool,
+    ) -> None:
+        """`text`: the start of its text; `prefill`: JSON of the prompt's tokens."""
+        self.request, self.prompt, self.prefill = request, prompt, prefill
+        self.tokens: list[Token] = []
+        self.end = Delta("", "", ())
+        """The last delta."""
+        self._texts = [text]
+        self._keeps_tokens = keeps_tokens
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta."""
+        if delta.text:
+            self._texts.append(delta.text)
+        if self._keeps_tokens:
+            self.tokens += delta.tokens
+        if delta.finished:
+            self.end = delta
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def log_probability(self) -> float:
+        """The sum over its tokens, if it keeps them."""
+        return sum(token.logprob or 0.0 for token in self.tokens)
+
+
+class Shape(ABC):
+    """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer for one prompt, when all of its sequences have ended."""
+
+    @abstractmethod
+    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """The parts of a stream for a delta that `answer` has got; it may be an error."""
+
+    def error(self, error: ServingError) -> dict[str, Any]:
+        """An answer that is an error as a whole."""
+        return error_fields(error)
+
+    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:  # noqa: ARG002
+        """The tokens of a prompt, if the client wants them."""
+        return None
+
+
+class DetailedShape(Shape):
+    """What LMI and TGI share: a text with details, which list the tokens, and the best of several sequences."""
+
+    logprob_name: str
+
+    def __init__(self, given: Parameters, context: ParseContext, *, details: bool) -> None:
+        self.has_details = details
+        self._given, self._tokenizer = given, context.tokenizer
+
+    @abstractmethod
+    def token(self, token: Token | TopToken) -> dict[str, Any]:
+        """A token."""
+
+    def score(self, answer: Answer) -> float:
+        """The measure by which the best sequence is chosen: the probability of its text."""
+        return answer.log_probability
+
+    def is_special(self, token: Token | TopToken) -> bool:
+        """Whether a token never shows in text."""
+        return (
+            token.special if isinstance(token, Token) else token.id in self._tokenizer.special_ids
+        )
+
+    def facts(self, answer: Answer) -> dict[str, Any]:
+        """What the details say of a sequence."""
+        facts: dict[str, Any] = {
+            "finish_reason": answer.end.finish_reason,
+            "generated_tokens": answer.end.num_generated_tokens,
+            "tokens": [self.token(token) for token in answer.tokens],
+        }
+        if answer.prefill is not None:
+            facts["prefill"] = answer.prefill
+        if self._given.top_n_tokens:
+            facts["top_tokens"] = [
+                [self.token(other) for other in token.top] for token in answer.tokens
+            ]
+        return facts
+
+    def details(self, answer: Answer) -> dict[str, Any]:
+        """The details of the best sequence, without the others."""
+        return self.facts(answer)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `Shape`."""
+        ranked = sorted(answers, key=self.score, reverse=True)
+        best, *others = ranked[: self._given.num_returned]
+        body: dict[str, Any] = {"generated_text": best.text}
+        if self.has_details:
+            body["details"] = self.details(best)
+            if others:
+                body["details"]["best_of_sequences"] = [
+                    {**self.facts(other), "generated_text": other.text} for other in others
+                ]
+        return body
+
+    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:
+        """See `Shape`. The graphs return no logits of a prompt, so the log-probabilities are null."""
+        if not self._given.decoder_input_details or not self.has_details:
+            return None
+        texts = [self._tokenizer.token_bytes(one).decode(errors="replace") for one in prompt_ids]
+        tokens = [
+            {"id": token_id, "text": text, self.logprob_name: None}
+            for token_id, text in zip(prompt_ids, texts, strict=True)
+        ]
+        return orjson.Fragment(orjson.dumps(tokens))
+
+
+def parsed_request(
+    prompts: Sequence[str],
+    given: Parameters,
+    context: ParseContext,
+    shape: Shape,
+    protocol: str,
+    *,
+    stream: str | None = None,
+    listed: bool = False,
+) -> ParsedRequest:
+    """The request of so many sequences for each prompt as `given` has.
+
+    `stream`: "jsonlines" or "sse"; `listed`: the answer is a list.
+
+    Raises:
+        RequestError: a parameter or a prompt is not allowed.
+    """
+    sampling, number = given.sampling, given.num_sequences
+    _check_number(given, sampling, stream)
+    keeps_tokens = given.details or number > 1
+    top_logprobs = given.top_n_tokens if keeps_tokens or stream else 0
+    common = GenerationRequest(
+        request_id=context.request_id,
+        prompt_ids=(),
+        sampling=sampling,
+        max_new_tokens=given.max_new_tokens,
+        stop_token_ids=frozenset(given.stop_token_ids),
+        stop_strings=stop_strings(given.stop, given.stop_sequences),
+        include_stop=given.include_stop_str_in_output,
+        ignore_eos=given.ignore_eos or given.ignore_eos_token,
+        logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
+        top_logprobs=top_logprobs,
+        max_seconds=given.max_time,
+        arrived_s=context.arrived_s,
+        client_id=context.client_id,
+        protocol=protocol,
+    )
+    if stream:
+        keeps_tokens = top_logprobs > 0
+    requests = context.requests(common, prompts, count=number, truncate=given.truncate)
+    formatters: dict[str, Formatter] = {}
+    for i, prompt in enumerate(prompts):
+        group = requests[i * number : (i + 1) * number]
+        text = prompt if given.return_full_text else ""
+        prefill = shape.prefill(group[0].prompt_ids)
+        answers = [Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens) for one in group]
+        if stream:
+            return ParsedRequest(group, LinesFormatter(answers[0], shape, stream), stream=True)
+        formatters |= dict.fromkeys(
+            [one.request_id for one in group], JsonFormatter(answers, shape)
+        )
+    formatter = ListFormatter(formatters) if listed else formatters[context.request_id]
+    return ParsedRequest(requests, formatter, stream=False)
+
+
+def _check_number(given: Parameters, sampling: SamplingParams, stream: str | None) -> None:
+    if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
+        msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
+        raise RequestError(msg, param="best_of")
+    if stream and given.num_sequences > 1:
+        msg = "n and best_of above 1 are not answered by a stream; leave them out"
+        raise UnsupportedParameterError(msg, param="n" if given.n > 1 else "best_of")
+    if stream and given.decoder_input_details:
+        msg = "decoder_input_details is not answered by a stream; leave it out"
+        raise UnsupportedParameterError(msg, param="decoder_input_details")
+    if given.num_sequences > 1 and sampling.temperature == 0:
+        msg = "n and best_of above 1 need sampling, greedy sequences are all the same; set do_sample or temperature"
+        raise RequestError(msg, param="n" if given.n > 1 else "best_of")
+
+
+class JsonFormatter:
+    """The whole answer for one prompt, when its last sequence ends."""
+
+    content_type = "application/json"
+
+    def __init__(self, answers: Sequence[Answer], shape: Shape) -> None:
+        self._answers = {answer.request.request_id: answer for answer in answers}
+        self._shape = shape
+        self._num_open = len(answers)
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        if delta.error is not None:
+            return orjson.dumps(self._shape.error(delta.error))
+        self._answers[delta.request_id].add(delta)
+        self._num_open -= delta.finished
+        if self._num_open:
+            return b""
+        return orjson.dumps(self._shape.whole(list(self._answers.values())))
+
+
+class LinesFormatter:
+    """One JSON object per token, in lines or as server-sent events."""
+
+    def __init__(self, answer: Answer, shape: Shape, stream: str) -> None:
+        """`stream`: "jsonlines" or "sse"."""
+        sse = stream == "sse"
+        self.content_type = "text/event-stream" if sse else "application/jsonlines"
+        self._answer, self._shape = answer, shape
+        self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        self._answer.add(delta)
+        lines = self._shape.lines(self._answer, delta)
+        return b"".join([self._prefix + orjson.dumps(line) + self._suffix for line in lines])

@@ -1,0 +1,261 @@
+"""TGI's routes, and the shape of its answers.
+
+Source: text-generation-inference db931fcf, router/src/lib.rs, server.rs, validation.rs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Union
+
+from typing_extensions import NotRequired, TypedDict
+
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.errors import QueueFullError, RequestError, ServingError, json_type
+from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.parameters import MAX_STOP_STRINGS
+from djl_python_neuronx.protocol.sequences import (
+    Answer,
+    Body,
+    DetailedShape,
+    fields,
+    parsed_request,
+)
+from djl_python_neuronx.types import FinishReason
+
+
+class TokenFields(TypedDict):
+    """A token of an answer."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PrefillToken(TypedDict):
+    """A token of the prompt."""
+
+    id: int
+    text: str
+    logprob: None
+
+
+class End(TypedDict):
+    """How a sequence ended."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+
+
+class SequenceDetails(End):
+    """A sequence and its tokens."""
+
+    prefill: list[PrefillToken]
+    tokens: list[TokenFields]
+    top_tokens: NotRequired[list[list[TokenFields]]]
+
+
+class BestOfSequence(SequenceDetails):
+    """A sequence that is not the best one."""
+
+    generated_text: str
+
+
+class Details(SequenceDetails):
+    """The best sequence, and the others."""
+
+    best_of_sequences: NotRequired[list[BestOfSequence]]
+
+
+class Generated(TypedDict):
+    """A whole answer."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
+class StreamDetails(End):
+    """The end of a stream."""
+
+    input_length: int
+
+
+class Event(TypedDict):
+    """A part of a stream."""
+
+    index: int
+    token: TokenFields
+    top_tokens: NotRequired[list[TokenFields]]
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+class Failure(TypedDict):
+    """An error."""
+
+    error: str
+    error_type: str
+
+
+class Info(TypedDict):
+    """The answer of `/info`."""
+
+    model_id: str
+    model_sha: None
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: None
+    docker_label: None
+
+
+_ERRORS = {
+    **dict.fromkeys((400, 413), (422, "validation")),
+    **dict.fromkeys((424, 507), (424, "generation")),
+    500: (500, "incomplete_generation"),
+}
+"""Our status to TGI's, and its name for the kind of error."""
+
+
+def answer_error(error: ServingError) -> tuple[int, dict[str, Any]]:
+    """See `WireProtocol`."""
+    status, kind = _ERRORS.get(error.status, (error.status, "validation"))
+    if status in {408, 499, 503}:
+        kind = "overloaded"
+    if isinstance(error, QueueFullError):
+        status = 429
+    return status, {"error": str(error), "error_type": kind}
+
+
+def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> Info:
+    """The facts that TGI's `/info` has of a loaded model."""
+    return {
+        "model_id": model,
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": spec.num_slots + options.max_waiting,
+        "max_best_of": MAX_SEQUENCES,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": longest_prompt(spec),
+        "max_total_tokens": spec.max_model_len,
+        "validation_workers": 1,
+        "max_client_batch_size": 1,
+        "router": "djl-neuronx",
+        "version": version,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+class TgiProtocol:
+    """See `WireProtocol`. `/` is a list of one, or a stream if the request has `stream`."""
+
+    name = "tgi"
+    shape = '{"inputs": "…", "parameters": {…}}'
+    paths: tuple[str, ...] = ("/", "/generate", "/generate_stream")
+    requests: Mapping[str, Any] = {"application/json": Body}
+    answers: Mapping[str, Any] = {
+        "application/json": Union[Generated, list[Generated]],
+        "text/event-stream": Union[Event, Failure],
+    }
+    error = Failure
+
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
+        """True if the payload of one of TGI's routes has `inputs`."""
+        return context.path in self.paths and "inputs" in payload
+
+    answer_error = staticmethod(answer_error)
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol.parse`."""
+        inputs, given = fields(payload)
+        if not isinstance(inputs, str) or not inputs:
+            msg = f"inputs is {json_type(inputs)}; expected a prompt"
+            raise RequestError(msg, param="inputs")
+        if given.temperature == 0:
+            msg = "temperature is 0; expected a number above 0, or none for greedy"
+            raise RequestError(msg, param="temperature")
+        streams = given.stream if context.path == "/" else context.path == "/generate_stream"
+        given.details = given.details or given.decoder_input_details
+        if "max_new_tokens" not in given.model_fields_set:
+            given.max_new_tokens = None
+        return parsed_request(
+            [inputs],
+            given,
+            context,
+            TgiShape(given, context, details=given.details),
+            self.name,
+            stream="sse" if streams else None,
+            listed=context.path == "/",
+        )
+
+
+class TgiShape(DetailedShape):
+    """The last event of a stream has the text, and the details if the client wants them."""
+
+    logprob_name = "logprob"
+
+    def error(self, error: ServingError) -> dict[str, Any]:
+        """See `Shape`."""
+        return answer_error(error)[1]
+
+    def token(self, token: Token | TopToken) -> dict[str, Any]:
+        """See `DetailedShape`."""
+        return {
+            "id": token.id,
+            "text": token.text,
+            "logprob": token.logprob,
+            "special": self.is_special(token),
+        }
+
+    def score(self, answer: Answer) -> float:
+        """See `DetailedShape`. The mean over the tokens."""
+        return super().score(answer) / max(1, len(answer.tokens))
+
+    def facts(self, answer: Answer) -> dict[str, Any]:
+        """See `DetailedShape`."""
+        return {"prefill": [], **super().facts(answer), **_end(answer)}
+
+    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """See `Shape`. An end without a token has an empty special one, because every event has a token."""
+        if delta.error is not None:
+            return [self.error(delta.error)]
+        tokens, num_before = delta.tokens, delta.num_generated_tokens - len(delta.tokens)
+        if delta.finished and not tokens:
+            tokens = (Token(0, delta.text, 0.0, special=True),)
+        events: list[dict[str, Any]] = []
+        for index, token in enumerate(tokens, num_before + 1):
+            event = {"index": index, "token": self.token(token)}
+            if token.top:
+                event["top_tokens"] = [self.token(other) for other in token.top]
+            events.append({**event, "generated_text": None, "details": None})
+        if delta.finished:
+            events[-1]["generated_text"] = answer.text
+            if self.has_details:
+                events[-1]["details"] = {
+                    **_end(answer),
+                    "generated_tokens": delta.num_generated_tokens,
+                    "input_length": len(answer.request.prompt_ids),
+                }
+        return events
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    """The end of a sequence, for which TGI has no word if it is a deadline."""
+    reason = answer.end.finish_reason
+    return {
+        "finish_reason": FinishReason.LENGTH if reason is FinishReason.TIME else reason,
+        "seed": answer.request.sampling.seed,
+    }
