@@ -178,6 +178,8 @@ class Service:
             path=path,
             options=self.options,
             custom=self.custom,
+            max_model_len=self.loop.spec.max_model_len,
+            vocab_size=self.loop.spec.vocab_size,
             max_prompt_chars=self._max_prompt_chars,
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )

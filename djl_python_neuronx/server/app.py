@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -241,6 +242,8 @@ class Application:
             path = request.url.path
             parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
+        if not parsed.requests:
+            return Response(parsed.formatter.feed(Delta("", "", ())), media_type="application/json")
         try:
             generation = await generate(service, parsed)
         except ServingError as error:
