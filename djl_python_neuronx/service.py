@@ -133,13 +133,13 @@ class Service:
         first = launch()
         try:
             loaded = tokenizer.result()
+            formatters = CustomFormatters(functions, loaded) if functions else None
         except BaseException:
             first.kill()
             end_engine(first)
             raise
         service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
-        if functions:
-            service.custom = CustomFormatters(functions, loaded)
+        service.custom = formatters
         spec = service.loop.spec
         logger.info(
             "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",

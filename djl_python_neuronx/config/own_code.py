@@ -73,7 +73,7 @@ def findings(options: ServingOptions) -> Iterator[Finding]:
         return
     if found:
         problem = (
-            f"{FILE_NAME} has an {join_words(found)}: DJL Serving runs the file at each start, the embedded server "
+            f"{FILE_NAME} has {join_words(found)}: DJL Serving runs the file at each start, the embedded server "
             "with trust_remote_code=true; remove it unless you trust who wrote it"
         )
         yield Finding(trusts, problem, "warning")

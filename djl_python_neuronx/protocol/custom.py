@@ -11,7 +11,6 @@ custom_formatter_handling.py, vllm_async_service.py.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import logging
 import re
@@ -21,7 +20,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -46,9 +47,6 @@ _MODULE = "djl_neuronx_model_py"
 _DOCUMENT = re.compile(rb"(?m)^(data: ?)?(\{.*\}|\[\{.*\}\])$")
 """An object of JSON, or a list of them: a whole answer, a line, or the data of an event."""
 
-_OUTPUTS = (["RequestOutput"], ["TextGenerationOutput"])
-"""Types of the first parameter of output formatters that take tokens."""
-
 _Function = Callable[..., Any]
 _T = TypeVar("_T")
 
@@ -62,10 +60,10 @@ class CustomFormatters:
         """The thread that calls them where there is an event loop."""
         self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
-        taken = _types(self._write)
-        self._writes_tokens = len(taken) >= 6 or taken[:1] in _OUTPUTS
-        # A copy, because padding and truncation are a state of the tokenizer.
-        self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
+        self._tokenizer = None
+        if self._read is not None:
+            # A copy, because padding and truncation are a state of the tokenizer.
+            self._tokenizer = copy.deepcopy(getattr(tokenizer, "library", tokenizer))
 
     def parse(
         self, body: bytes, context: ParseContext, decode: _Function, parse: _Function
@@ -77,7 +75,7 @@ class CustomFormatters:
                 the tokens of one.
             FormatterError: the input formatter failed.
         """
-        made: Any = None
+        made, label = None, context.client_id or context.request_id
         if self._reads_item:
             from djl_python import Input
 
@@ -88,12 +86,11 @@ class CustomFormatters:
             payload = decode(body, context)
         if self._read is not None:
             read = partial(self._read, payload, tokenizer=self._tokenizer)
-            label = context.client_id or context.request_id
             payload, made = _guarded(READS, label, lambda: _payload(read()))
         parsed: ParsedRequest = parse(payload, context)
         if self._write is None:
             return parsed
-        if not self._writes_tokens:
+        if not _takes_tokens(self._write):
             return replace(parsed, formatter=_Documents(parsed, self._write), thread=self.thread)
         if len(parsed.requests) > 1:
             msg = (
@@ -102,7 +99,8 @@ class CustomFormatters:
             )
             raise UnsupportedParameterError(msg)
         request = replace(parsed.request, logprobs=context.has_logprobs)
-        formatter = _Tokens(parsed, self._write, made or _request_input(payload))
+        made = made or _request_input(payload)
+        formatter = _guarded(WRITES, label, partial(_Tokens, parsed, self._write, made))
         return replace(parsed, requests=[request], formatter=formatter, thread=self.thread)
 
 
@@ -171,18 +169,21 @@ def load(folder: Path) -> dict[str, _Function]:
         if not own_code.formatters(folder):
             return {}
         sys.path.append(str(folder))  # as under DJL Serving: it may import what lies beside it
-        if importlib.util.find_spec("djl_python") is None:
+        if "djl_python" not in sys.modules and find_spec("djl_python") is None:
             _stand_in()
         module = sys.modules[_MODULE] = ModuleType(_MODULE)
         SourceFileLoader(_MODULE, str(path)).exec_module(module)
+        found = [one for one in vars(module).values() if callable(one)]
+        functions = {kind: one for kind in KINDS for one in found if hasattr(one, f"is_{kind}")}
+        if _takes_tokens(functions.get(WRITES)):
+            import_module("djl_python.request")
     except Exception as error:
         msg = (
             f"{path} cannot be imported ({type(error).__name__}: {error}). Outside DJL Serving djl_python has the two "
             "decorators only; for its classes add the folder engines/python/setup of djl-serving to PYTHONPATH"
         )
         raise ArtifactError(msg) from error
-    found = list(filter(callable, vars(module).values()))
-    return {kind: one for kind in KINDS for one in found if getattr(one, f"is_{kind}", 0) is True}
+    return functions
 
 
 def _stand_in() -> None:
@@ -203,7 +204,14 @@ def _request_input(payload: Mapping[str, Any]) -> Any:  # noqa: ANN401
     from djl_python.request_io import TextInput
 
     parameters = {**payload, **(payload.get("parameters") or {})}
-    return TextInput(input_text=payload.get("inputs"), parameters=parameters)
+    text = payload.get("inputs", payload.get("prompt"))
+    return TextInput(input_text=text, parameters=parameters)
+
+
+def _takes_tokens(function: _Function | None) -> bool:
+    """True for an output formatter that needs DJL's classes."""
+    taken = _types(function)
+    return len(taken) >= 6 or taken[:1] in (["RequestOutput"], ["TextGenerationOutput"])
 
 
 def _types(function: _Function | None) -> list[str]:

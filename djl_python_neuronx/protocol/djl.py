@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.errors import FormatterError, ServingError
+from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving
 
@@ -113,7 +113,7 @@ class Reply:
             return True
         try:
             self._pending.append(self._formatter.feed(delta))
-        except FormatterError as error:
+        except ServingError as error:
             self.fail(error)
         except Exception as error:
             logger.exception("format_failed request_id=%s", self.label)

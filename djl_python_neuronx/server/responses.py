@@ -16,7 +16,6 @@ from starlette.responses import Response, StreamingResponse
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import (
-    FormatterError,
     HttpError,
     RequestAbortedError,
     ServingError,
@@ -61,8 +60,10 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
         async for delta in generation:
             try:
                 chunk = await parsed.run(parsed.formatter.feed, delta)
-            except FormatterError as error:
-                delta = Delta(delta.request_id, "", (), FinishReason.ERROR, error)
+            except ServingError as error:  # of a formatter of `model.py`
+                delta = delta._replace(
+                    text="", tokens=(), finish_reason=FinishReason.ERROR, error=error
+                )
                 yield delta, parsed.formatter.feed(delta)
                 return
             if chunk or generation.finished:

@@ -29,7 +29,7 @@ def test_formatters_are_found_in_the_text(source, words, tmp_path):
     (tmp_path / "model.py").write_text(RUNS + source)
     found = told(tmp_path)
     assert [level for level, _ in found] == ["warning"] * (words is not None)
-    assert all(f"model.py has an {words}:" in problem for _, problem in found)
+    assert all(f"model.py has {words}:" in problem for _, problem in found)
 
 
 def test_a_format_that_is_set_counts(tmp_path):

@@ -301,6 +301,9 @@ def test_an_output_formatter_that_fails_costs_its_request_alone(door, how, strea
         assert (failed.status, len(failed.lines)) == ((200, 2) if streams else (424, 1))
     assert "output_formatter of model.py" in failed.lines[-1]["error"]
     assert failed.lines[-1]["code"] == 424
+    if streams and door == "embedded":
+        assert failed.lines[-1]["details"]["generated_tokens"] == 2
+        assert failed.lines[-1]["details"]["finish_reason"] == "error"
     assert SECRET not in caplog.text
 
 
@@ -313,12 +316,13 @@ def test_the_log_says_where_a_formatter_failed(caplog):
     assert SECRET not in caplog.text
 
 
-def test_an_error_of_this_package_is_the_answer():
-    def read(payload, **_):
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_of_this_package_is_the_answer(door, kind):
+    def refuse(payload, **_):
         raise RequestError("question is missing")
 
-    with serving(read=read) as service:
-        (answer,) = ask("embedded", service, request())
+    with serving(**{kind: refuse}) as service:
+        (answer,) = ask(door, service, request())
     assert (answer.status, json.loads(answer.content)["error"]) == (400, "question is missing")
 
 
@@ -516,6 +520,17 @@ class TestWithTheReleasedEngine:
         assert "model.py" in json.loads(refused.content)["error"]
         assert len(answer.lines) == 3
 
+    def test_a_request_input_of_another_shape_costs_its_request_alone(self, door, tmp_path):
+        """Without `adapters`, which DJL's `Request` reads."""
+        source = READ_ITEM.replace("(TextInput)", "").replace("made = Question()", MADE)
+        read = function_of(source, READS, tmp_path)
+        write = function_of(WRITE_OUTPUT, WRITES, tmp_path)
+        with serving(read=read, write=write) as service:
+            good, bad = ask(door, service, b"me:<5>", b"odd:<5>")
+        assert (good.status, len(good.lines)) == (200, 3)
+        assert bad.status == 424
+        assert "output_formatter of model.py" in json.loads(bad.content)["error"]
+
     @pytest.mark.parametrize("made", ["None", "5", "{1: 2}"])
     def test_what_is_no_text_costs_its_request_alone(self, door, made, tmp_path):
         source = WRITE_OUTPUT + f"\n    return {made}"
@@ -529,6 +544,7 @@ class TestWithTheReleasedEngine:
         assert "output_formatter of model.py" in bad.lines[-1]["error"]
 
 
+MADE = 'made = Question() if name == "odd" else TextInput()'
 FAILS = expected(TOKENIZER.encode("<5>"), 3)[2]
 
 
@@ -571,6 +587,7 @@ class TestLoad:
         functions = custom.load(tmp_path)
         assert [function.__name__ for function in functions.values()] == ["read", "write"]
         assert functions["input_formatter"]({}) == {"inputs": "<5>"}
+        assert custom.load(tmp_path).keys() == functions.keys()
 
     @pytest.mark.parametrize("source", ["raise SystemError", ""])
     def test_a_file_without_formatters_is_not_run(self, source, tmp_path):
@@ -582,7 +599,13 @@ class TestLoad:
 
     @pytest.mark.parametrize(
         "source",
-        [READ_ITEM, WRITE_OUTPUT, "input_formatter syntax error", "output_formatter = 1 / 0"],
+        [
+            READ_ITEM,
+            WRITE_OUTPUT,
+            WRITE_LEGACY,
+            "input_formatter syntax error",
+            "output_formatter = 1 / 0",
+        ],
     )
     def test_what_cannot_be_imported_is_an_error_that_says_so(self, source, tmp_path):
         (tmp_path / "model.py").write_text(source)
