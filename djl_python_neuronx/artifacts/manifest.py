@@ -228,7 +228,7 @@ class Manifest(BaseModel):
                 for name, sha256 in zip(names, hashes, strict=True)
             },
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            package_version=_package_version(),
+            package_version=package_version(),
         )
 
 
@@ -304,7 +304,7 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
     if (value.get("format"), number) != (FORMAT, VERSION):
         msg = (
             f"{where} has format {value.get('format')!r}, version {number!r}, of {value.get('package_version')} of "
-            f"this package; {_package_version()} expected {FORMAT!r}, {VERSION}. Install that version of the package, "
+            f"this package; {package_version()} expected {FORMAT!r}, {VERSION}. Install that version of the package, "
             "or copy the folder again, or compile again."
         )
         raise ArtifactError(msg)
@@ -365,7 +365,8 @@ def _names(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _package_version() -> str:
+def package_version() -> str:
+    """This package's version."""
     try:
         return metadata.version("djl-python-neuronx")
     except metadata.PackageNotFoundError:  # run from a source tree

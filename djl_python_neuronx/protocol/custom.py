@@ -60,6 +60,7 @@ class CustomFormatters:
         """The thread that calls them where there is an event loop."""
         self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
+        self._takes_tokens = _takes_tokens(self._write)
         self._tokenizer = None
         if self._read is not None:
             # A copy, because padding and truncation are a state of the tokenizer.
@@ -90,7 +91,7 @@ class CustomFormatters:
         parsed: ParsedRequest = parse(payload, context)
         if self._write is None:
             return parsed
-        if not _takes_tokens(self._write):
+        if not self._takes_tokens:
             return replace(parsed, formatter=_Documents(parsed, self._write), thread=self.thread)
         if len(parsed.requests) > 1:
             msg = (
@@ -99,7 +100,7 @@ class CustomFormatters:
             )
             raise UnsupportedParameterError(msg)
         request = replace(parsed.request, logprobs=context.has_logprobs)
-        made = made or _request_input(payload)
+        made = _request_input(payload) if made is None else made
         formatter = _guarded(WRITES, label, partial(_Tokens, parsed, self._write, made))
         return replace(parsed, requests=[request], formatter=formatter, thread=self.thread)
 
@@ -217,7 +218,8 @@ def _takes_tokens(function: _Function | None) -> bool:
 def _types(function: _Function | None) -> list[str]:
     """The names of the types of a function's parameters."""
     parameters = [] if function is None else inspect.signature(function).parameters.values()
-    return [getattr(one.annotation, "__name__", str(one.annotation)) for one in parameters]
+    kinds = [getattr(one.annotation, "__name__", str(one.annotation)) for one in parameters]
+    return [kind.rpartition(".")[2] for kind in kinds]
 
 
 def _payload(made: Any) -> tuple[dict[str, Any], Any]:  # noqa: ANN401

@@ -135,8 +135,10 @@ def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[obj
     if not isinstance(parameters, (dict, type(None))):
         msg = f"parameters is {json_type(parameters)}; expected an object"
         raise RequestError(msg, param="parameters")
-    values = {**(parameters or {}), **({} if stream is None else {"stream": stream})}
-    return inputs, validated(Parameters, values)
+    given = validated(Parameters, parameters or {})
+    if stream is not None:
+        given.stream = validated(Parameters, {"stream": stream}).stream
+    return inputs, given
 
 
 class Answer:

@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
@@ -40,7 +41,6 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnknownModelError,
 )
-from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.protocol import PROTOCOLS, tgi
 from djl_python_neuronx.protocol.base import generate, over_limit, parse
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
@@ -66,7 +66,6 @@ ADMIN_PATHS = frozenset({"/info", "/metrics"})
 """Paths that `option.admin_port` moves to the second port."""
 RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """Connections of the second port, for which there is room when the first one has all that are allowed."""
-_PACKAGE = "djl-python-neuronx"
 LONG_BODY_BYTES = 1024 * 1024
 PACE_S = 0.01
 """Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
@@ -125,6 +124,8 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.service: Service | None = None
+        self.needs_key = False
+        """Whether requests need an API key."""
         self._document: bytes | None = None
         """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
@@ -195,7 +196,7 @@ class Application:
         service = self.ready()
         spec = service.loop.spec
         facts: Info = {
-            **tgi.info(self.model_name, spec, service.options, _version()),
+            **tgi.info(self.model_name, spec, service.options, package_version()),
             "model": self.model_name,
             "max_model_len": spec.max_model_len,
             "longest_prompt": longest_prompt(spec),
@@ -209,7 +210,7 @@ class Application:
     @answers(Version)
     async def version(self, _request: Request) -> Response:
         """The version of the package; vLLM's route."""
-        return JSONResponse({"version": _version()})
+        return JSONResponse({"version": package_version()})
 
     @answers(dict[str, Any])
     async def openapi(self, request: Request) -> Response:
@@ -218,7 +219,8 @@ class Application:
             routes = request.app.routes
 
             def encode() -> bytes:
-                return orjson.dumps(document(routes, _version()))
+                free = PROBES if self.needs_key else {route.path for route in routes}
+                return orjson.dumps(document(routes, free))
 
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
             self._document = await asyncio.to_thread(encode)
@@ -295,6 +297,7 @@ class Server(uvicorn.Server):
         moved = ADMIN_PATHS if options.admin_port else ()
         app: ASGIApp = create_app(application, lambda path: path not in moved)
         if api_keys:
+            application.needs_key = True
             app = KeyCheck(app, api_keys)
         if options.cors_allow_origins:
             app = CORSMiddleware(
@@ -453,10 +456,6 @@ def serve(
     if application.service is not None:
         application.service.close()
     return 1 if application.failure is not None else status
-
-
-def _version() -> str:
-    return installed_versions([_PACKAGE]).get(_PACKAGE, "unknown")
 
 
 def _headers(request: Request) -> dict[str, str]:

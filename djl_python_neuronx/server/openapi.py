@@ -5,19 +5,21 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar, Union
 
 from pydantic import TypeAdapter
 from starlette.routing import Route
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.errors import (
     BackendError,
     BackendUnavailableError,
     RequestError,
     ServingError,
     UnauthorizedError,
+    UnknownModelError,
     kinds,
     revive,
 )
@@ -26,6 +28,10 @@ from djl_python_neuronx.protocol import PROTOCOLS
 JSON = "application/json"
 _WHOLE = frozenset({JSON, "text/plain"})
 """Media types whose body is one value. A body of any other is a stream of values."""
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Types = Mapping[str, Any]
@@ -44,8 +50,8 @@ def answers(type_: object, media_type: str = JSON) -> Callable[[_Handler], _Hand
     return declare
 
 
-def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """The document of the routes, in OpenAPI 3.1; `version` is the server's.
+def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
+    """The document of the routes, in OpenAPI 3.1; all but the `free` paths need an API key.
 
     The handler of a route has `answers`, or it serves the protocols of its path.
     """
@@ -53,9 +59,10 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
         for method in (route.methods or set()) - {"HEAD"}:
-            name = re.sub(r"\W+", "_", f"{method}{route.path}").strip("_").lower()
-            operation = {"operationId": name, **_operation(route, schemas)}
-            paths[route.path][method.lower()] = operation
+            name = re.sub(r"\W+", "_", f"{method}{route.path_format}").strip("_").lower()
+            operation = _operation(route, schemas, keyed=route.path not in free)
+            operation["operationId"] = name
+            paths[route.path_format][method.lower()] = operation
     found, definitions = TypeAdapter.json_schemas(
         [(one, "validation", TypeAdapter(one)) for one in schemas],
         ref_template="#/components/schemas/{model}",
@@ -64,13 +71,13 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
         place |= found[one, "validation"]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "djl-neuronx", "version": version},
+        "info": {"title": "djl-neuronx", "version": package_version()},
         "paths": paths,
-        "components": {"schemas": definitions["$defs"]},
+        "components": {"schemas": definitions["$defs"], "securitySchemes": _KEYS},
     }
 
 
-def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
+def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any]:
     protocols = [one for one in PROTOCOLS if route.path in one.paths] or PROTOCOLS
     errors: tuple[type[ServingError], ...]
     declared = getattr(route.endpoint, "answers", None)
@@ -87,8 +94,14 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
         errors = (ServingError, UnauthorizedError, BackendUnavailableError)
+        if route.param_convertors:
+            errors += (UnknownModelError,)
+    if keyed:
+        operation["security"] = [{scheme: []} for scheme in _KEYS]
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
+        if error is UnauthorizedError and not keyed:
+            continue
         for protocol in protocols:
             status, _ = protocol.answer_error(revive(error.code, ""))
             shapes[status].append({JSON: protocol.error})
@@ -110,13 +123,9 @@ def _content(bodies: Iterable[_Types], schemas: _Schemas) -> dict[str, Any]:
     for media_type, several in merged.items():
         schema = schemas.setdefault(Union[tuple(several)], {})
         if media_type not in _WHOLE:
-            # A validator sees the text, or each event; tools that read `contentSchema` see the parts.
-            text = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
-            if media_type == "text/event-stream":
-                schema = {"type": "object", "properties": {"data": text}}
-            else:
-                parts = {"type": "array", "items": schema}
-                schema = {**text, "contentMediaType": media_type, "contentSchema": parts}
+            # A validator sees the text; tools that read `contentSchema` see its parts.
+            parts = {"type": "array", "items": schema}
+            schema = {"type": "string", "contentMediaType": media_type, "contentSchema": parts}
         content[media_type] = {"schema": schema}
     return content
 

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from djl_python_neuronx.service import Service
+from tests.client_front import Answer, front
 from tests.djl.java import ROOT, Java, MavenError, compile_driver, missing_programs
 
 MODEL = ROOT / "examples" / "tiny-llama"
@@ -68,12 +69,27 @@ def served(mode, engine_process, start_java, tmp_path_factory):
         max_rolling_batch_size=MAX_RUNNING,
         max_waiting=MAX_WAITING,
         engine_process=engine_process,
+        served_model_name="tiny",
     )
     with start_java() as java:
         java.load("tiny", folder)
         before = java.workers()
         yield java
         assert java.workers() == before, java.tail()
+
+
+@pytest.fixture(scope="session")
+def url(served):
+    """The URL of the model of `served` for HTTP clients: every path is its own, as in DJL Serving those that exist."""
+
+    def ask(_path, headers, body):
+        (answer,) = served.submit("tiny", body, headers=headers)
+        answer.wait()
+        assert not answer.errors
+        return Answer(answer.status, answer.headers, answer.chunks)
+
+    with front(ask) as url:
+        yield url
 
 
 def write_model(folder, mode, **options):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests import hostile
+from tests import clients, hostile
 from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL, write_model
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -285,3 +285,12 @@ def check_formatted(java, stream):
     assert bad.wait().status == 424
     error = json.loads(bad.content)["error"]
     assert "input_formatter of model.py failed (KeyError)" in error
+
+
+@pytest.mark.parametrize(
+    "check",
+    [clients.check_sagemaker, clients.check_text_generation],
+    ids=lambda check: check.__name__,
+)
+def test_clients_get_what_the_embedded_server_gives_them(url, check):
+    check(url)

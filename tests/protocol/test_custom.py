@@ -20,14 +20,14 @@ from djl_python_neuronx.config.own_code import READS, WRITES  # noqa: E402
 from djl_python_neuronx.engine.detokenizer import Delta, Token  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError, RequestError  # noqa: E402
 from djl_python_neuronx.protocol import custom  # noqa: E402
-from djl_python_neuronx.protocol.base import ParseContext  # noqa: E402
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest  # noqa: E402
 from djl_python_neuronx.protocol.djl_doors import (  # noqa: E402
     AsyncDoor,
     PlainDoor,
     RollingBatchDoor,
 )
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
-from djl_python_neuronx.types import FinishReason  # noqa: E402
+from djl_python_neuronx.types import FinishReason, GenerationRequest  # noqa: E402
 from tests import djl_engine_double  # noqa: E402
 from tests.djl.java import ROOT, MavenError, missing_programs, released_jars  # noqa: E402
 from tests.djl_peer import PATIENCE_S, decode_record  # noqa: E402
@@ -224,6 +224,34 @@ def test_an_event_stays_an_event():
     events = answer.content.decode().removesuffix("\n\n").split("\n\n")
     assert len(events) == 3
     assert all(json.loads(event.removeprefix("data: "))["by"] == "model.py" for event in events)
+
+
+class Sends:
+    """A formatter of any protocol, with the same bytes for each delta."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self, sent):
+        self.feed = lambda _: sent
+
+
+@pytest.mark.parametrize(
+    ("sent", "made"),
+    [
+        ('data: {"a":1}\n\ndata: [DONE]\n\n', 'data: {"a":1,"by":"model.py"}\n\ndata: [DONE]\n\n'),
+        ('data:{"a":"}{\\n"}\n\n', 'data:{"a":"}{\\n","by":"model.py"}\n\n'),
+        ('event: end\ndata: {}\n\n', 'event: end\ndata: {"by":"model.py"}\n\n'),
+        ('{"a":[1]}\n{}\n', '{"a":[1],"by":"model.py"}\n{"by":"model.py"}\n'),
+        ("[{}]", '[{"by":"model.py"}]'),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_only_objects_are_formatted_and_all_else_stays(sent, made):
+    parsed = ParsedRequest([GenerationRequest("r1", ())], Sends(sent.encode()), stream=True)
+    formatters = custom.CustomFormatters({WRITES: shout}, TOKENIZER)
+    context = ParseContext(TOKENIZER, "r1")
+    parsed = formatters.parse(b"", context, lambda *_: {}, lambda *_: parsed)
+    assert parsed.formatter.feed(Delta("r1", "", ())) == made.encode()
 
 
 @pytest.mark.parametrize("made", ["Grüße", "Grüße".encode()])
@@ -476,7 +504,10 @@ class TestWithTheReleasedEngine:
 
     @pytest.mark.parametrize("stream", ["no", "yes"])
     def test_a_request_output_grows_by_one_token_with_each_call(self, door, stream, tmp_path):
-        read = function_of(READ_ITEM, READS, tmp_path)
+        source = READ_ITEM
+        if stream == "yes":
+            source = source.replace("item: Input", "item: 'djl_python.Input'")
+        read = function_of(source, READS, tmp_path)
         write = function_of(WRITE_OUTPUT, WRITES, tmp_path)
         with serving(read=read, write=write) as service:
             one, other = ask(door, service, b"me:<5>", b"you:<6>", **{"X-Stream": stream})

@@ -189,6 +189,10 @@ def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
         (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs in "parameters"'),
         (b'{"inputs": "x", "paramters": {}}', "did you mean 'parameters'"),
         (b'{"inputs": "x", "stream": "yes"}', "'stream' is a string"),
+        (
+            b'{"inputs": "x", "stream": false, "parameters": {"stream": "yes"}}',
+            "'stream' is a string",
+        ),
     ],
 )
 def test_bad_bodies(body: bytes, says: str) -> None:

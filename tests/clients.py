@@ -1,0 +1,254 @@
+"""What clients that exist do, and what they must get, whatever serves the example model: every door has these checks.
+
+`url` is that of an HTTP server with SageMaker's API beside OpenAI's and TGI's routes (`tests.client_front`), and the
+model's name is `tiny`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+boto3 = pytest.importorskip("boto3", reason="needs boto3")
+openai = pytest.importorskip("openai", reason="needs openai")
+
+from botocore.config import Config  # noqa: E402
+from botocore.exceptions import ClientError  # noqa: E402
+
+MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
+CHATS = [json.loads(line) for line in (MODEL / "chat_checks.jsonl").read_text().splitlines()]
+CHECKS = [json.loads(line) for line in (MODEL / "checks.jsonl").read_text().splitlines()]
+NUM_CLIENTS = 8
+COUNT = "1 2 3 4 5"
+
+
+def openai_client(url: str, key: str = "unused") -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0)
+
+
+def hub_client(url: str) -> huggingface_hub.InferenceClient:
+    return huggingface_hub.InferenceClient(model=url, timeout=120)
+
+
+def sagemaker_client(url: str) -> Any:
+    return boto3.client(
+        "sagemaker-runtime",
+        endpoint_url=url,
+        region_name="us-east-1",
+        aws_access_key_id="dummy",
+        aws_secret_access_key="dummy",
+        config=Config(retries={"total_max_attempts": 1}),
+    )
+
+
+def chat_body(check: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "messages": check["messages"],
+        "max_tokens": check["max_new_tokens"],
+        "temperature": 0,
+        **more,
+    }
+
+
+def lmi_body(check: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "inputs": check["prompt"],
+        "parameters": {"max_new_tokens": check["max_new_tokens"]},
+        **more,
+    }
+
+
+# Chat: each gives the text of an answer.
+
+
+def openai_chat(url: str, check: dict[str, Any]) -> str:
+    answer = openai_client(url).chat.completions.create(model="tiny", **chat_body(check))
+    (choice,) = answer.choices
+    assert (answer.object, answer.model, choice.index) == ("chat.completion", "tiny", 0)
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason in {"stop", "length"}
+    usage = answer.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens > len(check["messages"])
+    return choice.message.content
+
+
+def openai_chat_stream(url: str, check: dict[str, Any]) -> str:
+    chunks = list(
+        openai_client(url).chat.completions.create(
+            model="tiny", stream=True, stream_options={"include_usage": True}, **chat_body(check)
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    *others, last = chunks
+    assert (last.choices, last.usage.completion_tokens > 0) == ([], True)
+    assert others[-1].choices[0].finish_reason in {"stop", "length"}
+    return "".join(chunk.choices[0].delta.content or "" for chunk in others)
+
+
+def openai_chat_async(url: str, check: dict[str, Any]) -> str:
+    async def ask() -> str:
+        client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
+        async with client:
+            stream = await client.chat.completions.create(
+                model="tiny", stream=True, **chat_body(check)
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    return asyncio.run(ask())
+
+
+def hub_chat(url: str, check: dict[str, Any]) -> str:
+    answer = hub_client(url).chat_completion(**chat_body(check))
+    assert answer.usage.completion_tokens > 0
+    return answer.choices[0].message.content
+
+
+def hub_chat_stream(url: str, check: dict[str, Any]) -> str:
+    chunks = hub_client(url).chat_completion(stream=True, **chat_body(check))
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def sagemaker_chat(url: str, check: dict[str, Any]) -> str:
+    answer = sagemaker_client(url).invoke_endpoint(
+        EndpointName="tiny", ContentType="application/json", Body=json.dumps(chat_body(check))
+    )
+    assert answer["ContentType"] == "application/json"
+    return json.loads(answer["Body"].read())["choices"][0]["message"]["content"]
+
+
+def sagemaker_chat_stream(url: str, check: dict[str, Any]) -> str:
+    content_type, text = sagemaker_stream(url, chat_body(check, stream=True))
+    assert content_type == "application/jsonlines"
+    chunks = [json.loads(line) for line in text.splitlines()]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+CHAT_CLIENTS: tuple[Callable[[str, dict[str, Any]], str], ...] = (
+    openai_chat,
+    openai_chat_stream,
+    openai_chat_async,
+    hub_chat,
+    hub_chat_stream,
+    sagemaker_chat,
+    sagemaker_chat_stream,
+)
+
+
+def check_chats(url: str, ask: Callable[[str, dict[str, Any]], str]) -> None:
+    """The answers to all chats of the example model are right."""
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        found = list(clients.map(lambda check: ask(url, check), CHATS))
+    assert found == [check["completion"] for check in CHATS]
+
+
+# Everything else.
+
+
+def sagemaker_stream(url: str, body: dict[str, Any], **more: Any) -> tuple[str, str]:
+    """Content type and text of a stream; its parts may end anywhere."""
+    answer = sagemaker_client(url).invoke_endpoint_with_response_stream(
+        EndpointName="tiny", ContentType="application/json", Body=json.dumps(body), **more
+    )
+    parts = [event["PayloadPart"]["Bytes"] for event in answer["Body"]]
+    return answer["ContentType"], b"".join(parts).decode()
+
+
+def check_sagemaker(url: str) -> None:
+    check = CHECKS[0]
+    client = sagemaker_client(url)
+    whole = client.invoke_endpoint(
+        EndpointName="tiny",
+        ContentType="application/json",
+        Body=json.dumps(lmi_body(check)),
+        InferenceId="mine",
+    )
+    assert json.loads(whole["Body"].read()) == {"generated_text": check["completion"]}
+    content_type, text = sagemaker_stream(url, lmi_body(check, stream=True))
+    assert content_type == "application/jsonlines"
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == check["completion"]
+    assert lines[-1]["generated_text"] == check["completion"]
+    for invoke in (client.invoke_endpoint, client.invoke_endpoint_with_response_stream):
+        with pytest.raises(ClientError) as refused:
+            invoke(EndpointName="tiny", ContentType="application/json", Body=b'{"inputs": 5}')
+        error = refused.value.response
+        assert error["Error"]["Code"] == "ModelError"
+        assert error["OriginalStatusCode"] == 400
+        assert "inputs" in json.loads(error["OriginalMessage"])["error"]
+
+
+def check_completions(url: str) -> None:
+    client, check = openai_client(url), CHECKS[0]
+    settings = {"model": "tiny", "max_tokens": check["max_new_tokens"], "temperature": 0}
+    answer = client.completions.create(prompt=check["prompt"], **settings)
+    assert answer.choices[0].text == check["completion"]
+    chunks = list(client.completions.create(prompt=check["prompt"], stream=True, **settings))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == check["completion"]
+    several = client.completions.create(
+        prompt=[one["prompt"] for one in CHECKS[:2]],
+        n=2,
+        echo=True,
+        **{**settings, "max_tokens": CHECKS[1]["max_new_tokens"]},
+    )
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in several.choices] == [
+        one["prompt"] + one["completion"] for one in CHECKS[:2] for _ in range(2)
+    ]
+
+
+def check_logprobs(url: str) -> None:
+    client, check = openai_client(url), CHATS[0]
+    body = chat_body(check, logprobs=True, top_logprobs=2)
+    answer = client.chat.completions.create(model="tiny", **body)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    assert all(token.top_logprobs[0].logprob == token.logprob <= 0 for token in content)
+    chunks = client.chat.completions.create(model="tiny", stream=True, **body)
+    streamed = [
+        token
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert [token.token for token in streamed] == [token.token for token in content]
+    data = b"".join(bytes(token.bytes) for token in content)
+    assert data.decode().startswith(check["completion"])
+
+
+def check_openai_errors(url: str) -> None:
+    client = openai_client(url)
+    message = {"role": "user", "content": "copy: a ->"}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    refused: list[tuple[type[openai.APIStatusError], dict[str, Any], str | None]] = [
+        (openai.NotFoundError, {"model": "other"}, "model"),
+        (openai.BadRequestError, {"messages": []}, "messages"),
+        (openai.BadRequestError, {"frequency_penalty": 1}, "frequency_penalty"),
+        (openai.BadRequestError, {"messages": [{"role": "user", "content": [image]}]}, None),
+        (openai.BadRequestError, {"messages": [{"role": "user", "content": "a " * 5000}]}, None),
+    ]
+    for kind, changes, param in refused:
+        for stream in (False, True):
+            body = {"model": "tiny", "messages": [message], "max_tokens": 2, **changes}
+            with pytest.raises(kind) as error:
+                client.chat.completions.create(stream=stream, **body)
+            assert error.value.code
+            assert error.value.type == "invalid_request_error"
+            if param is not None:
+                assert error.value.param == param
+
+
+def check_text_generation(url: str) -> None:
+    check = CHECKS[0]
+    text = hub_client(url).text_generation(check["prompt"], max_new_tokens=check["max_new_tokens"])
+    assert text == check["completion"]
