@@ -225,12 +225,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         msg = f"the embedded server needs {error.name}; install it: pip install 'djl-python-neuronx[server]'"
         raise ConfigError(msg) from error
 
-    tls = tls_context(
-        arguments.ssl_certfile,
-        arguments.ssl_keyfile,
-        arguments.ssl_keyfile_password,
-        arguments.ssl_ca_certs,
-    )
+    tls = tls_context(**{n: value for n, value in vars(arguments).items() if n.startswith("ssl_")})
     variable = taken(API_KEYS)
     model_dir, named = _model(arguments.model)
     overrides = {**named, **dict(arguments.option)}

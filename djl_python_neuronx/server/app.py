@@ -438,7 +438,8 @@ def serve(
         if application.failure is None:
             name = application.model_name
             scheme = "http" if tls is None else "https"
-            logger.info("ready url=%s://%s:%d/invocations model=%s", scheme, host, port, name)
+            url = f"{scheme}://{host}:{port}/invocations"
+            logger.info("ready url=%s model=%s api_keys=%d", url, name, len(api_keys))
 
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import ssl
 import sys
@@ -89,29 +90,35 @@ def allowed_connections(wanted: int) -> int:
 
 
 def tls_context(
-    certfile: str | None, keyfile: str | None, password: str | None, ca_certs: str | None
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+    ssl_keyfile_password: str | None = None,
+    ssl_ca_certs: str | None = None,
 ) -> ssl.SSLContext | None:
-    """The certificate of TLS connections; None without any argument. With `ca_certs` clients must show one of theirs.
+    """The certificate of TLS connections; None without any argument. The arguments are flags of uvicorn.
+
+    With `ssl_ca_certs` clients must show a certificate of theirs.
 
     Raises:
         ConfigError: a file cannot be read or is not what its flag is for, or the certificate is missing.
     """
-    if {certfile, keyfile, password, ca_certs} == {None}:
+    if {ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs} == {None}:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        for file in (certfile or "", keyfile, ca_certs):
+        for file in (ssl_certfile or "", ssl_keyfile, ssl_ca_certs):
             if file is not None:
                 Path(file).read_bytes()  # the errors of ssl name no file
         # Without a password OpenSSL would wait for one from the terminal.
-        context.load_cert_chain(certfile or "", keyfile, password or "")
-        if ca_certs is not None:
-            context.load_verify_locations(ca_certs)
+        context.load_cert_chain(ssl_certfile or "", ssl_keyfile, ssl_keyfile_password or "")
+        if ssl_ca_certs is not None:
+            context.load_verify_locations(ssl_ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ValueError) as error:
         msg = (
-            f"TLS with --ssl-certfile={certfile} --ssl-keyfile={keyfile} --ssl-ca-certs={ca_certs}: {error}; expected "
-            "files in PEM format, the key of the first certificate, and --ssl-keyfile-password if it has one"
+            f"TLS with --ssl-certfile={ssl_certfile} --ssl-keyfile={ssl_keyfile} --ssl-ca-certs={ssl_ca_certs}: "
+            f"{error}; expected files in PEM format, the key of the first certificate, and --ssl-keyfile-password if "
+            "it has one"
         )
         raise ConfigError(msg) from error
     return context
@@ -126,8 +133,8 @@ class _Connection(h11.Connection):
     def __init__(self, on_invalid: Callable[[h11.RemoteProtocolError], None]) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._on_invalid = on_invalid
-        self.access: dict[str, Any] | None = None
-        """What the access log says of the request that is read or answered."""
+        self.access: dict[str, Any] = {}
+        """What the access log says of the request that is read or answered; empty between requests."""
         self.started_s = 0.0
         self._num_parts = self._num_bytes = 0
 
@@ -156,27 +163,25 @@ class _Connection(h11.Connection):
             event = h11.Response(status_code=status, headers=headers, reason=event.reason)
         sent = super().send(event)
         if type(event) is h11.Response:
-            request_id = dict(event.headers).get(b"x-request-id", b"-").decode()
-            self.note_access(event.status_code, request_id)
-        if self.access is not None:
+            request_id = dict(event.headers).get(b"x-request-id", b"-")
+            self.note_access(event.status_code, request_id.decode("latin-1"))
+        if self.access:
             self.access["bytes"] += len(sent or b"")
         return sent
 
-    def open_access(self, method: str = "-", path: str = "-") -> None:
-        """Begin the entry of a request in the access log, or of bytes that are none."""
+    def open_access(self, method: str, path: str) -> None:
+        """Begin the entry of a request in the access log."""
         self.started_s = time.monotonic()
         self.access = {"method": method, "path": path, "status": RequestAbortedError.status}
         self.access |= {"bytes": 0, "first_byte_ms": None, "request_id": "-"}
 
     def note_access(self, status: int, request_id: str = "-") -> None:
-        """Note the beginning of the answer."""
-        if self.access is not None:
-            first_byte_ms = self.num_ms()
-            self.access |= {
-                "status": status,
-                "first_byte_ms": first_byte_ms,
-                "request_id": request_id,
-            }
+        """Note the beginning of the answer, to a request or to bytes that are none."""
+        if not self.access:
+            self.open_access("-", "-")
+        self.access["status"] = status
+        self.access["first_byte_ms"] = self.num_ms()
+        self.access["request_id"] = request_id
 
     def num_ms(self) -> float:
         """Milliseconds since the end of the request's head."""
@@ -280,12 +285,12 @@ class LimitedProtocol(H11Protocol):
     async def _secure(self, tls: ssl.SSLContext) -> None:
         """Exchange keys, then begin."""
         # Not by `create_server`: it limits neither the time nor the number of clients that have not done that.
-        timeout_s = self._options().request_head_timeout
+        timeouts: Any = {"ssl_handshake_timeout": self._options().request_head_timeout}
+        if sys.version_info >= (3, 11):  # before, there was none
+            timeouts["ssl_shutdown_timeout"] = math.inf  # `_expect_reading` judges by what is read
         secured: asyncio.Transport | None = None
         try:
-            secured = await self.loop.start_tls(
-                self._tcp, self, tls, server_side=True, ssl_handshake_timeout=timeout_s
-            )
+            secured = await self.loop.start_tls(self._tcp, self, tls, server_side=True, **timeouts)
         except OSError as error:
             logger.info("tls_refused client=%s reason=%r", self.client, str(error))
         early, self._early = bytes(self._early or b""), None
@@ -325,6 +330,10 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data)
             self._watch()
 
+    def eof_received(self) -> None:
+        """End: the client has left, or sends no more, which is taken for the same."""
+        self.end()
+
     def on_response_complete(self) -> None:
         """Go on with the next request, of which a part may be here already."""
         self._log_access(complete=True)
@@ -351,7 +360,8 @@ class LimitedProtocol(H11Protocol):
     def stop(self) -> None:
         """End the connection because the server ends."""
         self.refuse(_STOPPED)
-        self._raw.abort() if self._num_buffered() else self._raw.close()
+        if self._num_buffered():
+            self._raw.abort()
         self._tcp.close()
 
     def shutdown(self) -> None:
@@ -384,10 +394,9 @@ class LimitedProtocol(H11Protocol):
             head = _ANSWER.format(status=status, phrase=phrase, length=len(body), more=more)
             sent = head.encode() + body
             self._raw.write(sent)
-            if self.conn.access is None:
-                self.conn.open_access()
             self.conn.note_access(status)
-            self._log_access(len(sent))
+            self.conn.access["bytes"] += len(sent)
+            self._log_access(complete=True)
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -455,21 +464,18 @@ class LimitedProtocol(H11Protocol):
         """Bytes that wait in this process; TLS has a buffer above that of TCP."""
         return sum(each.get_write_buffer_size() for each in {self._raw, self._tcp})
 
-    def _log_access(self, num_bytes: int = 0, *, complete: bool = True) -> None:
-        """Log the request, once. `complete`: its whole answer was written, the last `num_bytes` here."""
-        access, self.conn.access = self.conn.access, None
+    def _log_access(self, *, complete: bool) -> None:
+        """Log the request, once. `complete`: its whole answer was written."""
+        access, self.conn.access = self.conn.access, {}
         form = self._options().access_log
-        if access is None or form == "off":
+        quiet = complete and access and access["path"] in _QUIET and access["status"] < 400
+        if quiet or not access or form == "off":
             return
-        if complete and access["path"] in _QUIET and access["status"] < HTTPStatus.BAD_REQUEST:
-            return
-        access["bytes"] += num_bytes
-        access |= {"total_ms": self.conn.num_ms(), "complete": complete}
         client = "{}:{}".format(*self.client or "--")
+        access = {"client": client, **access, "total_ms": self.conn.num_ms(), "complete": complete}
         if form == "json":
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            line = orjson.dumps({"time": now, "client": client, **access}).decode()
-            logger.info("%s", line, extra={"bare": True})
+            logger.info(orjson.dumps({"time": now, **access}).decode(), extra={"bare": True})
         else:
             words = " ".join(f"{key}={value}" for key, value in access.items())
-            logger.info("access client=%s %s", client, words)
+            logger.info("access %s", words)

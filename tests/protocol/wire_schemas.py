@@ -117,14 +117,9 @@ class LmiLine(TypedDict):
 
 
 class LmiLastLine(LmiLine):
-    """The last line without details."""
+    """The last line; the documentation gives it details, whether or not the request wants them."""
 
     generated_text: str
-
-
-class LmiLastDetailedLine(LmiLastLine):
-    """The last line with details."""
-
     details: LmiStreamDetails
 
 
@@ -239,8 +234,15 @@ class TgiError(TypedDict):
 
 
 class TgiInfo(TypedDict):
-    """`Info` of the router."""
+    """`Info` of the router, and the keys that this server's `/info` had before it had TGI's."""
 
+    model: NotRequired[str]
+    max_model_len: NotRequired[int]
+    longest_prompt: NotRequired[int]
+    num_slots: NotRequired[int]
+    sampling: NotRequired[dict[str, Any]]
+    speculation: NotRequired[dict[str, Any] | None]
+    chunked_prefill: NotRequired[bool]
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None
@@ -323,6 +325,15 @@ class Tokens(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: NotRequired[list[str] | None]
+
+
+class TgiSimpleToken(TypedDict):
+    """`SimpleToken` of the router: `start` and `stop` are places in the text."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
 
 
 class Prompt(TypedDict):
@@ -446,19 +457,18 @@ def _json_list(content: bytes, kind: Any = LmiText, wants: Sequence[str] = ()) -
     return _whole(kind, records, wants=frozenset(wants))
 
 
-def _lmi_stream(content: bytes, read: Callable[[bytes], list[Any]], last: Any) -> Answer:
+def _lmi_stream(content: bytes, read: Callable[[bytes], list[Any]]) -> Answer:
     lines = read(content)
     _validate(LmiLine, lines[:-1])
-    _validate(last, lines[-1:])
+    _validate(LmiLastLine, lines[-1:])
     _log_probs_hold([line["token"] for line in lines], "log_prob")
     text = "".join(line["token"]["text"] for line in lines)
     assert lines[-1]["generated_text"].endswith(text), "the text is not that of the tokens"
-    answer = Answer([lines[-1]["generated_text"]])
-    if details := lines[-1].get("details"):
-        assert details["generated_tokens"] == len(lines)
-        answer.finish_reasons = [details["finish_reason"]]
-        answer.num_tokens = [details["generated_tokens"]]
-    return answer
+    details = lines[-1]["details"]
+    assert details["generated_tokens"] == len(lines)
+    return Answer(
+        [lines[-1]["generated_text"]], [details["finish_reason"]], [details["generated_tokens"]]
+    )
 
 
 def _tgi_stream(content: bytes, last: Any, num_top: int = 0) -> Answer:
@@ -660,8 +670,8 @@ def _chat_stream(
     return answer
 
 
-def _completion_logprobs(choice: Any, num_top: int | None, *, echo: bool) -> int:
-    """The number of tokens. The first token of an echoed prompt has null, which the package's models leave out."""
+def _completion_logprobs(choice: Any, num_top: int | None) -> int:
+    """The number of tokens; `num_top` None: the request asked for no log-probabilities."""
     _has(choice, "logprobs")
     logprobs = choice["logprobs"]
     if num_top is None:
@@ -673,29 +683,23 @@ def _completion_logprobs(choice: Any, num_top: int | None, *, echo: bool) -> int
     columns = {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     _has(logprobs, *columns)
     assert len({len(logprobs[name]) for name in columns if logprobs[name] is not None}) == 1
-    if echo and logprobs["token_logprobs"] and logprobs["token_logprobs"][0] is None:
-        logprobs["token_logprobs"][0] = 0.0
-        if logprobs["top_logprobs"] and logprobs["top_logprobs"][0] is None:
-            logprobs["top_logprobs"][0] = {}
     assert all(found <= 0 for found in logprobs["token_logprobs"])
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
-    if num_top == 0:
-        assert not any(logprobs["top_logprobs"] or ())
-    else:
-        # The chosen token is added where it is not among the best.
-        assert all(len(best) <= num_top + 1 for best in logprobs["top_logprobs"])
+    assert num_top == 0 or logprobs["top_logprobs"] is not None
+    # The reference: the chosen token comes on top where it is not among the best.
+    assert all(len(best) <= num_top + 1 for best in logprobs["top_logprobs"] or ())
     return len(logprobs["tokens"])
 
 
-def _completion(content: bytes, num_top: int | None = None, *, echo: bool = False) -> Answer:
+def _completion(content: bytes, num_top: int | None = None) -> Answer:
     record = json.loads(content)
     choices = record["choices"]
-    counted = sum(_completion_logprobs(choice, num_top, echo=echo) for choice in choices)
+    counted = sum(_completion_logprobs(choice, num_top) for choice in choices)
     _openai("Completion", record)
     assert record["id"].startswith("cmpl-")
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     num_tokens = _usage(record)
-    assert num_top is None or counted >= num_tokens
+    assert num_top is None or counted == num_tokens
     for choice in choices:
         if choice["logprobs"]:
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
@@ -721,7 +725,7 @@ def _completion_stream(
         answer.texts.append("".join(part["text"] for part in parts))
         answer.finish_reasons.append(parts[-1]["finish_reason"])
         for part in parts:
-            _completion_logprobs(part, num_top, echo=False)
+            _completion_logprobs(part, num_top)
             # OpenAI streams null before the end, though the package's model does not say so.
             part["finish_reason"] = part["finish_reason"] or "stop"
     for chunk in every:
@@ -750,12 +754,15 @@ def _refusal(content: bytes, kind: Any) -> Answer:
     return Answer(error=record["error"] if isinstance(record["error"], dict) else record)
 
 
+def _tgi_tokens(content: bytes) -> Answer:
+    tokens = json.loads(content)
+    _validate(TgiSimpleToken, tokens)
+    return Answer(record=tokens)
+
+
 def _record(content: bytes, kind: Any) -> Answer:
     return Answer(record=_one(kind, content))
 
-
-_jsonlines = partial(_lmi_stream, read=json_lines)
-_lmi_sse = partial(_lmi_stream, read=_sse)
 
 SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "lmi_json": _lmi_json,
@@ -765,10 +772,8 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "lmi_json_best_of": partial(_lmi_json, kind=LmiDetailed, wants=["best_of_sequences"]),
     "lmi_list": _json_list,
     "lmi_list_details": partial(_json_list, kind=LmiDetailed),
-    "lmi_jsonlines": partial(_jsonlines, last=LmiLastLine),
-    "lmi_jsonlines_details": partial(_jsonlines, last=LmiLastDetailedLine),
-    "lmi_sse": partial(_lmi_sse, last=LmiLastLine),
-    "lmi_sse_details": partial(_lmi_sse, last=LmiLastDetailedLine),
+    "lmi_jsonlines": partial(_lmi_stream, read=json_lines),
+    "lmi_sse": partial(_lmi_stream, read=_sse),
     "lmi_error": partial(_refusal, kind=LmiError),
     "tgi_json": partial(_lmi_json, kind=TgiText),
     "tgi_json_details": partial(_lmi_json, kind=TgiDetailed),
@@ -788,6 +793,7 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "plain_json": _plain,
     "plain_jsonlines": _plain_stream,
     "tokens": partial(_record, kind=Tokens),
+    "tgi_tokens": _tgi_tokens,
     "prompt": partial(_record, kind=Prompt),
     "version": partial(_record, kind=Version),
     "chat": _chat,
@@ -800,7 +806,6 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "completion": _completion,
     "completion_logprobs": partial(_completion, num_top=0),
     "completion_top_2": partial(_completion, num_top=2),
-    "completion_echo_top_2": partial(_completion, num_top=2, echo=True),
     "completion_sse": _completion_stream,
     "completion_sse_usage": partial(_completion_stream, usage=True),
     "completion_sse_top_2": partial(_completion_stream, num_top=2),
@@ -808,6 +813,6 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "models": _models,
     "model": _model,
     "openai_error": partial(_refusal, kind=OpenAIRefusal),
-    "empty": lambda content: Answer(record=content),
+    "any": lambda content: Answer(record=content),
 }
 """What each kind of answer is checked with; `recorded/*.json` names them."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from djl_python_neuronx import cli  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.config.sources import API_KEYS  # noqa: E402
 from djl_python_neuronx.errors import ConfigError  # noqa: E402
-from djl_python_neuronx.server import app, keys  # noqa: E402
+from djl_python_neuronx.server import app, http, keys  # noqa: E402
 from djl_python_neuronx.server.app import Application, Server, create_app  # noqa: E402
 from djl_python_neuronx.server.http import PROBES, tls_context  # noqa: E402
 from djl_python_neuronx.server.keys import read_keys  # noqa: E402
@@ -44,6 +48,7 @@ from tests.server.test_hostile import (  # noqa: E402
     wait_for_connections,
 )
 from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
+from tests.toy_service import toy_service  # noqa: E402
 
 KEY, OTHER = "sk-first-0123456789", "sk-second"
 DIGESTS = read_keys(None, f"{KEY}, {OTHER}")
@@ -282,6 +287,14 @@ def read_object(client: socket.socket) -> bytes:
     return reply
 
 
+@pytest.fixture
+def no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """asyncio logs what fails in a callback."""
+    yield
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.usefixtures("no_errors")
 class TestTls:
     def test_answers_and_streams(self, tls: ssl.SSLContext, trusting: ssl.SSLContext) -> None:
         with serving(tls=tls) as server:
@@ -403,7 +416,8 @@ class TestTls:
     ) -> None:
         spec = replace(TOY_SPEC, num_slots=2, max_model_len=4096, token_buckets=(4096,))
         backend = ToyBackend(spec)
-        with serving(backend, tls=tls, write_timeout=SHORT_S) as server:
+        patient = 10 * PATIENCE_S
+        with serving(backend, tls=tls, write_timeout=SHORT_S, keep_alive_timeout=patient) as server:
             loop = server.application.service.loop  # type: ignore[union-attr]
             client = secure(server, trusting, SO_RCVBUF=4096)
             (connection,) = wait_for_connections(server, 1)
@@ -413,6 +427,28 @@ class TestTls:
             wait_until(lambda: len(backend.steps) > 3)
             wait_until(lambda: len(loop.streams) == 0 and not backend.acquired)
             wait_for_connections(server, 0)
+            client.close()
+
+    def test_a_client_that_reads_steadily_keeps_its_answer(
+        self, tls: ssl.SSLContext, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also behind the end of the connection, where the whole answer waits in buffers."""
+        monkeypatch.setattr(http, "LINGER_S", SHORT_S)
+        spec = replace(TOY_SPEC, num_slots=2, max_model_len=2048, token_buckets=(2048,))
+        with serving(ToyBackend(spec), tls=tls, write_timeout=1.0) as server:
+            client = secure(server, trusting, SO_RCVBUF=4096)
+            (connection,) = wait_for_connections(server, 1)
+            raw = connection._raw.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            sent = json.dumps(body([5, 6], 1200, parameters={"details": True})).encode()
+            client.sendall(post(sent, CLOSE))
+            parts = []
+            while part := client.recv(4096):
+                parts.append(part)
+                time.sleep(0.1)
+            head, _, rest = b"".join(parts).partition(b"\r\n\r\n")
+            assert f"content-length: {len(rest)}".encode() in head
+            assert len(rest) > 65_536
             client.close()
 
     def test_connections_count_from_before_the_handshake(
@@ -427,9 +463,10 @@ class TestTls:
             held.close()
 
     def test_a_stop_does_not_wait_for_idle_clients(
-        self, tls: ssl.SSLContext, trusting: ssl.SSLContext
+        self, tls: ssl.SSLContext, trusting: ssl.SSLContext, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Neither for one that is idle after a request nor for one in its handshake."""
+        caplog.set_level(logging.INFO)
         with serving(tls=tls, keep_alive_timeout=10 * PATIENCE_S) as server:
             silent, idle = connect(server), secure(server, trusting)
             idle.sendall(post(REQUEST))
@@ -438,6 +475,7 @@ class TestTls:
             wait_for_connections(server, 2)
             server.close()
             assert not server._server.server_state.connections
+            assert "client_dropped" not in caplog.text  # by the limit of that wait
             assert (read_all(idle), silent.recv(1)) == (b"", b"")
             silent.close()
 
@@ -449,9 +487,9 @@ class TestTls:
             (("junk", "key", None, None), "PEM"),
             (("chain", "other_key", None, None), "(?i)key values mismatch"),
             (("chain", None, None, None), "PEM"),
-            ((None, "key", None, None), "ssl-certfile=None"),
-            ((None, None, "secret", None), "ssl-certfile=None"),
-            ((None, None, None, "authority"), "ssl-certfile=None"),
+            ((None, "key", None, None), "certfile=None"),
+            ((None, None, "secret", None), "certfile=None"),
+            ((None, None, None, "authority"), "certfile=None"),
             (("chain", "key", None, "missing"), "No such file"),
             (("chain", "key", None, "junk"), "ssl-ca-certs"),
         ],
@@ -495,6 +533,34 @@ class TestTls:
         assert given["tls"] is None
         assert cli.main([*command, "--ssl-keyfile", files["other_key"]]) == 1
         assert files["other_key"] in capsys.readouterr().err
+
+
+def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
+    tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def run(_server: Server) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "djl-neuronx-load":
+                thread.join(PATIENCE_S)
+
+    monkeypatch.setattr(Server, "run", run)
+    more: dict[str, Any] = {"folder_name": "toy", "host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
+    options = ServingOptions()
+    serve = partial(
+        app.serve, lambda *_: toy_service(ToyBackend(TOY_SPEC)), options=options, **more
+    )
+    assert serve(tls=tls, api_keys=DIGESTS) == serve() == 0
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    urls = [line.partition("ready ")[2] for line in caplog.text.splitlines() if "ready url" in line]
+    assert urls == [
+        "url=https://127.0.0.1:8443/invocations model=toy api_keys=2",
+        "url=http://127.0.0.1:8443/invocations model=toy api_keys=0",
+    ]
 
 
 def accesses(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:

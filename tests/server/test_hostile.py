@@ -400,6 +400,20 @@ def test_an_answer_that_nobody_fetches_does_not_keep_its_connection() -> None:
         client.close()
 
 
+def test_a_client_that_half_closes_and_reads_nothing_does_not_keep_its_connection() -> None:
+    with serving(write_timeout=SHORT_S) as server:
+        client = connect(server, SO_RCVBUF=4096)
+        (connection,) = wait_for_connections(server, 1)
+        raw = connection._raw.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        # Less than the 64 KiB at which writing pauses.
+        client.sendall(3 * b"GET /metrics HTTP/1.1\r\nHost: toy\r\n\r\n")
+        wait_until(lambda: connection._raw.get_write_buffer_size())
+        client.shutdown(socket.SHUT_WR)
+        wait_for_connections(server, 0)
+        client.close()
+
+
 def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_UNREAD_DELTAS", 10)
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2), step_s=CROSSING_S)
