@@ -104,13 +104,16 @@ def tls_context(
     """
     if {ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs} == {None}:
         return None
+    if ssl_certfile is None:
+        msg = "--ssl-certfile is missing; the other flags of TLS need it"
+        raise ConfigError(msg)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        for file in (ssl_certfile or "", ssl_keyfile, ssl_ca_certs):
+        for file in (ssl_certfile, ssl_keyfile, ssl_ca_certs):
             if file is not None:
                 Path(file).read_bytes()  # the errors of ssl name no file
         # Without a password OpenSSL would wait for one from the terminal.
-        context.load_cert_chain(ssl_certfile or "", ssl_keyfile, ssl_keyfile_password or "")
+        context.load_cert_chain(ssl_certfile, ssl_keyfile, ssl_keyfile_password or "")
         if ssl_ca_certs is not None:
             context.load_verify_locations(ssl_ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED

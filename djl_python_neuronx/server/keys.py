@@ -23,6 +23,7 @@ from djl_python_neuronx.server.responses import error_response
 
 logger = logging.getLogger(__name__)
 
+MISSING = "no valid API key; send one as the header `Authorization: Bearer <key>`"
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
@@ -79,8 +80,7 @@ class KeyCheck:
         if scope["path"] in PROBES or self._admits(scope["headers"]):
             await self._app(scope, receive, send)
             return
-        msg = "no valid API key; send one as the header `Authorization: Bearer <key>`"
-        response = error_response(UnauthorizedError(msg), path=scope["path"])
+        response = error_response(UnauthorizedError(MISSING), path=scope["path"])
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 

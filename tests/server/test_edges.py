@@ -26,11 +26,12 @@ trustme = pytest.importorskip("trustme", reason="needs trustme")
 from djl_python_neuronx import cli  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.config.sources import API_KEYS  # noqa: E402
-from djl_python_neuronx.errors import ConfigError  # noqa: E402
+from djl_python_neuronx.errors import ConfigError, UnauthorizedError  # noqa: E402
 from djl_python_neuronx.server import app, http, keys  # noqa: E402
 from djl_python_neuronx.server.app import Application, Server, create_app  # noqa: E402
 from djl_python_neuronx.server.http import PROBES, tls_context  # noqa: E402
 from djl_python_neuronx.server.keys import read_keys  # noqa: E402
+from djl_python_neuronx.server.responses import error_response  # noqa: E402
 from djl_python_neuronx.telemetry import setup_logging  # noqa: E402
 from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until  # noqa: E402
 from tests.server.test_hostile import (  # noqa: E402
@@ -101,8 +102,11 @@ class TestKeys:
         assert {"/ping", "/info", "/metrics", "/invocations", "/predictions/{model}"} <= paths
         for path in {*paths, "/nothing", "/docs"}:
             for method in ("GET", "POST", "OPTIONS"):
-                found = httpx.request(method, server.url + path, timeout=PATIENCE_S).status_code
-                assert (found == 401) == (path not in PROBES), (method, path)
+                found = httpx.request(method, server.url + path, timeout=PATIENCE_S)
+                assert (found.status_code == 401) == (path not in PROBES), (method, path)
+                if found.status_code == 401:  # in the shape of the path's protocol
+                    shaped = error_response(UnauthorizedError(keys.MISSING), path=path)
+                    assert found.content == shaped.body
 
     def test_the_body_of_a_refused_request_is_not_read(self, server: Running) -> None:
         client = connect(server)
@@ -487,9 +491,9 @@ class TestTls:
             (("junk", "key", None, None), "PEM"),
             (("chain", "other_key", None, None), "(?i)key values mismatch"),
             (("chain", None, None, None), "PEM"),
-            ((None, "key", None, None), "certfile=None"),
-            ((None, None, "secret", None), "certfile=None"),
-            ((None, None, None, "authority"), "certfile=None"),
+            ((None, "key", None, None), "--ssl-certfile is missing"),
+            ((None, None, "secret", None), "--ssl-certfile is missing"),
+            ((None, None, None, "authority"), "--ssl-certfile is missing"),
             (("chain", "key", None, "missing"), "No such file"),
             (("chain", "key", None, "junk"), "ssl-ca-certs"),
         ],
