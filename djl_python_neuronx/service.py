@@ -185,6 +185,8 @@ class Service:
             path=path,
             options=self.options,
             custom=self.custom,
+            max_model_len=self.loop.spec.max_model_len,
+            vocab_size=self.loop.spec.vocab_size,
             max_prompt_chars=self._max_prompt_chars,
             with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
             default_max_tokens=self.defaults.get("max_new_tokens"),

@@ -123,6 +123,9 @@ class ParseContext:
     options: ServingOptions = field(default_factory=ServingOptions)
     custom: CustomFormatters | None = None
     """The formatters of `model.py`, if it has any."""
+    max_model_len: int = 0
+    """Tokens of prompt and output together."""
+    vocab_size: int = 0
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     with_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict

@@ -99,9 +99,8 @@ class BedrockProtocol:
         body = validated(BedrockRequest, payload)
         given = Parameters.of(
             body,
-            temperature=0.5,
-            top_p=0.9,
-            do_sample=True,
+            # A device that samples might refuse these, although nobody has sent them.
+            **({"temperature": 0.5, "top_p": 0.9} if context.has_logprobs else {}),
             return_full_text=True,
             max_new_tokens=body.max_gen_len,
         )

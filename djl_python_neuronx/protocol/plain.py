@@ -80,7 +80,12 @@ class PlainProtocol:
         """See `WireProtocol.parse`."""
         body = validated(PlainRequest, payload)
         given = Parameters.of(
-            body, n=body.n, max_new_tokens=body.max_tokens, do_sample=True, return_full_text=True
+            body,
+            n=body.n,
+            max_new_tokens=body.max_tokens,
+            return_full_text=True,
+            # A device that samples might refuse it, although nobody has sent it.
+            **({"temperature": 1.0} if context.has_logprobs else {}),
         )
         stream = "jsonlines" if body.stream else None
         return parsed_request([body.prompt], given, context, PlainShape(), self.name, stream=stream)

@@ -32,6 +32,7 @@ from typing_extensions import TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -258,6 +259,8 @@ class Application:
             path = request.url.path
             parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
         del body  # it may be large, and an answer takes long
+        if not parsed.requests:
+            return Response(parsed.formatter.feed(Delta("", "", ())), media_type="application/json")
         try:
             generation = await generate(service, parsed)
         except ServingError as error:

@@ -80,6 +80,18 @@ def test_a_list_is_answered_by_a_list_and_a_text_is_a_prompt(served, alone):
     assert json.loads(text.content) == json.loads(alone(body(num_tokens=30)))
 
 
+def test_several_sequences_and_all_details(served, alone):
+    sampling = {"do_sample": True, "temperature": 1.5, "seed": 7, "n": 3}
+    request = body("7 8 9", 8, decoder_input_details=True, top_n_tokens=2, **sampling)
+    request["parameters"]["details"] = True
+    found = json.loads(one(served, request).content)["details"]
+    expected = json.loads(alone(request))["details"]
+    texts = [other["generated_text"] for other in found["best_of_sequences"]]
+    assert texts == [other["generated_text"] for other in expected["best_of_sequences"]]
+    assert (found["prefill"], len(texts)) == (expected["prefill"], 2)
+    assert [len(top) for top in found["top_tokens"]] == [2] * found["generated_tokens"]
+
+
 BAD = {
     "empty": ("", 400),
     "cut off": ("{", 400),

@@ -10,6 +10,7 @@ import pytest
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import RequestError, StepError
 from djl_python_neuronx.protocol.base import ParsedRequest
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.protocol.test_lmi import parse
 
@@ -38,6 +39,12 @@ def test_defaults_are_bedrocks() -> None:
     assert (request.protocol, request.prompt_ids) == ("bedrock", [1, 5])
     given = bedrock({"temperature": 0, "top_p": 0.3, "max_gen_len": 4, "top_k": 3}).request
     assert (given.sampling.temperature, given.max_new_tokens) == (0, 4)
+
+
+def test_a_device_that_samples_is_greedy_by_default() -> None:
+    assert bedrock(has_logprobs=False).request.sampling == SamplingParams()
+    plain = parse({"prompt": "<5>"}, path="/generate", has_logprobs=False)
+    assert plain.request.sampling == SamplingParams()
 
 
 @pytest.mark.parametrize("context", [{}, {"output_formatter": "3p", "bedrock_compat": False}])
