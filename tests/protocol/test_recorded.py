@@ -383,7 +383,8 @@ def test_a_recorded_request_gets_its_answer(
     assert expect.get("says", "") in message
     for key in ("code", "param", "error_type"):
         assert key not in expect or found.error[key] == expect[key], found.error
-    assert expect.get("record", found.record) == found.record
+    for key, value in expect.get("record", {}).items():
+        assert found.record[key] == value
     if "greedy" in expect:
         asked = [expect["prompt_ids"]] if "prompt_ids" in expect else prompts(request["body"])
         generated = [
