@@ -244,7 +244,7 @@ def _is_sse(context: ParseContext) -> bool:
     if context.path.startswith("/v1/") or "x-stainless-lang" in context.headers:
         return True
     accepts = "text/event-stream" in context.headers.get("accept", "")
-    return accepts or context.options.output_formatter == "sse"
+    return accepts or context.options.output_formatter in {"sse", "sse_chat"}
 
 
 class _Choice:
