@@ -29,6 +29,8 @@ from djl_python_neuronx.protocol.parameters import (
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 MAX_TEMPERATURE = 2
+UNNAMED = frozenset({"dummy", "tgi"})
+"""What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON lacks."""
 _FINISH_REASONS = {
@@ -149,6 +151,8 @@ def common_request(
         UnknownModelError: the model has another name.
         RequestError: a value is not allowed.
     """
+    if given.model in UNNAMED:
+        given.model = None
     if given.model is not None:
         check_model(given.model, context.options.model_names)
     if given.stream_options is not None and not given.stream:
@@ -239,12 +243,13 @@ def make_formatter(
 def _is_sse(context: ParseContext) -> bool:
     """Whether a stream has server-sent events. LMI's clients, which use other routes, read lines of JSON.
 
-    Of a request through DJL Serving the route is unknown, but OpenAI's own clients name themselves.
+    Through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
     """
-    if context.path.startswith("/v1/") or "x-stainless-lang" in context.headers:
-        return True
-    accepts = "text/event-stream" in context.headers.get("accept", "")
-    return accepts or context.options.output_formatter in {"sse", "sse_chat"}
+    headers = context.headers
+    named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
+    accepts = "text/event-stream" in headers.get("accept", "")
+    chosen = context.options.output_formatter in {"sse", "sse_chat"}
+    return context.path.startswith("/v1/") or named or accepts or chosen
 
 
 class _Choice:

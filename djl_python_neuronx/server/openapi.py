@@ -59,10 +59,10 @@ def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
         for method in (route.methods or set()) - {"HEAD"}:
-            name = re.sub(r"\W+", "_", f"{method}{route.path_format}").strip("_").lower()
+            path = route.path_format
+            name = re.sub(r"\W+", "_", f"{method}{path}").strip("_").lower()
             operation = _operation(route, schemas, keyed=route.path not in free)
-            operation["operationId"] = name
-            paths[route.path_format][method.lower()] = operation
+            paths[path][method.lower()] = {"operationId": name, **operation}
     found, definitions = TypeAdapter.json_schemas(
         [(one, "validation", TypeAdapter(one)) for one in schemas],
         ref_template="#/components/schemas/{model}",

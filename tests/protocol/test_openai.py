@@ -593,6 +593,7 @@ def test_echo(stream: bool) -> None:
         ("", {}, {}, False),
         ("", {"accept": "text/event-stream"}, {}, True),
         ("", {"x-stainless-lang": "python"}, {}, True),
+        ("", {"user-agent": "unknown/None; hf_hub/2.4.0; python/3.11.7"}, {}, True),
         ("", {}, {"output_formatter": "sse"}, True),
         ("", {}, {"output_formatter": "sse_chat"}, True),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,49 @@ def test_a_stream_that_breaks_is_an_error_of_sagemakers_client(server: Running, 
         connection.loop.call_soon_threadsafe(connection._raw.abort)
     with pytest.raises(clients.ClientError, match="ModelStreamError"):
         list(events)
+
+
+@pytest.mark.parametrize("ask", clients.CHAT_CLIENTS, ids=lambda ask: ask.__name__)
+def test_chats_are_answered_right(url: str, ask: Any) -> None:
+    clients.check_chats(url, ask)
+
+
+def test_completions(url: str) -> None:
+    clients.check_completions(url)
+
+
+def test_logprobs(url: str) -> None:
+    clients.check_logprobs(url)
+
+
+def test_openai_errors(url: str) -> None:
+    clients.check_openai_errors(url)
+
+
+def test_openai_models_and_raw_responses(server: Running) -> None:
+    client = clients.openai_client(server.url)
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(clients.openai.NotFoundError) as unknown:
+        client.models.retrieve("other")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(clients.openai.NotFoundError) as missing:
+        client.embeddings.create(model="tiny", input="a")
+    assert missing.value.type == "invalid_request_error"
+    check = clients.CHATS[0]
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny", extra_headers={"x-request-id": "mine"}, **clients.chat_body(check)
+    )
+    assert (raw.status_code, raw.request_id) == (200, "mine")
+    assert raw.parse().choices[0].message.content == check["completion"]
+    with client.chat.completions.with_streaming_response.create(
+        model="tiny", stream=True, **clients.chat_body(check)
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
 
 
 def test_text_generation(url: str) -> None:
