@@ -12,6 +12,7 @@ setting and door, medians of `--runs` runs, the servers and the bare loop in tur
 * `door`: what the streams are read from. `embedded`: `djl-neuronx serve`. `djl_async`, `djl_rolling`: DJL's released
   Java engine in that mode, run by `tests/djl` (Java 17, Maven).
 * `engine_process`: the option's value; `default`: it was not set.
+* `format`: lmi: lines of JSON; chat: OpenAI's server-sent events of a chat, with the same prompt.
 * `setting`: greedy; topk_topp: top_k 50 and top_p 0.9; topp: top_p 0.9 alone; both at temperature 0.8.
 * `rows`, `vocab`: streams at once, and logits of each in a step.
 * `device_us`: a step of the bare loop, a process that calls the device and nothing else.
@@ -387,20 +388,21 @@ def measure_shape(
         assert bare.stdout is not None
         bare.stdout.readline()
         device_us: list[float] = []
-        cases = list(itertools.product(options.settings, doors))
+        cases = list(itertools.product(options.settings, doors, options.formats))
         runs: dict[Any, list[tuple[float, float, float]]] = {case: [] for case in cases}
         for _ in range(options.runs):
             device_us.append(bare_rate(bare, options.seconds) * 1e6)
-            for setting, door in cases:
-                payload = endless(SLEEP_PROMPT_LEN, length, SLEEP_SETTINGS[setting])
+            for setting, door, form in cases:
+                payload = endless(SLEEP_PROMPT_LEN, length, SLEEP_SETTINGS[setting], form)
                 found = run_streams(*doors[door], rows, payload, options.seconds)
-                runs[setting, door].append(found)
-    for setting, (door, mode) in cases:
-        medians = map(statistics.median, zip(*runs[setting, (door, mode)], strict=True))
+                runs[setting, door, form].append(found)
+    for setting, (door, mode), form in cases:
+        medians = map(statistics.median, zip(*runs[setting, (door, mode), form], strict=True))
         step_us, read_us, arrived = medians
         yield {
             "door": door,
             "engine_process": mode,
+            "format": form,
             "setting": setting,
             "rows": rows,
             "vocab": vocab,
@@ -452,6 +454,8 @@ def main() -> int:
         help="option.engine_process of the servers; default: not set",
     )
     sleep.add_argument("--doors", nargs="*", choices=DOORS, default=DOORS[:1])
+    formats = sleep_device.FORMATS
+    sleep.add_argument("--formats", nargs="*", choices=formats, default=formats[:1])
     options = parser.parse_args()
     on_sleep = options.device == "sleep"
     options.seconds = options.seconds or (2.0 if on_sleep else 20.0)

@@ -49,7 +49,8 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
@@ -156,18 +157,32 @@ def open_streams(port: int, rows: int, payload: Mapping[str, Any]) -> Iterator[l
         yield streams
 
 
-def endless(prompt_len: int, length: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a payload whose stream lasts until the slot is full."""
-    lasting = {"max_new_tokens": length - prompt_len, "ignore_eos": True}
+FORMATS = ["lmi", "chat"]
+
+
+def endless(
+    prompt_len: int, length: int, parameters: Mapping[str, Any], form: str = "lmi"
+) -> dict[str, Any]:
+    """Return a payload whose stream lasts until the slot is full: lines of JSON, or OpenAI's events of a chat."""
+    text, most = "x" * prompt_len, length - prompt_len
+    if form == "chat":
+        messages = [{"role": "user", "content": text}]
+        sampling = parameters or {"temperature": 0}
+        lasting = {"max_tokens": most, "ignore_eos": True}
+        return {"messages": messages, "stream": True, **lasting, **sampling}
+    lasting = {"max_new_tokens": most, "ignore_eos": True}
     sampling = {"do_sample": bool(parameters), **parameters}
-    return {"inputs": "x" * prompt_len, "parameters": {**lasting, **sampling}, "stream": True}
+    return {"inputs": text, "parameters": {**lasting, **sampling}, "stream": True}
 
 
 def num_tokens(data: bytes, start: bytes = b"") -> int:
-    """Return the tokens in a part of a stream: lines of JSON end in a bare line feed, HTTP's own in two characters."""
+    """Return the tokens in a part of a stream: lines and events end in a bare line feed, HTTP's own in two characters.
+
+    An event ends in two.
+    """
     if not data or not data.startswith(start):
         sys.exit(f"a stream has ended; expected tokens, found {data[:500].decode()!r}")
-    return data.count(b"\n") - data.count(b"\r")
+    return data.count(b"\n") - data.count(b"\r") - data.count(b"\n\n")
 
 
 class Stamps:

@@ -52,8 +52,12 @@ def _rows(script, *arguments):
 
 def test_streams_from_a_device_that_sleeps():
     narrow = "--device sleep --rows 3 --vocab 500 --step-ms 2 --seconds 0.2 --runs 1"
-    rows = _rows("device_bound.py", *narrow.split(), "--settings", "greedy", "topp")
-    assert [row["setting"] for row in rows] == ["greedy", "topp"]
+    given = ["--settings", "greedy", "topp", "--formats", "lmi", "chat"]
+    rows = _rows("device_bound.py", *narrow.split(), *given)
+    assert [(row["setting"], row["format"]) for row in rows] == [
+        *[("greedy", "lmi"), ("greedy", "chat")],
+        *[("topp", "lmi"), ("topp", "chat")],
+    ]
     for row in rows:
         assert row["device_us"] >= 2000
         assert abs(row["step_us"] - row["device_us"] - row["loss_us"]) <= 1

@@ -17,6 +17,7 @@ from djl_python_neuronx.protocol.openai_chat import ChatProtocol
 from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
 from djl_python_neuronx.protocol.plain import PlainProtocol
 from djl_python_neuronx.protocol.tgi import TgiProtocol
+from djl_python_neuronx.protocol.tokenize import TokenizeProtocol
 
 MAX_NODES = 2**15
 """Most objects, lists and keys of a body: a message of a chat has 3 to 7."""
@@ -34,6 +35,7 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
     LmiProtocol(),
     ChatProtocol(),
     CompletionProtocol(),
+    TokenizeProtocol(),
 )
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
@@ -83,7 +85,7 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
         raise RequestError(msg)
     context.check_size(body)
-    if context.custom is not None:
+    if context.custom is not None and context.path not in TokenizeProtocol.paths:
         return context.custom.parse(body, context, _decode, _parse)
     return _parse(_decode(body, context), context)
 

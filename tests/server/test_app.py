@@ -216,6 +216,16 @@ def test_the_routes_of_other_servers(server: Running, path: str) -> None:
     assert json.loads(events[:-2].rpartition("data: ")[2])["generated_text"] == answer([5, 6])
 
 
+def test_tokens_without_the_engine(server: Running) -> None:
+    prompt = "<5>" * 1000  # a long body, which is parsed on a thread
+    found = http.post(server.url + "/tokenize", json={"prompt": prompt}).json()
+    assert (found["count"], found["max_model_len"]) == (1001, 128)
+    text = http.post(server.url + "/detokenize", json={"tokens": found["tokens"]})
+    assert text.json() == {"prompt": prompt}
+    refused = http.post(server.url + "/tokenize", json={"prompt": prompt, "model": "other"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_custom_attributes_are_headers(server: Running) -> None:
     attributes = "accept_eula=true;x-request-id = mine ; nothing;accept=text/event-stream"
     headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes, "Accept": "*/*"}

@@ -1,0 +1,162 @@
+"""`/tokenize` and `/detokenize`: vLLM's for a prompt, messages and ids, and TGI's for `inputs`.
+
+Source: vllm 030ea52e, vllm/entrypoints/serve/tokenize/protocol.py; text-generation-inference db931fcf,
+router/src/server.rs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Union
+
+import orjson
+from pydantic import Field, WithJsonSchema
+from typing_extensions import TypedDict
+
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.errors import RequestError, ServingError, json_type
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.openai import ErrorBody, answer_error, check_model
+from djl_python_neuronx.protocol.openai_chat import Message
+from djl_python_neuronx.protocol.parameters import Flag, Only, RequestModel, validated
+from djl_python_neuronx.protocol.sequences import Body
+
+
+class _Named(RequestModel):
+    model: str | None = None
+
+
+class TokenizeBody(_Named):
+    """A prompt or a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    return_token_strs: Flag = False
+    add_special_tokens: Any = None
+    """Without effect: a prompt gets the special tokens that the model expects, a conversation those of its template."""
+    add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
+    continue_final_message: Annotated[Any, Only(neutral=False)] = None
+
+
+class DetokenizeBody(_Named):
+    """Token ids."""
+
+    tokens: Annotated[
+        Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
+    ]
+
+
+class Tokens(TypedDict):
+    """The ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Piece(TypedDict):
+    """A token of TGI's `inputs`; `start` and `stop` count the bytes of the tokens' texts."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Text(TypedDict):
+    """The text of ids."""
+
+    prompt: str
+
+
+class Ready:
+    """The `Formatter` of an answer that needs no engine."""
+
+    content_type = "application/json"
+
+    def __init__(self, answer: Tokens | Text | list[Piece]) -> None:
+        self._body = orjson.dumps(answer)
+
+    def feed(self, _delta: Delta) -> bytes:
+        """See `Formatter`."""
+        return self._body
+
+
+class TokenizeProtocol:
+    """See `WireProtocol`. Errors have OpenAI's shape, as in vLLM."""
+
+    name = "tokenize"
+    shape = '{"prompt": "…"}'
+    paths: tuple[str, ...] = ("/tokenize", "/detokenize")
+    requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
+    answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
+    error = ErrorBody
+
+    def detect(self, _payload: Mapping[str, Any], context: ParseContext) -> bool:
+        """True on these routes."""
+        return context.path in self.paths
+
+    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
+        """See `WireProtocol`."""
+        return answer_error(error)
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol.parse`. The answer is complete."""
+        answer: Tokens | Text | list[Piece]
+        if context.path == "/detokenize":
+            answer = _detokenized(validated(DetokenizeBody, payload), context)
+        elif "inputs" in payload:
+            answer = _pieces(context.encode(validated(Body, payload).inputs), context)
+        else:
+            answer = _tokenized(validated(TokenizeBody, payload), context)
+        return ParsedRequest((), Ready(answer), stream=False)
+
+
+def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
+    _check_model(body, context)
+    if (body.prompt is None) == (body.messages is None):
+        msg = "expected one of prompt, messages and inputs"
+        raise RequestError(msg, param="prompt")
+    if body.messages is not None:
+        ids = context.encode_chat([message.for_template() for message in body.messages])
+    else:
+        ids = context.encode(body.prompt or "")
+    return {
+        "count": len(ids),
+        "max_model_len": context.max_model_len,
+        "tokens": ids,
+        "token_strs": [piece["text"] for piece in _pieces(ids, context)]
+        if body.return_token_strs
+        else None,
+    }
+
+
+def _pieces(ids: list[int], context: ParseContext) -> list[Piece]:
+    pieces: list[Piece] = []
+    start = 0
+    for token_id in ids:
+        text = context.tokenizer.token_bytes(token_id)
+        stop = start + len(text) * (token_id not in context.tokenizer.special_ids)
+        shown = text.decode(errors="replace")
+        pieces.append({"id": token_id, "text": shown, "start": start, "stop": stop})
+        start = stop
+    return pieces
+
+
+def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
+    _check_model(body, context)
+    if not isinstance(body.tokens, list):
+        msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
+        raise RequestError(msg, param="tokens")
+    ids = context.encode(body.tokens, "tokens")
+    outside = [one for one in ids if not 0 <= one < context.vocab_size]
+    if outside:
+        msg = f"tokens has {outside[0]}; expected ids of the model, from 0 to {context.vocab_size - 1}"
+        raise RequestError(msg, param="tokens")
+    return {"prompt": context.tokenizer.decode(ids)}
+
+
+def _check_model(body: _Named, context: ParseContext) -> None:
+    if body.model is not None:
+        check_model(body.model, context.options.model_names)
