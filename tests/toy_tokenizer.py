@@ -34,7 +34,7 @@ class ToyTokenizer:
             1,
             *(
                 int(found[1:-1]) if len(found) > 1 else 3 + ord(found) % 297
-                for found in re.findall(r"<\d+>|.", text)
+                for found in re.findall(r"<\d{1,9}>|.", text)
             ),
         ]
 
