@@ -248,8 +248,8 @@ def _is_sse(context: ParseContext) -> bool:
     headers = context.headers
     named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
     accepts = "text/event-stream" in headers.get("accept", "")
-    chosen = context.path.startswith("/v1/") or context.options.output_formatter == "sse"
-    return named or accepts or chosen
+    chosen = context.options.output_formatter in {"sse", "sse_chat"}
+    return context.path.startswith("/v1/") or named or accepts or chosen
 
 
 class _Choice:

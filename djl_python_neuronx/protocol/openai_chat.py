@@ -33,6 +33,7 @@ from djl_python_neuronx.protocol.parameters import (
 )
 from djl_python_neuronx.types import Tokenizer
 
+MAX_MESSAGES = 8192
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
@@ -108,7 +109,12 @@ class ChatParameters(OpenAiParameters):
     """A request."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, description="a list of at least one message")
+        list[Message],
+        Field(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description=f"a list of 1 to {MAX_MESSAGES} messages",
+        ),
     ]
     max_completion_tokens: Count | None = Field(
         default=None, description="an integer of at least 1"
