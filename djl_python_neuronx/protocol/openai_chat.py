@@ -275,6 +275,7 @@ class ChatProtocol:
     name = "openai_chat"
     shape = '{"messages": [{"role": "user", "content": "…"}]}'
     paths: tuple[str, ...] = ("/v1/chat/completions",)
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": ChatParameters}
     answers: Mapping[str, Any] = {
         "application/json": ChatCompletion,

@@ -129,6 +129,7 @@ class CompletionProtocol:
     name = "openai_completion"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/v1/completions",)
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": CompletionParameters}
     answers: Mapping[str, Any] = {
         "application/json": Completion,

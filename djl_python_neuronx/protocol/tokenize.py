@@ -89,13 +89,14 @@ class TokenizeProtocol:
     name = "tokenize"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/tokenize", "/detokenize")
+    anywhere = False
     requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
     answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
     error = ErrorBody
 
-    def detect(self, _payload: Mapping[str, Any], context: ParseContext) -> bool:
+    def detect(self, _payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True on these routes."""
-        return context.path in self.paths
+        return True
 
     def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """See `WireProtocol`."""
