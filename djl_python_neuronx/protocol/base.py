@@ -156,8 +156,12 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str | list[Any], name: str = "the prompt") -> list[int]:
-        """The token ids of a prompt: of its text, or as they were sent. `name` is its name in the error.
+    def encode(
+        self, text: str | list[Any], name: str = "the prompt", *, special: bool = True
+    ) -> list[int]:
+        """The token ids of a prompt: of its text, or as they were sent.
+
+        `name` is its name in the error; `special`: see `Tokenizer.encode`.
 
         Raises:
             RequestError: a list has other values than integers.
@@ -171,7 +175,7 @@ class ParseContext:
                 raise RequestError(msg)
             return text
         self._check_length(len(text), name)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, special=special)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation in the model's chat template; each message has a `content`.

@@ -38,8 +38,8 @@ class TokenizeBody(_Named):
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     return_token_strs: Flag = False
-    add_special_tokens: Any = None
-    """Without effect: a prompt gets the special tokens that the model expects, a conversation those of its template."""
+    add_special_tokens: Flag = True
+    """Of a prompt. A conversation has those that its template writes."""
     add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
     continue_final_message: Annotated[Any, Only(neutral=False)] = None
 
@@ -130,7 +130,7 @@ def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
     if body.messages is not None:
         ids = context.encode_chat([message.for_template() for message in body.messages])
     else:
-        ids = context.encode(body.prompt or "")
+        ids = context.encode(body.prompt or "", special=body.add_special_tokens)
     return {
         "count": len(ids),
         "max_model_len": context.max_model_len,

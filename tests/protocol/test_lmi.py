@@ -591,7 +591,7 @@ def test_an_error_is_told_in_the_formats_own_shape() -> None:
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     class Refusing:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **_: object) -> list[int]:
             pytest.fail("tokenised")
 
     context = ParseContext(tokenizer=Refusing(), request_id="r", max_prompt_chars=10)  # type: ignore[arg-type]

@@ -34,6 +34,11 @@ def test_the_ids_of_a_prompt_and_of_a_conversation(body: dict[str, Any]) -> None
     assert tokens(**body, return_token_strs=True) == {**found, "token_strs": ["", "<5>", "<6>"]}
 
 
+def test_a_prompt_without_special_tokens() -> None:
+    assert tokens(prompt="<5><6>", add_special_tokens=False)["tokens"] == [5, 6]
+    assert tokens(prompt="<5><6>", add_special_tokens=True)["tokens"] == [1, 5, 6]
+
+
 def test_tgis_pieces() -> None:
     assert tokens(inputs="<5><16>", parameters={"max_new_tokens": 3}) == [
         {"id": 1, "text": "", "start": 0, "stop": 0},
