@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
-from djl_python_neuronx.errors import RequestError, ServingError, json_type
+from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
@@ -288,9 +288,7 @@ class ChatProtocol:
         """True if the payload has `messages`."""
         return "messages" in payload
 
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""

@@ -11,7 +11,6 @@ from typing_extensions import NotRequired, TypedDict
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
-    ServingError,
     UnsupportedParameterError,
     json_type,
 )
@@ -143,9 +142,7 @@ class CompletionProtocol:
         """True if the payload has `prompt`."""
         return "prompt" in payload
 
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
