@@ -251,8 +251,9 @@ class WireProtocol(Protocol):
     shape: str
     """Outline of a payload, for error messages."""
     paths: tuple[str, ...]
-    """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
-    other routes, and under DJL Serving, every protocol can."""
+    """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload."""
+    anywhere: bool
+    """Whether it can parse payloads on routes that no protocol has, and under DJL Serving."""
 
     requests: Mapping[str, Any]
     """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""

@@ -33,7 +33,7 @@ UNNAMED = frozenset({"dummy", "tgi"})
 """What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON lacks."""
-_FINISH_REASONS = {
+_FINISH_REASONS: Mapping[FinishReason | None, str] = {
     FinishReason.LENGTH: "length",
     FinishReason.TIME: "length",
     FinishReason.EOS: "stop",
@@ -255,8 +255,8 @@ def _is_sse(context: ParseContext) -> bool:
     headers = context.headers
     named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
     accepts = "text/event-stream" in headers.get("accept", "")
-    chosen = context.path.startswith("/v1/") or context.options.output_formatter == "sse"
-    return named or accepts or chosen
+    chosen = context.options.output_formatter in {"sse", "sse_chat"}
+    return context.path.startswith("/v1/") or named or accepts or chosen
 
 
 class _Choice:
@@ -265,7 +265,7 @@ class _Choice:
     def __init__(self, text: str) -> None:
         self.texts = [text]
         self.tokens: list[Token] = []
-        self.end: Delta | None = None
+        self.reason = ""
 
     @property
     def mean_logprob(self) -> float:
@@ -330,7 +330,7 @@ class WholeFormatter:
             choice.tokens += delta.tokens
         if not delta.finished:
             return b""
-        choice.end = delta
+        choice.reason = _FINISH_REASONS[delta.finish_reason]
         self._num_tokens += delta.num_generated_tokens
         self._num_open -= 1
         return b"" if self._num_open else self._body()
@@ -345,7 +345,7 @@ class WholeFormatter:
             best += group[: self._num_returned]
         written = [
             answer.shape.choice(
-                index, "".join(choice.texts), answer.logprobs(choice.tokens), _reason(choice.end)
+                index, "".join(choice.texts), answer.logprobs(choice.tokens), choice.reason
             )
             for index, choice in enumerate(best)
         ]
@@ -386,7 +386,9 @@ class ChunkFormatter:
             head, middle, tail = self._frames[index]
             parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)
         if delta.finished:
-            parts.append(self._chunk(self._answer.shape.last(index, _reason(delta))))
+            parts.append(
+                self._chunk(self._answer.shape.last(index, _FINISH_REASONS[delta.finish_reason]))
+            )
             self._num_tokens += delta.num_generated_tokens
             self._num_open -= 1
             if not self._num_open:
@@ -412,10 +414,3 @@ class ChunkFormatter:
         head, rest = chunk.split(orjson.dumps(_TEXT))
         middle, tail = rest.split(orjson.dumps(_LOGPROBS))
         return head, middle, tail
-
-
-def _reason(end: Delta | None) -> str:
-    """The finish reason of a sequence that has ended without an error."""
-    assert end is not None  # noqa: S101
-    assert end.finish_reason is not None  # noqa: S101
-    return _FINISH_REASONS[end.finish_reason]

@@ -11,7 +11,6 @@ from typing_extensions import NotRequired, TypedDict
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
-    ServingError,
     UnsupportedParameterError,
     json_type,
 )
@@ -131,6 +130,7 @@ class CompletionProtocol:
     name = "openai_completion"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/v1/completions",)
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": CompletionParameters}
     answers: Mapping[str, Any] = {
         "application/json": Completion,
@@ -143,9 +143,7 @@ class CompletionProtocol:
         """True if the payload has `prompt`."""
         return "prompt" in payload
 
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""

@@ -18,7 +18,13 @@ from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import ErrorBody, answer_error, check_model
 from djl_python_neuronx.protocol.openai_chat import Message
-from djl_python_neuronx.protocol.parameters import Flag, Only, RequestModel, validated
+from djl_python_neuronx.protocol.parameters import (
+    Flag,
+    Only,
+    RequestModel,
+    sampling_params,
+    validated,
+)
 from djl_python_neuronx.protocol.sequences import Body
 
 
@@ -89,13 +95,14 @@ class TokenizeProtocol:
     name = "tokenize"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/tokenize", "/detokenize")
+    anywhere = False
     requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
     answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
     error = ErrorBody
 
-    def detect(self, _payload: Mapping[str, Any], context: ParseContext) -> bool:
+    def detect(self, _payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True on these routes."""
-        return context.path in self.paths
+        return True
 
     def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """See `WireProtocol`."""
@@ -107,7 +114,9 @@ class TokenizeProtocol:
         if context.path == "/detokenize":
             answer = _detokenized(validated(DetokenizeBody, payload), context)
         elif "inputs" in payload:
-            answer = _pieces(context.encode(validated(Body, payload).inputs), context)
+            body = validated(Body, payload)
+            sampling_params(body.parameters.given_sampling())  # which judges their values
+            answer = _pieces(context.encode(body.inputs), context)
         else:
             answer = _tokenized(validated(TokenizeBody, payload), context)
         return ParsedRequest((), Ready(answer), stream=False)

@@ -298,9 +298,10 @@ def test_what_has_no_effect_is_accepted() -> None:
     ("payload", "param", "says"),
     [
         ({}, "messages", "messages is missing"),
-        (chat() | {"messages": []}, "messages", "at least one message"),
-        (chat() | {"messages": "Hi"}, "messages", "at least one message"),
-        (chat(5), "messages[0]", "at least one message"),
+        (chat() | {"messages": []}, "messages", "1 to 8192 messages"),
+        (chat() | {"messages": "Hi"}, "messages", "1 to 8192 messages"),
+        (chat(5), "messages[0]", "1 to 8192 messages"),
+        (chat(*[USER] * 8193), "messages", "at most 8192"),
         (chat({"content": "Hi"}), "messages[0].role", "is missing"),
         (chat({"role": "bot", "content": "Hi"}), "messages[0].role", "'developer'"),
         (chat({"role": "user"}), "messages[0]", "only an assistant may leave out"),
@@ -621,6 +622,7 @@ def test_ids_that_the_model_lacks_are_refused_before_they_are_decoded(token_id: 
         ("", {"x-stainless-lang": "python"}, {}, True),
         ("", {"user-agent": "unknown/None; hf_hub/2.4.0; python/3.11.7"}, {}, True),
         ("", {}, {"output_formatter": "sse"}, True),
+        ("", {}, {"output_formatter": "sse_chat"}, True),
     ],
 )
 def test_events_or_lines(path: str, headers: Any, options: Any, sse: bool) -> None:

@@ -55,6 +55,7 @@ def test_the_text_of_ids() -> None:
         ("/tokenize", {"prompt": 5}, "'prompt' is 5"),
         ("/tokenize", {"messages": [{"role": "me", "content": "a"}]}, r"messages\[0\].role"),
         ("/tokenize", {"inputs": ["a"]}, "'inputs' is a list"),
+        ("/tokenize", {"inputs": "a", "parameters": {"top_k": "5"}}, "top_k is a string"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "is not supported"),
         ("/detokenize", {}, "tokens is missing"),
         ("/detokenize", {"tokens": "5"}, "tokens is a string; expected a list of token ids"),

@@ -30,7 +30,7 @@ from tests.server.test_app import Running, http, serving  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 
-NIGHTLY_EXAMPLES, EXAMPLES = 1000, 30
+NIGHTLY_EXAMPLES, EXAMPLES = 300, 30
 STREAMS = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}
 """Media types of streams, with what ends a part."""
 
