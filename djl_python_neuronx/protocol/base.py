@@ -164,7 +164,7 @@ class ParseContext:
         `name` is its name in the error; `special`: see `Tokenizer.encode`.
 
         Raises:
-            RequestError: a list has other values than integers.
+            RequestError: a list has other values than ids of the model.
             PromptTooLongError: the text is longer than any prompt that fits.
         """
         if isinstance(text, list):
@@ -172,6 +172,12 @@ class ParseContext:
                 msg = (
                     f"{name} is a list with other values than integers; expected text or token ids"
                 )
+                raise RequestError(msg)
+            # Here because they may be decoded: with `echo`, and to detokenise them.
+            outside = [one for one in text if not 0 <= one < self.vocab_size]
+            if outside:
+                last = self.vocab_size - 1
+                msg = f"{name} has the token id {outside[0]}; expected ids of the model, from 0 to {last}"
                 raise RequestError(msg)
             return text
         self._check_length(len(text), name)

@@ -68,9 +68,9 @@ def test_the_text_of_ids() -> None:
         (
             "/detokenize",
             {"tokens": [300]},
-            "tokens has 300; expected ids of the model, from 0 to 299",
+            "tokens has the token id 300; expected ids of the model, from 0 to 299",
         ),
-        ("/detokenize", {"tokens": [5, -1]}, "tokens has -1"),
+        ("/detokenize", {"tokens": [5, -1]}, "tokens has the token id -1"),
     ],
 )
 def test_bad_requests(path: str, body: dict[str, Any], says: str) -> None:
