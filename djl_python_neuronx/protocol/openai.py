@@ -199,6 +199,13 @@ def finite(logprob: float | None) -> float:
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
+def num_chars(token: Token, tokenizer: Tokenizer) -> int:
+    """The characters of the text that begin with a token: those of `Token.text` may be held back, or be others'."""
+    if token.special:
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token.id))
+
+
 def make_formatter(
     shape: Shape,
     requests: Sequence[GenerationRequest],
@@ -268,8 +275,7 @@ class _Answer:
         self.head, self.shape, self.count = head, shape, count
         self.requests, self.texts = requests, texts
         self.num_prompt_tokens = sum(len(one.prompt_ids) for one in requests[::count])
-        self.with_logprobs = tokenizer is not None
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def usage(self, num_tokens: int) -> Usage:
         """The usage of an answer with so many generated tokens."""
@@ -281,9 +287,9 @@ class _Answer:
 
     def logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:  # noqa: ANN401
         """Log-probabilities, if the client wants them."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        return self.shape.logprobs(tokens, offset, self._tokenizer)
+        return self.shape.logprobs(tokens, offset, self.tokenizer)
 
 
 class WholeFormatter:
@@ -357,10 +363,11 @@ class ChunkFormatter:
         logprobs = b"null"
         parts = [self._firsts[index]]
         self._firsts[index] = b""
-        if self._answer.with_logprobs and delta.tokens:
+        tokenizer = self._answer.tokenizer
+        if tokenizer is not None and delta.tokens:
             offset = self._offsets[index]
             logprobs = orjson.dumps(self._answer.logprobs(delta.tokens, offset))
-            self._offsets[index] += len(delta.text)
+            self._offsets[index] += sum([num_chars(one, tokenizer) for one in delta.tokens])
         if delta.text or not delta.finished or logprobs != b"null":
             head, middle, tail = self._frames[index]
             parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)

@@ -23,6 +23,7 @@ from djl_python_neuronx.protocol.openai import (
     common_request,
     finite,
     make_formatter,
+    num_chars,
 )
 from djl_python_neuronx.protocol.parameters import Count, Flag, Only, validated
 from djl_python_neuronx.types import Tokenizer
@@ -112,7 +113,7 @@ class CompletionShape:
         }
         for token in tokens:
             found["text_offset"].append(offset)
-            offset += len(token.text)
+            offset += num_chars(token, tokenizer)
         if any(token.top for token in tokens):
             found["top_logprobs"] = [
                 {name: logprob} | {one.text: finite(one.logprob) for one in token.top}

@@ -38,8 +38,8 @@ class TokenizeBody(_Named):
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     return_token_strs: Flag = False
-    add_special_tokens: Any = None
-    """Without effect: a prompt gets the special tokens that the model expects, a conversation those of its template."""
+    add_special_tokens: Flag = True
+    """Of a prompt. A conversation has those that its template writes."""
     add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
     continue_final_message: Annotated[Any, Only(neutral=False)] = None
 
@@ -125,7 +125,7 @@ def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
     if body.messages is not None:
         ids = context.encode_chat([message.for_template() for message in body.messages])
     else:
-        ids = context.encode(body.prompt or "")
+        ids = context.encode(body.prompt or "", special=body.add_special_tokens)
     return {
         "count": len(ids),
         "max_model_len": context.max_model_len,
@@ -154,10 +154,6 @@ def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
         msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
         raise RequestError(msg, param="tokens")
     ids = context.encode(body.tokens, "tokens")
-    outside = [one for one in ids if not 0 <= one < context.vocab_size]
-    if outside:
-        msg = f"tokens has {outside[0]}; expected ids of the model, from 0 to {context.vocab_size - 1}"
-        raise RequestError(msg, param="tokens")
     return {"prompt": context.tokenizer.decode(ids)}
 
 

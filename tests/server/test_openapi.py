@@ -72,6 +72,20 @@ def test_it_has_each_route(document: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(document).validate()
 
 
+def test_defaults_are_values_of_their_parameters(document: dict[str, Any]) -> None:
+    def with_default(schema: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(schema, dict) and "default" in schema:
+            yield schema
+        if isinstance(schema, (dict, list)):
+            for inner in schema.values() if isinstance(schema, dict) else schema:
+                yield from with_default(inner)
+
+    found = list(with_default(document["components"]["schemas"]))
+    assert found
+    for schema in found:
+        jsonschema_rs.validate({**schema, "components": document["components"]}, schema["default"])
+
+
 def test_it_has_the_statuses_of_each_error(document: dict[str, Any]) -> None:
     responses = document["paths"]["/invocations"]["post"]["responses"]
     assert {"200", "400", "404", "408", "413", "424", "500", "503", "507"} <= responses.keys()
