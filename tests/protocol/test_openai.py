@@ -12,9 +12,10 @@ import pytest
 from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import limits
-from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token
 from djl_python_neuronx.errors import (
     DeviceMemoryError,
+    FormatterError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -36,7 +37,7 @@ from tests.toy_backend import TOY_SPEC
 from tests.toy_tokenizer import TOKENIZER, ToyTokenizer
 
 USER = {"role": "user", "content": "<5><6>"}
-OPTIONS = ServingOptions(model_name="toy,other")
+OPTIONS = ServingOptions(model_name="toy,other,toy")
 
 
 class NotingTokenizer(ToyTokenizer):
@@ -72,7 +73,7 @@ BOTH = pytest.mark.parametrize("body", [chat, complete])
 
 def token(token_id: int, top: Sequence[int] = (), logprob: float = -0.5) -> Token:
     text = TOKENIZER.token_bytes(token_id).decode()
-    others = tuple(TopToken(one, f"<{one}>", -1.0) for one in top)
+    others = tuple(Token(one, f"<{one}>", -1.0, False) for one in top)
     special = token_id in TOKENIZER.special_ids
     return Token(token_id, "" if special else text, logprob, special, others)
 
@@ -361,7 +362,7 @@ def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> No
 
 @BOTH
 def test_an_unknown_model(body: Any) -> None:
-    with pytest.raises(UnknownModelError, match=r"unknown model 'gpt'.*'toy', 'other'") as caught:
+    with pytest.raises(UnknownModelError, match=r"'gpt'.* serves 'toy', 'other'$") as caught:
         parse(body(model="gpt"))
     assert (caught.value.status, caught.value.param) == (404, "model")
     for model, shown in ((None, "toy"), ("toy", "toy"), ("other", "other")):
@@ -650,6 +651,7 @@ def test_the_body_names_the_protocol_where_the_path_does_not(path: str) -> None:
         (UnknownModelError("no"), 404, "invalid_request_error", "model_not_found"),
         (RequestTimeoutError("no"), 408, "invalid_request_error", "request_timeout"),
         (StepError("no"), 500, "server_error", "step_error"),
+        (FormatterError("no"), 500, "server_error", "formatter_error"),
         (QueueFullError("no"), 503, "server_error", "queue_full"),
         (DeviceMemoryError("no"), 507, "server_error", "device_memory"),
     ],
