@@ -98,7 +98,7 @@ class TestKeys:
             assert b"www-authenticate: Bearer\r\n" in reply
 
     def test_every_route_but_the_probes_needs_a_key(self, server: Running) -> None:
-        paths = {route.path for route in create_app(server.application).routes}  # type: ignore[attr-defined]
+        paths = {route.path_format for route in create_app(server.application).routes}  # type: ignore[attr-defined]
         assert {"/ping", "/info", "/metrics", "/invocations", "/predictions/{model}"} <= paths
         for path in {*paths, "/nothing", "/docs"}:
             for method in ("GET", "POST", "OPTIONS"):
@@ -482,6 +482,25 @@ class TestTls:
             assert "client_dropped" not in caplog.text  # by the limit of that wait
             assert (read_all(idle), silent.recv(1)) == (b"", b"")
             silent.close()
+
+    def test_an_end_beside_the_loss_of_the_connection_is_no_error(
+        self, tls: ssl.SSLContext, trusting: ssl.SSLContext
+    ) -> None:
+        """With TLS the socket is closed before the protocol hears of it."""
+        with serving(tls=tls) as server:
+            client = secure(server, trusting)
+            client.sendall(post(REQUEST))
+            assert client.recv(65536)
+            (connection,) = wait_for_connections(server, 1)
+            loop = connection.loop
+
+            def lose() -> None:
+                connection._raw.abort()  # closes in the next round of the loop, and is told in the one after
+                loop.call_soon(connection.end)
+
+            loop.call_soon_threadsafe(lose)
+            wait_for_connections(server, 0)
+            client.close()
 
     @pytest.mark.parametrize(
         ("arguments", "says"),
