@@ -295,7 +295,8 @@ def read_object(client: socket.socket) -> bytes:
 def no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """asyncio logs what fails in a callback."""
     yield
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
+    records = caplog.get_records("call")
+    assert [one.getMessage() for one in records if one.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.usefixtures("no_errors")
@@ -495,7 +496,7 @@ class TestTls:
             loop = connection.loop
 
             def lose() -> None:
-                connection._raw.abort()  # closes in the next round of the loop, and is told in the one after
+                connection._raw.abort()  # the socket closes in the next round of the loop, and `connection_lost` is called later
                 loop.call_soon(connection.end)
 
             loop.call_soon_threadsafe(lose)
@@ -672,6 +673,15 @@ class TestAccessLog:
         (line,) = accesses(caplog)
         assert (line["method"], line["path"], line["status"]) == (method, path, code)
         assert (int(line["bytes"]), line["complete"]) == (len(reply), "True")
+
+    def test_a_refusal_has_the_shape_of_its_path(self) -> None:
+        with serving(request_body_timeout=SHORT_S) as server:
+            path = "/v1/chat/completions"
+            reply = talk(server, post(REQUEST, path=path)[:-5])
+            error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+            assert (status(reply), "body has not arrived" in error["message"]) == (408, True)
+            sent = post(REQUEST, path=path)[:-5].replace(b"POST", b"HEAD")
+            assert talk(server, sent).endswith(b"\r\n\r\n")
 
     def test_a_client_that_leaves_is_a_line(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
