@@ -67,7 +67,6 @@ class TestKeys:
         [
             (f"Authorization: Bearer {KEY}", True),
             (f"authorization: bearer   {OTHER}", True),
-            (f"X-API-Key: {OTHER}", True),
             ("Accept: */*", False),
             ("Authorization:", False),
             ("Authorization: Bearer", False),
@@ -81,7 +80,7 @@ class TestKeys:
             (f"Authorization: Bearer {KEY},{OTHER}", False),
             (f"Cookie: {KEY}", False),
             ("Authorization: Bearer \xe9", False),
-            ("X-API-Key: " + DIGESTS[0].hex(), False),
+            ("Authorization: Bearer " + DIGESTS[0].hex(), False),
         ],
     )
     def test_a_request_needs_one_of_the_keys(
@@ -134,7 +133,7 @@ class TestKeys:
         check = keys.KeyCheck(None, DIGESTS)  # type: ignore[arg-type]
         for key in (KEY, OTHER, "none"):
             compared.clear()
-            assert check._admits([(b"x-api-key", key.encode())]) == (key != "none")
+            assert check._admits([(b"authorization", f"Bearer {key}".encode())]) == (key != "none")
             assert [two for _, two in compared] == DIGESTS
             assert {len(one) for one, _ in compared} == {len(DIGESTS[0])}
 
@@ -176,16 +175,6 @@ class TestKeys:
         (tmp_path / "folder").mkdir()
         with pytest.raises(ConfigError, match=r"option\.api_key_file: .*one API key in each line"):
             read_keys(str(tmp_path / name), None)
-
-    def test_a_file_that_all_can_read_is_warned_of(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        file = tmp_path / "keys"
-        file.write_text(KEY)
-        for mode, warns in ((0o640, False), (0o644, True)):
-            file.chmod(mode)
-            read_keys(str(file), None)
-            assert ("chmod 640" in caplog.text) == warns
 
     def test_the_command_reads_keys_and_no_later_process_gets_the_variable(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -496,7 +485,8 @@ class TestTls:
             loop = connection.loop
 
             def lose() -> None:
-                connection._raw.abort()  # the socket closes in the next round of the loop, and `connection_lost` is called later
+                # The socket closes in the next round of the loop; `connection_lost` is called in the one after.
+                connection._raw.abort()
                 loop.call_soon(connection.end)
 
             loop.call_soon_threadsafe(lose)
