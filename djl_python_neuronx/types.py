@@ -107,8 +107,8 @@ class Tokenizer(Protocol):
     def special_id(self, text: str) -> int | None:
         """The id of a special token by its text, such as ``<|end|>``, or None if there is no such token."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the model expects and never two BOS."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, never two BOS; `special`: with the special tokens that the model expects around it."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation in the model's chat template, ready for the assistant's turn."""

@@ -9,6 +9,8 @@ import pytest
 
 from djl_python_neuronx import cli
 from djl_python_neuronx.protocol import sequences
+from djl_python_neuronx.protocol.openai_chat import ChatParameters
+from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.parameters import Only
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
@@ -64,6 +66,14 @@ def test_each_parameter_that_is_accepted_is_documented(name: str) -> None:
         assert any(
             f"`{name}`" in line.split("|")[1] for line in described.splitlines() if "|" in line
         )
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*ChatParameters.model_fields, *CompletionParameters.model_fields})
+)
+def test_each_parameter_of_openai_is_documented(name: str) -> None:
+    text = (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in text.partition("\n## OpenAI\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("reason", FinishReason)

@@ -28,10 +28,10 @@ class ToyTokenizer:
         """eos is written <eos>."""
         return {"<eos>": 2}.get(text)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids in the text; other characters one id each."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """BOS (1) if `special`, and the ids in the text; other characters one id each."""
         return [
-            1,
+            *([1] if special else []),
             *(
                 int(found[1:-1]) if len(found) > 1 else 3 + ord(found) % 297
                 for found in re.findall(r"<\d{1,9}>|.", text)
@@ -54,12 +54,12 @@ class ToyTokenizer:
 class PanickingTokenizer(ToyTokenizer):
     """Fails where a prompt has a ~ as the `tokenizers` library does, behind the class that wraps it."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """See `ToyTokenizer`."""
         if "~" in text:
             with _no_panic():
                 Split(Regex("(a+)+$"), "isolated").pre_tokenize_str("a" * 40 + "b")
-        return super().encode(text)
+        return super().encode(text, special=special)
 
 
 TOKENIZER: Tokenizer = ToyTokenizer()

@@ -179,15 +179,16 @@ class PythonTokenizer:
         """See `Tokenizer`."""
         return self._special.get(text)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """See `Tokenizer`.
 
         Raises:
             RequestError: the text is not valid Unicode, or has symbols that the vocabulary lacks.
         """
-        ids = self._checked_encode(text, special=True)
+        ids = self._checked_encode(text, special=special)
         # A prompt from a chat template begins with the BOS token that the tokenizer adds again.
-        if self._added_bos_id is not None and ids[:2] == [self._added_bos_id, self._added_bos_id]:
+        bos_id = self._added_bos_id
+        if special and bos_id is not None and ids[:2] == [bos_id, bos_id]:
             del ids[0]
         return ids
 

@@ -96,12 +96,13 @@ def with_defaults(
     if spec.fixed_sampling is not None:
         top_k, top_p, temperature = spec.fixed_sampling
         fixed = {"top_k": int(top_k), "top_p": top_p, "temperature": temperature}
-        return dict(given) if given.keys() & fixed.keys() else {**fixed, **given}
+        differs = any(given[name] != fixed[name] for name in given.keys() & fixed.keys())
+        return dict(given) if differs else {**fixed, **given}
     usable = {
         name: configured[name] for name in configured if name not in SamplingParams.HOST_NAMES
     }
-    if spec.largest_top_k is not None and not spec.default_top_k:
-        usable["top_k"] = min(usable.get("top_k") or spec.largest_top_k, spec.largest_top_k)
+    if (largest := spec.largest_top_k) is not None:
+        usable["top_k"] = min(usable.get("top_k") or spec.default_top_k or largest, largest)
     return {**usable, **given}
 
 

@@ -50,11 +50,12 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     of_path = [protocol for protocol in PROTOCOLS if context.path in protocol.paths]
     if len(of_path) == 1:
         return of_path[0]
-    for protocol in of_path or PROTOCOLS:
+    possible = of_path or [protocol for protocol in PROTOCOLS if protocol.anywhere]
+    for protocol in possible:
         if protocol.detect(payload, context):
             return protocol
     found = ", ".join(reprlib.repr(key) for key in list(payload)[:8]) or "an empty object"
-    known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in of_path or PROTOCOLS)
+    known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in possible)
     msg = f"the body matches no known protocol: it has {found}; expected {known}"
     raise RequestError(msg)
 

@@ -156,11 +156,15 @@ class ParseContext:
             )
             raise BodyTooLargeError(msg)
 
-    def encode(self, text: str | list[Any], name: str = "the prompt") -> list[int]:
-        """The token ids of a prompt: of its text, or as they were sent. `name` is its name in the error.
+    def encode(
+        self, text: str | list[Any], name: str = "the prompt", *, special: bool = True
+    ) -> list[int]:
+        """The token ids of a prompt: of its text, or as they were sent.
+
+        `name` is its name in the error; `special`: see `Tokenizer.encode`.
 
         Raises:
-            RequestError: a list has other values than integers.
+            RequestError: a list has other values than ids of the model.
             PromptTooLongError: the text is longer than any prompt that fits.
         """
         if isinstance(text, list):
@@ -169,9 +173,15 @@ class ParseContext:
                     f"{name} is a list with other values than integers; expected text or token ids"
                 )
                 raise RequestError(msg)
+            # Here because they may be decoded: with `echo`, and to detokenise them.
+            outside = [one for one in text if not 0 <= one < self.vocab_size]
+            if outside:
+                last = self.vocab_size - 1
+                msg = f"{name} has the token id {outside[0]}; expected ids of the model, from 0 to {last}"
+                raise RequestError(msg)
             return text
         self._check_length(len(text), name)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, special=special)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation in the model's chat template; each message has a `content`.
@@ -245,8 +255,9 @@ class WireProtocol(Protocol):
     shape: str
     """Outline of a payload, for error messages."""
     paths: tuple[str, ...]
-    """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload; on all
-    other routes, and under DJL Serving, every protocol can."""
+    """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload."""
+    anywhere: bool
+    """Whether it can parse payloads on routes that no protocol has, and under DJL Serving."""
 
     requests: Mapping[str, Any]
     """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""

@@ -77,6 +77,7 @@ class BedrockProtocol:
     name = "bedrock"
     shape = '{"prompt": "…", "max_gen_len": 512}'
     paths: tuple[str, ...] = ()
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": BedrockRequest}
     answers: Mapping[str, Any] = {
         "application/json": Generated,

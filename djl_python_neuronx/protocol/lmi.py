@@ -105,6 +105,7 @@ class LmiProtocol:
     name = "lmi"
     shape = '{"inputs": "…", "parameters": {…}}'
     paths: tuple[str, ...] = ()
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": LmiBody, "text/plain": Text}
     answers: Mapping[str, Any] = {
         "application/json": Union[Generated, list[Generated]],

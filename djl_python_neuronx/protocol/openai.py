@@ -33,7 +33,7 @@ UNNAMED = frozenset({"dummy", "tgi"})
 """What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON lacks."""
-_FINISH_REASONS = {
+_FINISH_REASONS: Mapping[FinishReason | None, str] = {
     FinishReason.LENGTH: "length",
     FinishReason.TIME: "length",
     FinishReason.EOS: "stop",
@@ -213,6 +213,13 @@ def finite(logprob: float | None) -> float:
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
+def num_chars(token: Token, tokenizer: Tokenizer) -> int:
+    """The characters of the text that begin with a token: those of `Token.text` may be held back, or be others'."""
+    if token.special:
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token.id))
+
+
 def make_formatter(
     shape: Shape,
     requests: Sequence[GenerationRequest],
@@ -248,8 +255,8 @@ def _is_sse(context: ParseContext) -> bool:
     headers = context.headers
     named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
     accepts = "text/event-stream" in headers.get("accept", "")
-    chosen = context.path.startswith("/v1/") or context.options.output_formatter == "sse"
-    return named or accepts or chosen
+    chosen = context.options.output_formatter in {"sse", "sse_chat"}
+    return context.path.startswith("/v1/") or named or accepts or chosen
 
 
 class _Choice:
@@ -258,7 +265,7 @@ class _Choice:
     def __init__(self, text: str) -> None:
         self.texts = [text]
         self.tokens: list[Token] = []
-        self.end: Delta | None = None
+        self.reason = ""
 
     @property
     def mean_logprob(self) -> float:
@@ -282,8 +289,7 @@ class _Answer:
         self.head, self.shape, self.count = head, shape, count
         self.requests, self.texts = requests, texts
         self.num_prompt_tokens = sum(len(one.prompt_ids) for one in requests[::count])
-        self.with_logprobs = tokenizer is not None
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def usage(self, num_tokens: int) -> Usage:
         """The usage of an answer with so many generated tokens."""
@@ -295,9 +301,9 @@ class _Answer:
 
     def logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:  # noqa: ANN401
         """Log-probabilities, if the client wants them."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        return self.shape.logprobs(tokens, offset, self._tokenizer)
+        return self.shape.logprobs(tokens, offset, self.tokenizer)
 
 
 class WholeFormatter:
@@ -324,7 +330,7 @@ class WholeFormatter:
             choice.tokens += delta.tokens
         if not delta.finished:
             return b""
-        choice.end = delta
+        choice.reason = _FINISH_REASONS[delta.finish_reason]
         self._num_tokens += delta.num_generated_tokens
         self._num_open -= 1
         return b"" if self._num_open else self._body()
@@ -339,7 +345,7 @@ class WholeFormatter:
             best += group[: self._num_returned]
         written = [
             answer.shape.choice(
-                index, "".join(choice.texts), answer.logprobs(choice.tokens), _reason(choice.end)
+                index, "".join(choice.texts), answer.logprobs(choice.tokens), choice.reason
             )
             for index, choice in enumerate(best)
         ]
@@ -371,15 +377,18 @@ class ChunkFormatter:
         logprobs = b"null"
         parts = [self._firsts[index]]
         self._firsts[index] = b""
-        if self._answer.with_logprobs and delta.tokens:
+        tokenizer = self._answer.tokenizer
+        if tokenizer is not None and delta.tokens:
             offset = self._offsets[index]
             logprobs = orjson.dumps(self._answer.logprobs(delta.tokens, offset))
-            self._offsets[index] += len(delta.text)
+            self._offsets[index] += sum([num_chars(one, tokenizer) for one in delta.tokens])
         if delta.text or not delta.finished or logprobs != b"null":
             head, middle, tail = self._frames[index]
             parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)
         if delta.finished:
-            parts.append(self._chunk(self._answer.shape.last(index, _reason(delta))))
+            parts.append(
+                self._chunk(self._answer.shape.last(index, _FINISH_REASONS[delta.finish_reason]))
+            )
             self._num_tokens += delta.num_generated_tokens
             self._num_open -= 1
             if not self._num_open:
@@ -405,10 +414,3 @@ class ChunkFormatter:
         head, rest = chunk.split(orjson.dumps(_TEXT))
         middle, tail = rest.split(orjson.dumps(_LOGPROBS))
         return head, middle, tail
-
-
-def _reason(end: Delta | None) -> str:
-    """The finish reason of a sequence that has ended without an error."""
-    assert end is not None  # noqa: S101
-    assert end.finish_reason is not None  # noqa: S101
-    return _FINISH_REASONS[end.finish_reason]

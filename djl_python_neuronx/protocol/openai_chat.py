@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
-from djl_python_neuronx.errors import RequestError, ServingError, json_type
+from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
@@ -33,6 +33,7 @@ from djl_python_neuronx.protocol.parameters import (
 )
 from djl_python_neuronx.types import Tokenizer
 
+MAX_MESSAGES = 8192
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
@@ -108,7 +109,12 @@ class ChatParameters(OpenAiParameters):
     """A request."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, description="a list of at least one message")
+        list[Message],
+        Field(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description=f"a list of 1 to {MAX_MESSAGES} messages",
+        ),
     ]
     max_completion_tokens: Count | None = Field(
         default=None, description="an integer of at least 1"
@@ -269,6 +275,7 @@ class ChatProtocol:
     name = "openai_chat"
     shape = '{"messages": [{"role": "user", "content": "…"}]}'
     paths: tuple[str, ...] = ("/v1/chat/completions",)
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": ChatParameters}
     answers: Mapping[str, Any] = {
         "application/json": ChatCompletion,
@@ -281,9 +288,7 @@ class ChatProtocol:
         """True if the payload has `messages`."""
         return "messages" in payload
 
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""

@@ -11,7 +11,6 @@ from typing_extensions import NotRequired, TypedDict
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
-    ServingError,
     UnsupportedParameterError,
     json_type,
 )
@@ -24,6 +23,7 @@ from djl_python_neuronx.protocol.openai import (
     common_request,
     finite,
     make_formatter,
+    num_chars,
 )
 from djl_python_neuronx.protocol.parameters import Count, Flag, Only, validated
 from djl_python_neuronx.types import Tokenizer
@@ -113,7 +113,7 @@ class CompletionShape:
         }
         for token in tokens:
             found["text_offset"].append(offset)
-            offset += len(token.text)
+            offset += num_chars(token, tokenizer)
         if any(token.top for token in tokens):
             found["top_logprobs"] = [
                 {name: logprob} | {one.text: finite(one.logprob) for one in token.top}
@@ -130,6 +130,7 @@ class CompletionProtocol:
     name = "openai_completion"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/v1/completions",)
+    anywhere = True
     requests: Mapping[str, Any] = {"application/json": CompletionParameters}
     answers: Mapping[str, Any] = {
         "application/json": Completion,
@@ -142,9 +143,7 @@ class CompletionProtocol:
         """True if the payload has `prompt`."""
         return "prompt" in payload
 
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""

@@ -114,6 +114,11 @@ _Integer = Annotated[Any, WithJsonSchema({"type": "integer"})]
 def _allow_nulls(schema: dict[str, Any]) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", ())
     for name in properties.keys() - required:
+        if properties[name].get("default") in (
+            None,
+            inf,
+        ):  # JSON has no value of the field's type for them
+            properties[name].pop("default", None)
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
 
 

@@ -61,6 +61,7 @@ class PlainProtocol:
     name = "plain"
     shape = '{"prompt": "…", "max_tokens": 16}'
     paths: tuple[str, ...] = ("/generate",)
+    anywhere = False
     requests: Mapping[str, Any] = {"application/json": PlainRequest}
     answers: Mapping[str, Any] = {
         "application/json": Generated,
@@ -68,9 +69,9 @@ class PlainProtocol:
     }
     error = ErrorFields
 
-    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
-        """True if the payload has `prompt`, on a route that OpenAI's completions do not have."""
-        return context.path in self.paths and "prompt" in payload
+    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
+        """True if the payload has `prompt`."""
+        return "prompt" in payload
 
     def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
         """See `WireProtocol`. The shape is LMI's."""

@@ -165,6 +165,7 @@ class TgiProtocol:
     name = "tgi"
     shape = '{"inputs": "…", "parameters": {…}}'
     paths: tuple[str, ...] = ("/", "/generate", "/generate_stream")
+    anywhere = False
     requests: Mapping[str, Any] = {"application/json": Body}
     answers: Mapping[str, Any] = {
         "application/json": Union[Generated, list[Generated]],
@@ -172,9 +173,9 @@ class TgiProtocol:
     }
     error = Failure
 
-    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
-        """True if the payload of one of TGI's routes has `inputs`."""
-        return context.path in self.paths and "inputs" in payload
+    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
+        """True if the payload has `inputs`."""
+        return "inputs" in payload
 
     answer_error = staticmethod(answer_error)
 

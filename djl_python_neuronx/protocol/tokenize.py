@@ -18,7 +18,13 @@ from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import ErrorBody, answer_error, check_model
 from djl_python_neuronx.protocol.openai_chat import Message
-from djl_python_neuronx.protocol.parameters import Flag, Only, RequestModel, validated
+from djl_python_neuronx.protocol.parameters import (
+    Flag,
+    Only,
+    RequestModel,
+    sampling_params,
+    validated,
+)
 from djl_python_neuronx.protocol.sequences import Body
 
 
@@ -32,8 +38,8 @@ class TokenizeBody(_Named):
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     return_token_strs: Flag = False
-    add_special_tokens: Any = None
-    """Without effect: a prompt gets the special tokens that the model expects, a conversation those of its template."""
+    add_special_tokens: Flag = True
+    """Of a prompt. A conversation has those that its template writes."""
     add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
     continue_final_message: Annotated[Any, Only(neutral=False)] = None
 
@@ -89,13 +95,14 @@ class TokenizeProtocol:
     name = "tokenize"
     shape = '{"prompt": "…"}'
     paths: tuple[str, ...] = ("/tokenize", "/detokenize")
+    anywhere = False
     requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
     answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
     error = ErrorBody
 
-    def detect(self, _payload: Mapping[str, Any], context: ParseContext) -> bool:
+    def detect(self, _payload: Mapping[str, Any], _context: ParseContext) -> bool:
         """True on these routes."""
-        return context.path in self.paths
+        return True
 
     def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """See `WireProtocol`."""
@@ -107,7 +114,9 @@ class TokenizeProtocol:
         if context.path == "/detokenize":
             answer = _detokenized(validated(DetokenizeBody, payload), context)
         elif "inputs" in payload:
-            answer = _pieces(context.encode(validated(Body, payload).inputs), context)
+            body = validated(Body, payload)
+            sampling_params(body.parameters.given_sampling())  # which judges their values
+            answer = _pieces(context.encode(body.inputs), context)
         else:
             answer = _tokenized(validated(TokenizeBody, payload), context)
         return ParsedRequest((), Ready(answer), stream=False)
@@ -121,7 +130,7 @@ def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
     if body.messages is not None:
         ids = context.encode_chat([message.for_template() for message in body.messages])
     else:
-        ids = context.encode(body.prompt or "")
+        ids = context.encode(body.prompt or "", special=body.add_special_tokens)
     return {
         "count": len(ids),
         "max_model_len": context.max_model_len,
@@ -150,10 +159,6 @@ def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
         msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
         raise RequestError(msg, param="tokens")
     ids = context.encode(body.tokens, "tokens")
-    outside = [one for one in ids if not 0 <= one < context.vocab_size]
-    if outside:
-        msg = f"tokens has {outside[0]}; expected ids of the model, from 0 to {context.vocab_size - 1}"
-        raise RequestError(msg, param="tokens")
     return {"prompt": context.tokenizer.decode(ids)}
 
 

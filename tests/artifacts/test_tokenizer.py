@@ -62,6 +62,8 @@ def test_a_prompt_that_begins_with_bos_gets_no_second(loaded, name):
     assert ids.count(bos) == 1
     # What was written twice on purpose stays: only the tokenizer's own is dropped.
     assert loaded[name].encode("<s><s>The").count(bos) == 2
+    assert loaded[name].encode("The", special=False).count(bos) == 0
+    assert loaded[name].encode("<s><s>The", special=False).count(bos) == 2
 
 
 def test_a_bos_that_the_tokenizer_does_not_add_is_kept(tmp_path):

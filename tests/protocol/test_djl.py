@@ -21,6 +21,7 @@ from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingB
 from tests import djl_engine_double, hostile
 from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
+from tests.protocol.wire_schemas import SCHEMAS
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_service import toy_service
 from tests.toy_tokenizer import TOKENIZER, PanickingTokenizer
@@ -443,6 +444,61 @@ def test_a_list_is_answered_by_a_list(service, backend, mode):
     assert json.loads(answer) == [{"generated_text": text(prompt)} for prompt in prompts]
     assert len(service.loop.streams) == 0
     assert backend.violations == []
+
+
+@MODES
+def test_a_chat_by_its_body(service, mode):
+    """OpenAI's own client names itself, because Java does not pass on the route."""
+    chat = {"messages": [{"role": "user", "content": "<5>"}], "max_tokens": 4, "temperature": 0}
+    content_type, content = answer_of(mode, service, {}, json.dumps(chat).encode())
+    assert (content_type, SCHEMAS["chat"](content).texts) == ("application/json", [text([5], 4)])
+    for properties, kind in (({}, "chat_jsonlines"), ({"X-Stainless-Lang": "js"}, "chat_sse")):
+        answer = streamed(mode, service, properties, json.dumps({**chat, "stream": True}).encode())
+        assert SCHEMAS[kind](answer).texts == [text([5], 4)]
+
+
+@MODES
+@pytest.mark.parametrize("parsed", [False, True])
+def test_an_error_of_a_chat_has_openais_status(service, mode, parsed):
+    """Of a prompt that is too long, and of a wrong parameter. Java makes the body of a record's status and message."""
+    long = {"messages": [{"role": "user", "content": "<5>" * 200}], "max_tokens": 4}
+    wrong = {"messages": [{"role": "user", "content": "<5>"}], "model": "other"}
+    content, status = json.dumps(long if parsed else wrong).encode(), "400" if parsed else "404"
+    if mode == "plain":
+        output = PlainDoor(service, 60.0).answer(single(content))
+        assert str(output.code) == status
+        error = json.loads(bytes(output.content.get("data")))["error"]
+        assert error["code"] == ("context_length_exceeded" if parsed else "model_not_found")
+        return
+    if mode == "async":
+        (output,) = asyncio.run(gather(AsyncDoor(service).answer(single(content))))
+        record = decode_record(output.content.value_at(0))
+    else:
+        door = RollingBatchDoor(service, 60.0)
+        (record,) = records(door.answer(call(0, [content])))
+        door.close()
+    assert record["code"] == status
+
+
+def streamed(mode, service, properties, content):
+    """The bytes of a streamed answer."""
+    request = single(content)
+    request.properties |= properties
+    if mode == "plain":
+        output = PlainDoor(service, 60.0).answer(request)
+        return b"".join(output.stream_content or [bytes(output.content.get("data"))])
+    if mode == "async":
+        outputs = asyncio.run(gather(AsyncDoor(service).answer(request)))
+        found = [decode_record(one.content.value_at(0)) for one in outputs]
+        return "".join(record["data"] for record in found).encode()
+    door, found = RollingBatchDoor(service, 60.0), []
+    request = call(0, [content])
+    request.properties |= {f"batch_000.{name}": value for name, value in properties.items()}
+    while not found or found[-1]["last"] == "false":
+        found += records(door.answer(request))
+        request = call(1)
+    door.close()
+    return "".join(record["data"] for record in found).encode()
 
 
 @MODES

@@ -143,7 +143,7 @@ def test_a_prompt_is_truncated_at_its_start(most: int, kept: list[int]) -> None:
 
 
 def test_prompts_may_be_token_ids() -> None:
-    context = ParseContext(tokenizer=TOKENIZER, request_id="r")
+    context = ParseContext(tokenizer=TOKENIZER, request_id="r", vocab_size=300)
     common = parse({"inputs": "<5>"}).request
     requests = context.requests(common, [[5, 6, 7], "<8>"], truncate=2)
     assert [one.prompt_ids for one in requests] == [[6, 7], [1, 8]]
@@ -591,7 +591,7 @@ def test_an_error_is_told_in_the_formats_own_shape() -> None:
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     class Refusing:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **_: object) -> list[int]:
             pytest.fail("tokenised")
 
     context = ParseContext(tokenizer=Refusing(), request_id="r", max_prompt_chars=10)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import limits
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token, TopToken
 from djl_python_neuronx.errors import (
     DeviceMemoryError,
     PromptTooLongError,
@@ -30,7 +30,7 @@ from djl_python_neuronx.protocol.openai_chat import ChatParameters, Message
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.parameters import Only, default_parameters
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.protocol.wire_schemas import SCHEMAS
 from tests.toy_backend import TOY_SPEC
 from tests.toy_tokenizer import TOKENIZER, ToyTokenizer
@@ -50,7 +50,8 @@ class NotingTokenizer(ToyTokenizer):
 
 
 def parse(payload: Mapping[str, Any], **context: Any) -> ParsedRequest:
-    given = {"tokenizer": TOKENIZER, "options": OPTIONS, "path": path_of(payload), **context}
+    facts = {"tokenizer": TOKENIZER, "options": OPTIONS, "vocab_size": 300}
+    given = {**facts, "path": path_of(payload), **context}
     return parse_body(json.dumps(payload).encode(), ParseContext(request_id="r", **given))
 
 
@@ -110,7 +111,7 @@ def events(content: bytes) -> list[Any]:
 
 
 def test_several_sequences_of_each_prompt() -> None:
-    context = ParseContext(tokenizer=TOKENIZER, request_id="r")
+    context = ParseContext(tokenizer=TOKENIZER, request_id="r", vocab_size=300)
     common = GenerationRequest("r", (), SamplingParams(temperature=1.0, seed=2**64 - 1))
     found = context.requests(common, ["<5>", [7, 8]], count=3)
     assert [one.request_id for one in found] == ["r", "r.1", "r.2", "r.3", "r.4", "r.5"]
@@ -297,9 +298,10 @@ def test_what_has_no_effect_is_accepted() -> None:
     ("payload", "param", "says"),
     [
         ({}, "messages", "messages is missing"),
-        (chat() | {"messages": []}, "messages", "at least one message"),
-        (chat() | {"messages": "Hi"}, "messages", "at least one message"),
-        (chat(5), "messages[0]", "at least one message"),
+        (chat() | {"messages": []}, "messages", "1 to 8192 messages"),
+        (chat() | {"messages": "Hi"}, "messages", "1 to 8192 messages"),
+        (chat(5), "messages[0]", "1 to 8192 messages"),
+        (chat(*[USER] * 8193), "messages", "at most 8192"),
         (chat({"content": "Hi"}), "messages[0].role", "is missing"),
         (chat({"role": "bot", "content": "Hi"}), "messages[0].role", "'developer'"),
         (chat({"role": "user"}), "messages[0]", "only an assistant may leave out"),
@@ -549,6 +551,25 @@ def test_log_probabilities_of_a_completion(stream: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_a_token_begins_does_not_depend_on_when_its_text_is_readable(stream: bool) -> None:
+    tokenizer = ToyTokenizer()
+    tokenizer.pieces = [b"", b"", b"", b"ab", "é".encode()[:1], "é".encode()[1:], b"x", b"1", b"2"]
+    tokenizer.token_bytes = lambda one: tokenizer.pieces[one]  # type: ignore[method-assign, index]
+    # The stop string holds "1" back, and the é is whole with its second token.
+    parsed = parse(complete(logprobs=0, stream=stream, stop="12"), tokenizer=tokenizer)
+    text = TextStream(parsed.request, tokenizer)
+    ids = [3, 4, 5, 7, 1, 6, 7, 8]
+    parts = [text.feed(TokenOutput("r", [one], logprobs=[-1.0])) for one in ids]
+    content = answer(parsed, [one for one in parts if one is not None])
+    choices = [one["choices"][0] for one in (events(content) if stream else [json.loads(content)])]
+    assert "".join(one["text"] for one in choices) == "abé1x"
+    offsets = [
+        value for one in choices if one["logprobs"] for value in one["logprobs"]["text_offset"]
+    ]
+    assert offsets == [0, 2, 3, 3, 4, 4, 5, 6]
+
+
 def test_log_probabilities_without_alternatives() -> None:
     content = answer(parse(complete(logprobs=0)), deltas("r", 7, logprob=float("-inf")))
     found = json.loads(content)["choices"][0]["logprobs"]
@@ -583,6 +604,13 @@ def test_echo(stream: bool) -> None:
         assert found.texts == [text + "<7>" for text in texts]
 
 
+@pytest.mark.parametrize("token_id", [-1, 300, 2**32, 2**64 - 1])
+def test_ids_that_the_model_lacks_are_refused_before_they_are_decoded(token_id: int) -> None:
+    for prompt in ([5, token_id], [[5], [token_id]]):
+        with pytest.raises(RequestError, match=f"the token id {token_id}; expected ids of the"):
+            parse(complete(prompt, echo=True))
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "options", "sse"),
     [
@@ -594,6 +622,7 @@ def test_echo(stream: bool) -> None:
         ("", {"x-stainless-lang": "python"}, {}, True),
         ("", {"user-agent": "unknown/None; hf_hub/2.4.0; python/3.11.7"}, {}, True),
         ("", {}, {"output_formatter": "sse"}, True),
+        ("", {}, {"output_formatter": "sse_chat"}, True),
     ],
 )
 def test_events_or_lines(path: str, headers: Any, options: Any, sse: bool) -> None:
@@ -674,15 +703,23 @@ DEVICE = replace(TOY_SPEC, outputs=frozenset({Want.TOKENS}))
         (replace(DEVICE, fixed_sampling=(1.0, 1.0, 1.0)), (1, 1.0, 1.0)),
         (replace(DEVICE, fixed_sampling=(50.0, 0.9, 0.7)), (50, 0.9, 0.7)),
         (replace(DEVICE, largest_top_k=256), (256, 1.0, 1.0)),
-        (replace(DEVICE, largest_top_k=256, default_top_k=256), (0, 1.0, 1.0)),
+        (replace(DEVICE, largest_top_k=256, default_top_k=256), (256, 1.0, 1.0)),
     ],
 )
 def test_a_device_that_samples_refuses_nothing_that_nobody_sent(spec: Any, row: Any) -> None:
     configured = {"min_p": 0.1, "repetition_penalty": 1.1}
-    found = limits.with_defaults({}, configured=configured, spec=spec)
-    sampling = SamplingParams.from_mapping({"temperature": 1.0, **found})
-    assert (sampling.top_k, sampling.top_p, sampling.temperature) == row
-    limits.check(GenerationRequest("r", [1], sampling), spec)
+    top_k, top_p, temperature = row
+    same = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
+    for given, more in (
+        ({}, {}),
+        ({}, {"top_k": 500}),
+        # What would be there anyway may be sent too, as clients do with OpenAI's defaults.
+        *(({name: value}, {}) for name, value in same.items()),
+    ):
+        found = limits.with_defaults(given, configured={**configured, **more}, spec=spec)
+        sampling = SamplingParams.from_mapping({"temperature": 1.0, **found})
+        assert (sampling.top_k, sampling.top_p, sampling.temperature) == row
+        limits.check(GenerationRequest("r", [1], sampling), spec)
 
 
 def test_a_device_that_samples_refuses_what_was_sent_and_does_nothing_else_instead() -> None:

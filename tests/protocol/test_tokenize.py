@@ -34,6 +34,11 @@ def test_the_ids_of_a_prompt_and_of_a_conversation(body: dict[str, Any]) -> None
     assert tokens(**body, return_token_strs=True) == {**found, "token_strs": ["", "<5>", "<6>"]}
 
 
+def test_a_prompt_without_special_tokens() -> None:
+    assert tokens(prompt="<5><6>", add_special_tokens=False)["tokens"] == [5, 6]
+    assert tokens(prompt="<5><6>", add_special_tokens=True)["tokens"] == [1, 5, 6]
+
+
 def test_tgis_pieces() -> None:
     assert tokens(inputs="<5><16>", parameters={"max_new_tokens": 3}) == [
         {"id": 1, "text": "", "start": 0, "stop": 0},
@@ -55,6 +60,7 @@ def test_the_text_of_ids() -> None:
         ("/tokenize", {"prompt": 5}, "'prompt' is 5"),
         ("/tokenize", {"messages": [{"role": "me", "content": "a"}]}, r"messages\[0\].role"),
         ("/tokenize", {"inputs": ["a"]}, "'inputs' is a list"),
+        ("/tokenize", {"inputs": "a", "parameters": {"top_k": "5"}}, "top_k is a string"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "is not supported"),
         ("/detokenize", {}, "tokens is missing"),
         ("/detokenize", {"tokens": "5"}, "tokens is a string; expected a list of token ids"),
@@ -62,9 +68,9 @@ def test_the_text_of_ids() -> None:
         (
             "/detokenize",
             {"tokens": [300]},
-            "tokens has 300; expected ids of the model, from 0 to 299",
+            "tokens has the token id 300; expected ids of the model, from 0 to 299",
         ),
-        ("/detokenize", {"tokens": [5, -1]}, "tokens has -1"),
+        ("/detokenize", {"tokens": [5, -1]}, "tokens has the token id -1"),
     ],
 )
 def test_bad_requests(path: str, body: dict[str, Any], says: str) -> None:

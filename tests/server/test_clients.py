@@ -14,10 +14,13 @@ pytest.importorskip("torch", reason="needs the `cpu` extra")
 import huggingface_hub
 
 from djl_python_neuronx.server.app import Application
+from djl_python_neuronx.server.keys import read_keys
 from djl_python_neuronx.service import Service
 from tests import clients
 from tests.client_front import forward, front
 from tests.server.test_app import Running
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_service import toy_service
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,19 @@ def test_openai_models_and_raw_responses(server: Running) -> None:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
+
+
+def test_a_wrong_key_is_an_authentication_error() -> None:
+    application = Application("toy")
+    application.service = toy_service(ToyBackend(TOY_SPEC))
+    keyed = Running(application, api_keys=read_keys(None, "right"))
+    with pytest.raises(clients.openai.AuthenticationError) as refused:
+        clients.openai_client(keyed.url, "wrong").models.list()
+    assert refused.value.code == "invalid_api_key"
+    (model,) = clients.openai_client(keyed.url, "right").models.list().data
+    assert model.id == "toy"
+    keyed.close()
+    application.service.close()
 
 
 def test_text_generation(url: str) -> None:

@@ -589,7 +589,7 @@ class NotedIds(list[int]):
 class NotingTokenizer(ToyTokenizer):
     """Eight ids a letter."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: object) -> list[int]:
         return NotedIds(8 * len(text) * [5])
 
 
@@ -657,7 +657,7 @@ if state == "unread":
     LimitedProtocol.connection_made, LimitedProtocol.pause_writing = connection_made, pause_writing
 
 class LastTokenizer(ToyTokenizer):
-    def encode(self, text):
+    def encode(self, text, **_):
         on_death(BackendError("the engine is gone"))
         time.sleep(60)
 

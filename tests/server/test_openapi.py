@@ -30,7 +30,7 @@ from tests.server.test_app import Running, http, serving  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
 
-NIGHTLY_EXAMPLES, EXAMPLES = 1000, 30
+NIGHTLY_EXAMPLES, EXAMPLES = 300, 30
 STREAMS = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}
 """Media types of streams, with what ends a part."""
 
@@ -70,6 +70,20 @@ def test_it_has_each_route(document: dict[str, Any]) -> None:
     routes = create_app(Application("toy")).routes
     assert document["paths"].keys() == {route.path_format for route in routes}
     schemathesis.openapi.from_dict(document).validate()
+
+
+def test_defaults_are_values_of_their_parameters(document: dict[str, Any]) -> None:
+    def with_default(schema: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(schema, dict) and "default" in schema:
+            yield schema
+        if isinstance(schema, (dict, list)):
+            for inner in schema.values() if isinstance(schema, dict) else schema:
+                yield from with_default(inner)
+
+    found = list(with_default(document["components"]["schemas"]))
+    assert found
+    for schema in found:
+        jsonschema_rs.validate({**schema, "components": document["components"]}, schema["default"])
 
 
 def test_it_has_the_statuses_of_each_error(document: dict[str, Any]) -> None:
