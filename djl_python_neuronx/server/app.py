@@ -304,12 +304,13 @@ class Server(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 expose_headers=["retry-after", "x-request-id"],
             )
+        # The same one whatever is installed.
+        self._protocol: Any = partial(LimitedProtocol, lambda: application.options, tls)
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
-            # The same ones whatever is installed.
-            http=partial(LimitedProtocol, lambda: application.options, tls),  # type: ignore[arg-type]
+            http=self._protocol,  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -346,13 +347,12 @@ class Server(uvicorn.Server):
             return
         config = copy(self.config)
         config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
-        make_protocol: Any = self.config.http_protocol_class  # of uvicorn, which calls it like this
         protocol = partial(
-            make_protocol,
+            self._protocol,
+            RESERVED_CONNECTIONS,
             config=config,
             server_state=self.server_state,
             app_state={},
-            num_reserved=RESERVED_CONNECTIONS,
         )
         host, port = options.admin_host or config.host, options.admin_port
         try:

@@ -15,6 +15,7 @@ import sys
 import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from fcntl import ioctl
 from functools import lru_cache
@@ -162,10 +163,8 @@ class _Connection(h11.Connection):
         if type(event) is h11.Response:
             self._note_answer(event)
             if self.their_state is h11.SEND_BODY:
-                headers = [*event.headers, (b"connection", b"close")]
-                event = h11.Response(
-                    status_code=event.status_code, headers=headers, reason=event.reason
-                )
+                headers: Any = [*event.headers, (b"connection", b"close")]
+                event = replace(event, headers=headers)
         sent = super().send(event)
         if self.access:
             self.access["bytes"] += len(sent or b"")
