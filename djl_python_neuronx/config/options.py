@@ -25,6 +25,7 @@ from djl_python_neuronx.config.values import (
     COUNT,
     POSITIONS,
     SAME,
+    Address,
     Allowed,
     Amount,
     AutoDtype,
@@ -375,7 +376,7 @@ class ServerOptions(OptionGroup):
     admin_port: Annotated[Port | None, _OPERATOR] = None
     """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
     `/info` are then 404 on the first port."""
-    admin_host: Annotated[Plain | None, _OPERATOR] = None
+    admin_host: Annotated[Address | None, _OPERATOR] = None
     """Address to listen on for `admin_port`. Default: that of the first port."""
 
 

@@ -433,6 +433,11 @@ Buckets = Annotated[
 TokenBuckets = Annotated[tuple[Positions, ...], _Filled, AfterValidator(_ascending)]
 OneOrList = BeforeValidator(_one_or_list)
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
+Address = Annotated[
+    str,
+    StringConstraints(strip_whitespace=True, min_length=1),
+    Allowed("a host name or IP address"),
+]
 Port = Annotated[int, Field(ge=1, le=65535), Allowed("a port from 1 to 65535")]
 Origins = Annotated[
     tuple[Annotated[str, StringConstraints(to_lower=True, pattern=_ORIGIN)], ...],
