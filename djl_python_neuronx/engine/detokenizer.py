@@ -19,15 +19,6 @@ _MAX_PENDING_TOKENS = 8
 """More than a character's 4 bytes can take: tokens that are still no text then never will be."""
 
 
-class TopToken(NamedTuple):
-    """One of the most likely tokens in the place of a generated one."""
-
-    id: int
-    text: str
-    """Text of the token by itself: `Tokenizer.token_bytes`, with U+FFFD for a part of a character."""
-    logprob: float
-
-
 class Token(NamedTuple):
     """A generated token, as in the wire formats."""
 
@@ -36,8 +27,9 @@ class Token(NamedTuple):
     """Text that became readable with this token; "" while it is held back."""
     logprob: float | None
     special: bool
-    top: tuple[TopToken, ...] = ()
-    """The most likely tokens in its place, the likeliest first: `GenerationRequest.top_logprobs` of them."""
+    top: tuple[Token, ...] = ()
+    """The most likely tokens in its place, the likeliest first: `GenerationRequest.top_logprobs` of them. Their texts
+    are those of the tokens by themselves: `Tokenizer.token_bytes`, with U+FFFD for a part of a character."""
 
 
 class Delta(NamedTuple):
@@ -130,11 +122,14 @@ class TextStream:
             self.num_generated,
         )
 
-    def _named(self, scores: Sequence[tuple[int, float]]) -> tuple[TopToken, ...]:
+    def _named(self, scores: Sequence[tuple[int, float]]) -> tuple[Token, ...]:
         """Tokens with their text."""
-        text_of = self._tokenizer.token_bytes
+        text_of, special_ids = self._tokenizer.token_bytes, self._special_ids
         return tuple(
-            [TopToken(one, text_of(one).decode(errors="replace"), score) for one, score in scores]
+            [
+                Token(one, text_of(one).decode(errors="replace"), score, one in special_ids)
+                for one, score in scores
+            ]
         )
 
     def _show(self, text: str, *, ends: bool) -> tuple[str, bool]:

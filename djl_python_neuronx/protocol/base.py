@@ -58,29 +58,6 @@ class Formatter(Protocol):
         """
 
 
-class ListFormatter:
-    """The answers for several prompts as one JSON list, in the order of `formatters`: request id to its formatter.
-
-    Sequences of one prompt share a formatter.
-    """
-
-    content_type = "application/json"
-
-    def __init__(self, formatters: Mapping[str, Formatter]) -> None:
-        self._formatters = formatters
-        self._answers: dict[Formatter, bytes] = dict.fromkeys(formatters.values(), b"")
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`."""
-        formatter = self._formatters[delta.request_id]
-        answer = formatter.feed(delta)
-        if delta.error is not None or not answer:
-            return answer
-        self._answers[formatter] = answer
-        answers = list(self._answers.values())
-        return b"[" + b",".join(answers) + b"]" if all(answers) else b""
-
-
 @dataclass(frozen=True)
 class ParsedRequest:
     """A parsed and validated request, with the formatter for its response.
@@ -248,26 +225,42 @@ def over_limit(limit: int) -> str:
     return f"the body is larger than {limit} bytes, the limit; shorten it, or raise option.max_body_bytes"
 
 
+class ErrorFields(TypedDict):
+    """An error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
+
+    code: int
+    error: str
+    type: str
+
+
+def error_fields(error: ServingError) -> dict[str, Any]:
+    """The `ErrorFields` of an error."""
+    return {"code": error.status, "error": str(error), "type": error.code}
+
+
 class WireProtocol(Protocol):
     """A class in a module of `protocol/`, with one instance in `PROTOCOLS`."""
 
     name: str
     shape: str
     """Outline of a payload, for error messages."""
-    paths: tuple[str, ...]
+    key: str
+    """A key that payloads of this protocol have."""
+    paths: tuple[str, ...] = ()
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload."""
-    anywhere: bool
+    anywhere: bool = True
     """Whether it can parse payloads on routes that no protocol has, and under DJL Serving."""
 
     requests: Mapping[str, Any]
     """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""
     answers: Mapping[str, Any]
     """Types of an answer by media type; of a stream the type of its parts."""
-    error: Any
+    error: Any = ErrorFields
     """Type of an answer that is an error as a whole."""
 
-    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:  # noqa: ARG002
         """True if the payload is of this protocol."""
+        return self.key in payload
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """Validate and tokenise.
@@ -278,6 +271,7 @@ class WireProtocol(Protocol):
 
     def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """HTTP status and body of an answer that is an error as a whole."""
+        return error.status, error_fields(error)
 
 
 class Serving(Protocol):
@@ -327,16 +321,3 @@ async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
     num_tokens = sum(len(one.prompt_ids) for one in parsed.requests)
     group = work() if num_tokens <= INLINE_PROMPT_TOKENS else await asyncio.to_thread(work)
     return service.loop.generate(group)
-
-
-class ErrorFields(TypedDict):
-    """An error in LMI's shape: ``{"code": 413, "error": "…", "type": "prompt_too_long"}``."""
-
-    code: int
-    error: str
-    type: str
-
-
-def error_fields(error: ServingError) -> dict[str, Any]:
-    """The `ErrorFields` of an error."""
-    return {"code": error.status, "error": str(error), "type": error.code}

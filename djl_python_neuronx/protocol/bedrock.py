@@ -12,12 +12,10 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import (
-    ErrorFields,
     ParseContext,
     ParsedRequest,
-    error_fields,
+    WireProtocol,
 )
 from djl_python_neuronx.protocol.parameters import Count, GenerationParameters, Text, validated
 from djl_python_neuronx.protocol.sequences import (
@@ -26,7 +24,6 @@ from djl_python_neuronx.protocol.sequences import (
     Shape,
     parsed_request,
 )
-from djl_python_neuronx.types import FinishReason
 
 _FORWARDED = "x-amzn-sagemaker-forwarded-api"
 _STREAMS = "invokeendpointwithresponsestream"
@@ -39,61 +36,32 @@ class BedrockRequest(GenerationParameters):
     max_gen_len: Count = 512
 
 
-class Metering(TypedDict):
-    """Tokens so far; those of the prompt in the first part."""
-
-    inputTokenCount: NotRequired[int]
-    outputTokenCount: int
-
-
-class Part(TypedDict):
-    """The text, or a part of it, and how it ended."""
-
-    generation: str
-    prompt_token_count: int | None
-    generation_token_count: int
-    stop_reason: FinishReason | None
-
-
-class PartError(TypedDict):
-    """Why a stream ended early."""
-
-    error_code: int
-    error_msg: str
-
-
 class Generated(TypedDict):
     """A whole answer, or a part of a stream."""
 
-    body: Part
-    metering: Metering
+    body: dict[str, Any]
+    metering: dict[str, int]
     content_type: str
-    error: NotRequired[PartError]
+    error: NotRequired[dict[str, Any]]
 
 
-class BedrockProtocol:
+class BedrockProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "bedrock"
     shape = '{"prompt": "…", "max_gen_len": 512}'
-    paths: tuple[str, ...] = ()
-    anywhere = True
+    key = "prompt"
     requests: Mapping[str, Any] = {"application/json": BedrockRequest}
     answers: Mapping[str, Any] = {
         "application/json": Generated,
         "application/jsonlines": Generated,
     }
-    error = ErrorFields
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload has `prompt`, and the options allow this protocol."""
         options = context.options
         is_3p = (options.output_formatter or "").startswith("3p")
-        return "prompt" in payload and (options.bedrock_compat or is_3p)
-
-    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
-        """See `WireProtocol`. The shape is LMI's."""
-        return error.status, error_fields(error)
+        return super().detect(payload, context) and (options.bedrock_compat or is_3p)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""

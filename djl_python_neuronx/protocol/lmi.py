@@ -13,18 +13,17 @@ from typing import Annotated, Any, Union
 from annotated_types import Len
 from typing_extensions import NotRequired, TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     RequestError,
-    ServingError,
     UnsupportedParameterError,
     json_type,
 )
 from djl_python_neuronx.protocol.base import (
     MAX_SEQUENCES,
-    ErrorFields,
     ParseContext,
     ParsedRequest,
+    WireProtocol,
     error_fields,
 )
 from djl_python_neuronx.protocol.bedrock import BedrockShape
@@ -33,12 +32,14 @@ from djl_python_neuronx.protocol.sequences import (
     Answer,
     Body,
     DetailedShape,
+    Details,
+    Generated,
     Shape,
+    TokenFields,
     fields,
     parsed_request,
 )
 from djl_python_neuronx.protocol.tgi import TgiShape
-from djl_python_neuronx.types import FinishReason
 
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
@@ -47,45 +48,6 @@ class LmiBody(Body):
     """A request of LMI, for one prompt or several."""
 
     inputs: Union[Text, Annotated[list[Text], Len(1, MAX_SEQUENCES)]]  # type: ignore[assignment]
-
-
-class TokenFields(TypedDict):
-    """A token of an answer or, without a probability, of its prompt."""
-
-    id: int
-    text: str
-    log_prob: float | None
-    special_token: NotRequired[bool]
-
-
-class SequenceDetails(TypedDict):
-    """A sequence; `tokens` only beside a whole text."""
-
-    finish_reason: FinishReason
-    generated_tokens: int
-    tokens: NotRequired[list[TokenFields]]
-    prefill: NotRequired[list[TokenFields]]
-    top_tokens: NotRequired[list[list[TokenFields]]]
-
-
-class BestOfSequence(SequenceDetails):
-    """A sequence that is not the best one."""
-
-    generated_text: str
-
-
-class Details(SequenceDetails):
-    """The best sequence, and the others."""
-
-    inputs: str
-    best_of_sequences: NotRequired[list[BestOfSequence]]
-
-
-class Generated(TypedDict):
-    """A whole answer."""
-
-    generated_text: str
-    details: NotRequired[Details]
 
 
 class Line(TypedDict):
@@ -99,28 +61,22 @@ class Line(TypedDict):
     type: NotRequired[str]
 
 
-class LmiProtocol:
+class LmiProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "lmi"
     shape = '{"inputs": "…", "parameters": {…}}'
-    paths: tuple[str, ...] = ()
-    anywhere = True
+    key = "inputs"
     requests: Mapping[str, Any] = {"application/json": LmiBody, "text/plain": Text}
     answers: Mapping[str, Any] = {
         "application/json": Union[Generated, list[Generated]],
         "application/jsonlines": Line,
         "text/event-stream": Line,
     }
-    error = ErrorFields
 
-    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """True if the payload has `inputs` or `parameters`."""
-        return "inputs" in payload or "parameters" in payload
-
-    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
-        """See `WireProtocol`."""
-        return error.status, error_fields(error)
+        return super().detect(payload, context) or "parameters" in payload
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
@@ -140,13 +96,11 @@ class LmiProtocol:
         compat = context.options.tgi_compat
         if compat and "details" not in given.model_fields_set:
             given.details = context.has_logprobs
-        shape: Shape = LmiShape(
-            given, context, details=given.details or streams or given.num_sequences > 1
-        )
+        if not compat and given.num_sequences > 1:
+            given.details = True
+        shape: Shape = (TgiShape if compat else LmiShape)(given, context)
         if output.startswith("3p"):
             shape = BedrockShape()
-        elif compat:
-            shape = TgiShape(given, context, details=given.details)
         return parsed_request(
             prompts,
             given,
@@ -176,16 +130,16 @@ class LmiShape(DetailedShape):
 
     logprob_name = "log_prob"
 
-    def token(self, token: Token | TopToken) -> dict[str, Any]:
+    def token(self, token: Token) -> dict[str, Any]:
         """See `DetailedShape`."""
         fields: dict[str, Any] = {"id": token.id, "text": token.text, "log_prob": token.logprob}
-        if self.is_special(token):
+        if token.special:
             fields["special_token"] = True
         return fields
 
     def details(self, answer: Answer) -> dict[str, Any]:
         """See `DetailedShape`."""
-        return {**self.facts(answer), "inputs": answer.prompt}
+        return {**super().details(answer), "inputs": answer.prompt}
 
     def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
         """See `Shape`."""

@@ -24,7 +24,6 @@ from djl_python_neuronx.protocol.parameters import (
     Only,
     RequestModel,
     sampling_params,
-    stop_strings,
 )
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
@@ -167,20 +166,7 @@ def common_request(
     if values.get("temperature", 0) > MAX_TEMPERATURE:
         msg = f"temperature is {given.temperature}; expected a number from 0 to {MAX_TEMPERATURE}"
         raise RequestError(msg, param="temperature")
-    return GenerationRequest(
-        request_id=context.request_id,
-        prompt_ids=(),
-        sampling=sampling,
-        stop_token_ids=frozenset(given.stop_token_ids),
-        stop_strings=stop_strings(given.stop),
-        include_stop=given.include_stop_str_in_output,
-        ignore_eos=given.ignore_eos,
-        max_seconds=given.max_time,
-        arrived_s=context.arrived_s,
-        client_id=context.client_id,
-        protocol=protocol,
-        **more,
-    )
+    return given.request(context, protocol, sampling, **more)
 
 
 def check_model(name: str, names: Sequence[str]) -> None:

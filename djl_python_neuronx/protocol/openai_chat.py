@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, json_type
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
     OpenAiParameters,
@@ -269,13 +269,13 @@ def _part(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-class ChatProtocol:
+class ChatProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "openai_chat"
     shape = '{"messages": [{"role": "user", "content": "…"}]}'
-    paths: tuple[str, ...] = ("/v1/chat/completions",)
-    anywhere = True
+    key = "messages"
+    paths = ("/v1/chat/completions",)
     requests: Mapping[str, Any] = {"application/json": ChatParameters}
     answers: Mapping[str, Any] = {
         "application/json": ChatCompletion,
@@ -283,10 +283,6 @@ class ChatProtocol:
         "application/jsonlines": Union[ChatCompletionChunk, ErrorBody],
     }
     error = ErrorBody
-
-    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
-        """True if the payload has `messages`."""
-        return "messages" in payload
 
     answer_error = staticmethod(answer_error)
 

@@ -14,7 +14,7 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
     json_type,
 )
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
     OpenAiParameters,
@@ -124,13 +124,13 @@ class CompletionShape:
         return found
 
 
-class CompletionProtocol:
+class CompletionProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "openai_completion"
     shape = '{"prompt": "…"}'
-    paths: tuple[str, ...] = ("/v1/completions",)
-    anywhere = True
+    key = "prompt"
+    paths = ("/v1/completions",)
     requests: Mapping[str, Any] = {"application/json": CompletionParameters}
     answers: Mapping[str, Any] = {
         "application/json": Completion,
@@ -138,10 +138,6 @@ class CompletionProtocol:
         "application/jsonlines": Union[Completion, ErrorBody],
     }
     error = ErrorBody
-
-    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
-        """True if the payload has `prompt`."""
-        return "prompt" in payload
 
     answer_error = staticmethod(answer_error)
 

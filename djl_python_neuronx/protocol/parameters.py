@@ -29,7 +29,9 @@ from djl_python_neuronx.errors import (
     did_you_mean,
     json_type,
 )
+from djl_python_neuronx.protocol.base import ParseContext
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,36 @@ class GenerationParameters(RequestModel):
             del values["top_k"]
         return values
 
+    def request(
+        self,
+        context: ParseContext,
+        protocol: str,
+        sampling: SamplingParams,
+        **more: Any,  # noqa: ANN401
+    ) -> GenerationRequest:
+        """What the sequences of a request have in common; `more`: further fields of it.
+
+        Raises:
+            UnsupportedParameterError: the stop strings are too many.
+        """
+        if len(self.stop) > MAX_STOP_STRINGS:
+            msg = f"{len(self.stop)} stop strings; expected at most {MAX_STOP_STRINGS}"
+            raise UnsupportedParameterError(msg, param="stop")
+        return GenerationRequest(
+            request_id=context.request_id,
+            prompt_ids=(),
+            sampling=sampling,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            stop_strings=tuple(dict.fromkeys(self.stop)),
+            include_stop=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            max_seconds=self.max_time,
+            arrived_s=context.arrived_s,
+            client_id=context.client_id,
+            protocol=protocol,
+            **more,
+        )
+
 
 def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> SamplingParams:
     """The sampling of `values`, with temperature 1 if they have none. Temperature 0 and not `samples` are greedy.
@@ -191,19 +223,6 @@ def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
     if type(limit) is int and limit > 0:
         found["max_new_tokens"] = limit
     return {name: value for name, value in found.items() if value is not None}
-
-
-def stop_strings(*lists: list[str]) -> tuple[str, ...]:
-    """The stop strings of several lists, each once.
-
-    Raises:
-        UnsupportedParameterError: they are too many.
-    """
-    texts = [text for given in lists for text in given]
-    if len(texts) > MAX_STOP_STRINGS:
-        msg = f"{len(texts)} stop strings; expected at most {MAX_STOP_STRINGS}"
-        raise UnsupportedParameterError(msg, param="stop")
-    return tuple(dict.fromkeys(texts))
 
 
 _Model = TypeVar("_Model", bound=RequestModel)

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Union
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import (
     ErrorFields,
     ParseContext,
     ParsedRequest,
-    error_fields,
+    WireProtocol,
 )
 from djl_python_neuronx.protocol.parameters import (
     Count,
@@ -55,27 +54,19 @@ class Generated(TypedDict):
     text: list[str]
 
 
-class PlainProtocol:
+class PlainProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "plain"
     shape = '{"prompt": "…", "max_tokens": 16}'
-    paths: tuple[str, ...] = ("/generate",)
+    key = "prompt"
+    paths = ("/generate",)
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": PlainRequest}
     answers: Mapping[str, Any] = {
         "application/json": Generated,
         "application/jsonlines": Union[Generated, ErrorFields],
     }
-    error = ErrorFields
-
-    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
-        """True if the payload has `prompt`."""
-        return "prompt" in payload
-
-    def answer_error(self, error: ServingError) -> tuple[int, dict[str, Any]]:
-        """See `WireProtocol`. The shape is LMI's."""
-        return error.status, error_fields(error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
@@ -99,6 +90,6 @@ class PlainShape(Shape):
         """See `Shape`."""
         return {"text": [answer.text for answer in answers]}
 
-    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+    def lines(self, answer: Answer, delta: Delta) -> list[Mapping[str, Any]]:
         """See `Shape`."""
         return [self.whole([answer]) if delta.error is None else self.error(delta.error)]

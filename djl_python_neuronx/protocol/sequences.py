@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     RequestError,
     ServingError,
@@ -23,7 +24,6 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import (
     Formatter,
-    ListFormatter,
     ParseContext,
     ParsedRequest,
     error_fields,
@@ -37,11 +37,10 @@ from djl_python_neuronx.protocol.parameters import (
     Strings,
     Text,
     sampling_params,
-    stop_strings,
     validated,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 MAX_TOP_TOKENS = 20
 _FIELDS = ("inputs", "parameters", "stream")
@@ -108,6 +107,39 @@ class Body(RequestModel):
     inputs: Text
     parameters: Parameters = Parameters()
     stream: Flag = False
+
+
+class TokenFields(TypedDict):
+    """A token of an answer, or of its prompt. The probability is `log_prob` in LMI and `logprob` in TGI."""
+
+    id: int
+    text: str
+    log_prob: NotRequired[float | None]
+    special_token: NotRequired[bool]
+    logprob: NotRequired[float | None]
+    special: NotRequired[bool]
+
+
+class Details(TypedDict):
+    """A sequence or the end of a stream. `best_of_sequences` have their text and no `inputs`."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    inputs: NotRequired[str]
+    seed: NotRequired[int | None]
+    input_length: NotRequired[int]
+    tokens: NotRequired[list[TokenFields]]
+    prefill: NotRequired[list[TokenFields]]
+    top_tokens: NotRequired[list[list[TokenFields]]]
+    generated_text: NotRequired[str]
+    best_of_sequences: NotRequired[list[Details]]
+
+
+class Generated(TypedDict):
+    """A whole answer."""
+
+    generated_text: str
+    details: NotRequired[Details]
 
 
 def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[object, Parameters]:
@@ -185,14 +217,14 @@ class Shape(ABC):
     """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """The answer for one prompt, when all of its sequences have ended."""
 
     @abstractmethod
-    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+    def lines(self, answer: Answer, delta: Delta) -> Sequence[Mapping[str, Any]]:
         """The parts of a stream for a delta that `answer` has got; it may be an error."""
 
-    def error(self, error: ServingError) -> dict[str, Any]:
+    def error(self, error: ServingError) -> Mapping[str, Any]:
         """An answer that is an error as a whole."""
         return error_fields(error)
 
@@ -206,33 +238,24 @@ class DetailedShape(Shape):
 
     logprob_name: str
 
-    def __init__(self, given: Parameters, context: ParseContext, *, details: bool) -> None:
-        self.has_details = details
+    def __init__(self, given: Parameters, context: ParseContext) -> None:
         self._given, self._tokenizer = given, context.tokenizer
 
     @abstractmethod
-    def token(self, token: Token | TopToken) -> dict[str, Any]:
+    def token(self, token: Token) -> dict[str, Any]:
         """A token."""
 
     def score(self, answer: Answer) -> float:
         """The measure by which the best sequence is chosen: the probability of its text."""
         return answer.log_probability
 
-    def is_special(self, token: Token | TopToken) -> bool:
-        """Whether a token never shows in text."""
-        return (
-            token.special if isinstance(token, Token) else token.id in self._tokenizer.special_ids
-        )
-
     def facts(self, answer: Answer) -> dict[str, Any]:
-        """What the details say of a sequence."""
+        """What the details say of any sequence."""
         facts: dict[str, Any] = {
             "finish_reason": answer.end.finish_reason,
             "generated_tokens": answer.end.num_generated_tokens,
             "tokens": [self.token(token) for token in answer.tokens],
         }
-        if answer.prefill is not None:
-            facts["prefill"] = answer.prefill
         if self._given.top_n_tokens:
             facts["top_tokens"] = [
                 [self.token(other) for other in token.top] for token in answer.tokens
@@ -240,15 +263,16 @@ class DetailedShape(Shape):
         return facts
 
     def details(self, answer: Answer) -> dict[str, Any]:
-        """The details of the best sequence, without the others."""
-        return self.facts(answer)
+        """The details of the best sequence, without the others. It alone has the prompt, which may be long."""
+        facts = self.facts(answer)
+        return facts if answer.prefill is None else {**facts, "prefill": answer.prefill}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `Shape`."""
         ranked = sorted(answers, key=self.score, reverse=True)
         best, *others = ranked[: self._given.num_returned]
         body: dict[str, Any] = {"generated_text": best.text}
-        if self.has_details:
+        if self._given.details:
             body["details"] = self.details(best)
             if others:
                 body["details"]["best_of_sequences"] = [
@@ -258,12 +282,12 @@ class DetailedShape(Shape):
 
     def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:
         """See `Shape`. The graphs return no logits of a prompt, so the log-probabilities are null."""
-        if not self._given.decoder_input_details or not self.has_details:
+        if not self._given.decoder_input_details or not self._given.details:
             return None
-        texts = [self._tokenizer.token_bytes(one).decode(errors="replace") for one in prompt_ids]
+        text_of = self._tokenizer.token_bytes
         tokens = [
-            {"id": token_id, "text": text, self.logprob_name: None}
-            for token_id, text in zip(prompt_ids, texts, strict=True)
+            {"id": one, "text": text_of(one).decode(errors="replace"), self.logprob_name: None}
+            for one in prompt_ids
         ]
         return orjson.Fragment(orjson.dumps(tokens))
 
@@ -287,40 +311,34 @@ def parsed_request(
     """
     sampling, number = given.sampling, given.num_sequences
     _check_number(given, sampling, stream)
+    given.stop = given.stop + given.stop_sequences
+    given.ignore_eos = given.ignore_eos or given.ignore_eos_token
     keeps_tokens = given.details or number > 1
-    top_logprobs = given.top_n_tokens if keeps_tokens or stream else 0
-    common = GenerationRequest(
-        request_id=context.request_id,
-        prompt_ids=(),
-        sampling=sampling,
+    common = given.request(
+        context,
+        protocol,
+        sampling,
         max_new_tokens=given.max_new_tokens,
-        stop_token_ids=frozenset(given.stop_token_ids),
-        stop_strings=stop_strings(given.stop, given.stop_sequences),
-        include_stop=given.include_stop_str_in_output,
-        ignore_eos=given.ignore_eos or given.ignore_eos_token,
         logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
-        top_logprobs=top_logprobs,
-        max_seconds=given.max_time,
-        arrived_s=context.arrived_s,
-        client_id=context.client_id,
-        protocol=protocol,
+        top_logprobs=given.top_n_tokens if keeps_tokens or stream else 0,
     )
-    if stream:
-        keeps_tokens = top_logprobs > 0
     requests = context.requests(common, prompts, count=number, truncate=given.truncate)
-    formatters: dict[str, Formatter] = {}
+    if stream:
+        keeps_tokens = common.top_logprobs > 0
+    groups: list[list[Answer]] = []
     for i, prompt in enumerate(prompts):
         group = requests[i * number : (i + 1) * number]
         text = prompt if given.return_full_text else ""
         prefill = shape.prefill(group[0].prompt_ids)
-        answers = [Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens) for one in group]
-        if stream:
-            return ParsedRequest(group, LinesFormatter(answers[0], shape, stream), stream=True)
-        formatters |= dict.fromkeys(
-            [one.request_id for one in group], JsonFormatter(answers, shape)
+        groups.append(
+            [Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens) for one in group]
         )
-    formatter = ListFormatter(formatters) if listed else formatters[context.request_id]
-    return ParsedRequest(requests, formatter, stream=False)
+    formatter: Formatter = (
+        LinesFormatter(groups[0][0], shape, stream)
+        if stream
+        else JsonFormatter(groups, shape, listed=listed)
+    )
+    return ParsedRequest(requests, formatter, stream=stream is not None)
 
 
 def _check_number(given: Parameters, sampling: SamplingParams, stream: str | None) -> None:
@@ -339,24 +357,29 @@ def _check_number(given: Parameters, sampling: SamplingParams, stream: str | Non
 
 
 class JsonFormatter:
-    """The whole answer for one prompt, when its last sequence ends."""
+    """The whole answer, when the last sequence ends: that for the only prompt, or a list of those for all prompts."""
 
     content_type = "application/json"
 
-    def __init__(self, answers: Sequence[Answer], shape: Shape) -> None:
-        self._answers = {answer.request.request_id: answer for answer in answers}
-        self._shape = shape
-        self._num_open = len(answers)
+    def __init__(self, groups: Sequence[Sequence[Answer]], shape: Shape, *, listed: bool) -> None:
+        """`groups`: the sequences of each prompt."""
+        self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
+        self._bodies = dict.fromkeys([group[0] for group in groups], b"")
+        self._shape, self._listed = shape, listed
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         if delta.error is not None:
             return orjson.dumps(self._shape.error(delta.error))
-        self._answers[delta.request_id].add(delta)
-        self._num_open -= delta.finished
-        if self._num_open:
+        answer, group = self._answers[delta.request_id]
+        answer.add(delta)
+        if not (delta.finished and all(one.end.finished for one in group)):
             return b""
-        return orjson.dumps(self._shape.whole(list(self._answers.values())))
+        self._bodies[group[0]] = orjson.dumps(self._shape.whole(group))
+        bodies = list(self._bodies.values())
+        if not all(bodies):
+            return b""
+        return b"[" + b",".join(bodies) + b"]" if self._listed else bodies[0]
 
 
 class LinesFormatter:

@@ -12,77 +12,27 @@ from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.errors import QueueFullError, RequestError, ServingError, json_type
-from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import (
+    MAX_SEQUENCES,
+    ParseContext,
+    ParsedRequest,
+    WireProtocol,
+)
 from djl_python_neuronx.protocol.parameters import MAX_STOP_STRINGS
 from djl_python_neuronx.protocol.sequences import (
     Answer,
     Body,
     DetailedShape,
+    Details,
+    Generated,
+    TokenFields,
     fields,
     parsed_request,
 )
 from djl_python_neuronx.types import FinishReason
-
-
-class TokenFields(TypedDict):
-    """A token of an answer."""
-
-    id: int
-    text: str
-    logprob: float | None
-    special: bool
-
-
-class PrefillToken(TypedDict):
-    """A token of the prompt."""
-
-    id: int
-    text: str
-    logprob: None
-
-
-class End(TypedDict):
-    """How a sequence ended."""
-
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-
-
-class SequenceDetails(End):
-    """A sequence and its tokens."""
-
-    prefill: list[PrefillToken]
-    tokens: list[TokenFields]
-    top_tokens: NotRequired[list[list[TokenFields]]]
-
-
-class BestOfSequence(SequenceDetails):
-    """A sequence that is not the best one."""
-
-    generated_text: str
-
-
-class Details(SequenceDetails):
-    """The best sequence, and the others."""
-
-    best_of_sequences: NotRequired[list[BestOfSequence]]
-
-
-class Generated(TypedDict):
-    """A whole answer."""
-
-    generated_text: str
-    details: NotRequired[Details]
-
-
-class StreamDetails(End):
-    """The end of a stream."""
-
-    input_length: int
 
 
 class Event(TypedDict):
@@ -92,7 +42,7 @@ class Event(TypedDict):
     token: TokenFields
     top_tokens: NotRequired[list[TokenFields]]
     generated_text: str | None
-    details: StreamDetails | None
+    details: Details | None
 
 
 class Failure(TypedDict):
@@ -100,25 +50,6 @@ class Failure(TypedDict):
 
     error: str
     error_type: str
-
-
-class Info(TypedDict):
-    """The answer of `/info`."""
-
-    model_id: str
-    model_sha: None
-    model_pipeline_tag: str
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    router: str
-    version: str
-    sha: None
-    docker_label: None
 
 
 _ERRORS = {
@@ -139,7 +70,7 @@ def answer_error(error: ServingError) -> tuple[int, dict[str, Any]]:
     return status, {"error": str(error), "error_type": kind}
 
 
-def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> Info:
+def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> dict[str, Any]:
     """The facts that TGI's `/info` has of a loaded model."""
     return {
         "model_id": model,
@@ -159,12 +90,13 @@ def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> 
     }
 
 
-class TgiProtocol:
+class TgiProtocol(WireProtocol):
     """See `WireProtocol`. `/` is a list of one, or a stream if the request has `stream`."""
 
     name = "tgi"
     shape = '{"inputs": "…", "parameters": {…}}'
-    paths: tuple[str, ...] = ("/", "/generate", "/generate_stream")
+    key = "inputs"
+    paths = ("/", "/generate", "/generate_stream")
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": Body}
     answers: Mapping[str, Any] = {
@@ -172,10 +104,6 @@ class TgiProtocol:
         "text/event-stream": Union[Event, Failure],
     }
     error = Failure
-
-    def detect(self, payload: Mapping[str, Any], _context: ParseContext) -> bool:
-        """True if the payload has `inputs`."""
-        return "inputs" in payload
 
     answer_error = staticmethod(answer_error)
 
@@ -196,7 +124,7 @@ class TgiProtocol:
             [inputs],
             given,
             context,
-            TgiShape(given, context, details=given.details),
+            TgiShape(given, context),
             self.name,
             stream="sse" if streams else None,
             listed=context.path == "/",
@@ -212,13 +140,13 @@ class TgiShape(DetailedShape):
         """See `Shape`."""
         return answer_error(error)[1]
 
-    def token(self, token: Token | TopToken) -> dict[str, Any]:
+    def token(self, token: Token) -> dict[str, Any]:
         """See `DetailedShape`."""
         return {
             "id": token.id,
             "text": token.text,
             "logprob": token.logprob,
-            "special": self.is_special(token),
+            "special": token.special,
         }
 
     def score(self, answer: Answer) -> float:
@@ -244,7 +172,7 @@ class TgiShape(DetailedShape):
             events.append({**event, "generated_text": None, "details": None})
         if delta.finished:
             events[-1]["generated_text"] = answer.text
-            if self.has_details:
+            if self._given.details:
                 events[-1]["details"] = {
                     **_end(answer),
                     "generated_tokens": delta.num_generated_tokens,

@@ -14,8 +14,8 @@ from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.errors import RequestError, ServingError, json_type
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.errors import RequestError, json_type
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.openai import ErrorBody, answer_error, check_model
 from djl_python_neuronx.protocol.openai_chat import Message
 from djl_python_neuronx.protocol.parameters import (
@@ -89,24 +89,19 @@ class Ready:
         return self._body
 
 
-class TokenizeProtocol:
+class TokenizeProtocol(WireProtocol):
     """See `WireProtocol`. Errors have OpenAI's shape, as in vLLM."""
 
     name = "tokenize"
     shape = '{"prompt": "…"}'
-    paths: tuple[str, ...] = ("/tokenize", "/detokenize")
+    key = "prompt"
+    paths = ("/tokenize", "/detokenize")
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
     answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
     error = ErrorBody
 
-    def detect(self, _payload: Mapping[str, Any], _context: ParseContext) -> bool:
-        """True on these routes."""
-        return True
-
-    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
-        """See `WireProtocol`."""
-        return answer_error(error)
+    answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`. The answer is complete."""

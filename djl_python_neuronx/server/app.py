@@ -93,18 +93,6 @@ Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], Non
 """Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 
-class Info(tgi.Info):
-    """The answer of `/info`: TGI's, and the facts that it lacks."""
-
-    model: str
-    max_model_len: int
-    longest_prompt: int
-    num_slots: int
-    sampling: dict[str, Any]
-    speculation: dict[str, Any] | None
-    chunked_prefill: bool
-
-
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
@@ -180,12 +168,12 @@ class Application:
         body = b"" if metrics is None else await asyncio.to_thread(metrics.exposition)
         return Response(body, media_type="text/plain; version=0.0.4")
 
-    @answers(Info)
+    @answers(dict[str, Any])
     async def info(self, _request: Request) -> Response:
         """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
         service = self.ready()
         spec = service.loop.spec
-        facts: Info = {
+        facts = {
             **tgi.info(self.model_names[0], spec, service.options, package_version()),
             "model": self.model_names[0],
             "max_model_len": spec.max_model_len,

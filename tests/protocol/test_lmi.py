@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
     PromptTooLongError,
@@ -300,7 +300,7 @@ def answer_of(parsed: ParsedRequest, logprobs: Sequence[float] = (-1.0,)) -> Any
             Delta(
                 request.request_id,
                 f"t{i}",
-                (Token(7 + i, f"t{i}", logprob, False, (TopToken(2, "<eos>", -0.5),)),),
+                (Token(7 + i, f"t{i}", logprob, False, (Token(2, "<eos>", -0.5, True),)),),
                 FinishReason.LENGTH,
                 None,
                 2,
@@ -330,7 +330,7 @@ def test_top_tokens() -> None:
     assert answer_of(parsed)["details"]["top_tokens"] == [[top]]
     assert not with_parameters(top_n_tokens=3).request.top_logprobs
     streamed = with_parameters(top_n_tokens=1, stream=True)
-    delta = Delta("r", "t", (Token(7, "t", -1.0, False, (TopToken(2, "<eos>", -0.5),)),))
+    delta = Delta("r", "t", (Token(7, "t", -1.0, False, (Token(2, "<eos>", -0.5, True),)),))
     assert b"top_tokens" not in streamed.formatter.feed(delta)
     last = Delta("r", "", (), FinishReason.TIME, None, 2, 1)
     assert json.loads(streamed.formatter.feed(last))["details"]["top_tokens"] == [[top]]

@@ -12,7 +12,7 @@ import pytest
 from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import limits
-from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token
 from djl_python_neuronx.errors import (
     DeviceMemoryError,
     PromptTooLongError,
@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("body", [chat, complete])
 
 def token(token_id: int, top: Sequence[int] = (), logprob: float = -0.5) -> Token:
     text = TOKENIZER.token_bytes(token_id).decode()
-    others = tuple(TopToken(one, f"<{one}>", -1.0) for one in top)
+    others = tuple(Token(one, f"<{one}>", -1.0, False) for one in top)
     special = token_id in TOKENIZER.special_ids
     return Token(token_id, "" if special else text, logprob, special, others)
 

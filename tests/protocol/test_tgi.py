@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token, TopToken
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     BodyTooLargeError,
@@ -25,7 +25,7 @@ from djl_python_neuronx.protocol.base import ParsedRequest
 from djl_python_neuronx.types import FinishReason
 from tests.protocol.test_lmi import parse
 
-TOP = TopToken(2, "<eos>", -0.5)
+TOP = Token(2, "<eos>", -0.5, True)
 TOKEN = {"id": 7, "text": "one", "logprob": -0.5, "special": False}
 EOS = {"id": 2, "text": "", "logprob": -1.0, "special": True}
 
