@@ -764,7 +764,7 @@ class ServingOptions(
     def model_names(self) -> tuple[str, ...]:
         """The names that requests may have for the model, the first one for answers. Credentials are left out."""
         if self.model_name is not None:
-            return self.model_name
+            return tuple(dict.fromkeys(self.model_name))
         given = [] if self.model_id is None else [redacted(self.model_id)]
         folder = [] if self.model_dir is None else [self.model_dir.absolute().name]
         return tuple(

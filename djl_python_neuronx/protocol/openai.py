@@ -38,7 +38,7 @@ _FINISH_REASONS: Mapping[FinishReason | None, str] = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
 }
-_STATUS = {"prompt_too_long": 400, "step_error": 500}
+_STATUS = {"prompt_too_long": 400, "step_error": 500, "formatter_error": 500}
 _CODES = {"prompt_too_long": "context_length_exceeded"}
 # Placeholders in a chunk for what differs between its parts.
 _TEXT, _LOGPROBS = "\0text", "\0logprobs"

@@ -15,6 +15,7 @@ from djl_python_neuronx.engine import limits
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token
 from djl_python_neuronx.errors import (
     DeviceMemoryError,
+    FormatterError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -36,7 +37,7 @@ from tests.toy_backend import TOY_SPEC
 from tests.toy_tokenizer import TOKENIZER, ToyTokenizer
 
 USER = {"role": "user", "content": "<5><6>"}
-OPTIONS = ServingOptions(model_name="toy,other")
+OPTIONS = ServingOptions(model_name="toy,other,toy")
 
 
 class NotingTokenizer(ToyTokenizer):
@@ -298,7 +299,7 @@ def test_what_has_no_effect_is_accepted() -> None:
     ("payload", "param", "says"),
     [
         ({}, "messages", "messages is missing"),
-        (chat() | {"messages": []}, "messages", "1 to 8192 messages"),
+        (chat() | {"messages": []}, "messages", "is an empty list; expected a list of 1"),
         (chat() | {"messages": "Hi"}, "messages", "1 to 8192 messages"),
         (chat(5), "messages[0]", "1 to 8192 messages"),
         (chat(*[USER] * 8193), "messages", "at most 8192"),
@@ -361,7 +362,7 @@ def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> No
 
 @BOTH
 def test_an_unknown_model(body: Any) -> None:
-    with pytest.raises(UnknownModelError, match=r"unknown model 'gpt'.*'toy', 'other'") as caught:
+    with pytest.raises(UnknownModelError, match=r"'gpt'.* serves 'toy', 'other'$") as caught:
         parse(body(model="gpt"))
     assert (caught.value.status, caught.value.param) == (404, "model")
     for model, shown in ((None, "toy"), ("toy", "toy"), ("other", "other")):
@@ -650,6 +651,7 @@ def test_the_body_names_the_protocol_where_the_path_does_not(path: str) -> None:
         (UnknownModelError("no"), 404, "invalid_request_error", "model_not_found"),
         (RequestTimeoutError("no"), 408, "invalid_request_error", "request_timeout"),
         (StepError("no"), 500, "server_error", "step_error"),
+        (FormatterError("no"), 500, "server_error", "formatter_error"),
         (QueueFullError("no"), 503, "server_error", "queue_full"),
         (DeviceMemoryError("no"), 507, "server_error", "device_memory"),
     ],
