@@ -79,9 +79,9 @@ def _add_serve(commands: Commands) -> None:
     command = commands.add_parser(
         "serve",
         help="load a model and serve it over HTTP",
-        description="Load a model and serve /invocations, /predictions/{model}, /ping, /info and /metrics (SageMaker's "
-        "container contract). Options are read from -o, then from serving.properties in the folder, then from OPTION_* "
-        "environment variables; the first source that sets an option wins.",
+        description="Load a model and serve SageMaker's /invocations and /ping, OpenAI's /v1/chat/completions, and the "
+        "other routes of docs/protocols.md. Options are read from -o, then from serving.properties in the folder, then "
+        "from OPTION_* environment variables; the first source that sets an option wins.",
     )
     command.add_argument(
         "model",

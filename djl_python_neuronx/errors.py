@@ -290,6 +290,8 @@ def json_type(value: object) -> str:
     """The JSON type of a value, for error messages. The value itself may be part of a prompt."""
     if value == "":
         return "an empty string"
+    if value == []:
+        return "an empty list"
     names = {
         list: "a list",
         str: "a string",

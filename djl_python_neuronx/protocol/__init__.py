@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,17 +47,24 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     Raises:
         RequestError: it is of no protocol of its path; the message lists the keys, never their values.
     """
-    of_path = [protocol for protocol in PROTOCOLS if context.path in protocol.paths]
-    if len(of_path) == 1:
-        return of_path[0]
-    possible = of_path or [protocol for protocol in PROTOCOLS if protocol.anywhere]
+    possible = _possible(context.path)
+    if len(possible) == 1:
+        return possible[0]
     for protocol in possible:
         if protocol.detect(payload, context):
             return protocol
     found = ", ".join(reprlib.repr(key) for key in list(payload)[:8]) or "an empty object"
-    known = "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in possible)
-    msg = f"the body matches no known protocol: it has {found}; expected {known}"
+    msg = f"the body matches no known protocol: it has {found}; expected {_shapes(possible)}"
     raise RequestError(msg)
+
+
+def _possible(path: str) -> list[WireProtocol]:
+    of_path = [protocol for protocol in PROTOCOLS if path in protocol.paths]
+    return of_path or [protocol for protocol in PROTOCOLS if protocol.anywhere]
+
+
+def _shapes(protocols: Sequence[WireProtocol]) -> str:
+    return "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in protocols)
 
 
 def beside(path: str) -> list[WireProtocol]:
@@ -83,7 +90,7 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         FormatterError: the input formatter failed.
     """
     if not body:
-        msg = 'the body is empty; send JSON such as {"inputs": "…", "parameters": {}}'
+        msg = f"the body is empty; expected {_shapes(_possible(context.path))}"
         raise RequestError(msg)
     context.check_size(body)
     if context.custom is not None and context.path not in TokenizeProtocol.paths:

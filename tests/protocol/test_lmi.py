@@ -167,11 +167,12 @@ def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "empty"),
+        (b"", "empty; expected .*lmi: .*openai_chat: "),
         (b"{", "not valid JSON"),
         (b'{"inputs": "\xff"}', "UTF-8, no gzip"),
         (b'{"inputs": NaN}', "not valid JSON"),
-        (b"[]", "a list"),
+        (b"[]", "an empty list"),
+        (b"[5]", "a list"),
         (b'"text"', "a string"),
         (b"{}", "an empty object"),
         (b'{"input": "x"}', "'input'"),
@@ -185,7 +186,7 @@ def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
         (b'{"inputs": ["x"], "stream": true}', "not answered by a stream.*leave out stream"),
         (b'{"inputs": ["x"], "parameters": {"stream": true}}', "not answered by a stream"),
         (b'{"inputs": 3}', "a number"),
-        (b'{"inputs": "x", "parameters": []}', "parameters is a list"),
+        (b'{"inputs": "x", "parameters": [5]}', "parameters is a list"),
         (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs in "parameters"'),
         (b'{"inputs": "x", "paramters": {}}', "did you mean 'parameters'"),
         (b'{"inputs": "x", "stream": "yes"}', "'stream' is a string"),
@@ -199,6 +200,11 @@ def test_bad_bodies(body: bytes, says: str) -> None:
     with pytest.raises(RequestError, match=says) as caught:
         parse(body)
     assert caught.value.status == 400
+
+
+def test_an_empty_body_has_the_shape_of_its_path() -> None:
+    with pytest.raises(RequestError, match=r"is empty; expected openai_chat: .*…\"}\]}$"):
+        parse(b"", path="/v1/chat/completions")
 
 
 @pytest.mark.parametrize(

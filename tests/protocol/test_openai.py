@@ -299,7 +299,7 @@ def test_what_has_no_effect_is_accepted() -> None:
     ("payload", "param", "says"),
     [
         ({}, "messages", "messages is missing"),
-        (chat() | {"messages": []}, "messages", "1 to 8192 messages"),
+        (chat() | {"messages": []}, "messages", "is an empty list; expected a list of 1"),
         (chat() | {"messages": "Hi"}, "messages", "1 to 8192 messages"),
         (chat(5), "messages[0]", "1 to 8192 messages"),
         (chat(*[USER] * 8193), "messages", "at most 8192"),
