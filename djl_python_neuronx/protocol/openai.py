@@ -12,7 +12,6 @@ from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import orjson
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
@@ -22,6 +21,7 @@ from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
     GenerationParameters,
+    MaybeCount,
     Only,
     RequestModel,
     sampling_params,
@@ -100,10 +100,8 @@ class OpenAiParameters(GenerationParameters):
     n: Count = 1
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = Field(default=None, description="an integer of at least 1")
-    truncate_prompt_tokens: Count | None = Field(
-        default=None, description="an integer of at least 1"
-    )
+    max_tokens: MaybeCount = None
+    truncate_prompt_tokens: MaybeCount = None
     user: Any = None
     """Without effect, as any field of this type."""
     logit_bias: Annotated[Any, Only({})] = None

@@ -25,8 +25,8 @@ from djl_python_neuronx.protocol.openai import (
 )
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
-    Count,
     Flag,
+    MaybeCount,
     Only,
     RequestModel,
     validated,
@@ -116,9 +116,7 @@ class ChatParameters(OpenAiParameters):
             description=f"a list of 1 to {MAX_MESSAGES} messages",
         ),
     ]
-    max_completion_tokens: Count | None = Field(
-        default=None, description="an integer of at least 1"
-    )
+    max_completion_tokens: MaybeCount = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
     metadata: Any = None

@@ -25,7 +25,7 @@ from djl_python_neuronx.protocol.openai import (
     make_formatter,
     num_chars,
 )
-from djl_python_neuronx.protocol.parameters import Count, Flag, Only, validated
+from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, Only, validated
 from djl_python_neuronx.types import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,7 +43,7 @@ class CompletionParameters(OpenAiParameters):
             {"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}]}
         ),
     ]
-    best_of: Count | None = Field(default=None, description="an integer of at least 1")
+    best_of: MaybeCount = None
     echo: Flag = False
     logprobs: Annotated[int | None, Field(ge=0, le=5, description="an integer from 0 to 5")] = None
     suffix: Annotated[Any, Only("")] = None

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, Union, cast
 
 import orjson
 from annotated_types import MaxLen
@@ -86,6 +86,7 @@ class _OneOrMore(BeforeValidator):
 Text = Annotated[str, Field(min_length=1, description="a non-empty string")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
+MaybeCount = Annotated[Union[int, None], Field(ge=1, description="an integer of at least 1")]
 Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
 ]

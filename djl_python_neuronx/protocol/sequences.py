@@ -32,6 +32,7 @@ from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
     GenerationParameters,
+    MaybeCount,
     Only,
     RequestModel,
     Strings,
@@ -52,7 +53,7 @@ class Parameters(GenerationParameters):
     details: Flag = False
     do_sample: Flag = False
     ignore_eos_token: Flag = False
-    max_new_tokens: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = 30
+    max_new_tokens: MaybeCount = 30
     return_full_text: Flag = False
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
@@ -63,7 +64,7 @@ class Parameters(GenerationParameters):
     ] = 0
     best_of: Count = 1
     n: Count = 1
-    truncate: Annotated[int | None, Field(ge=1, description="an integer of at least 1")] = None
+    truncate: MaybeCount = None
     num_beams: Annotated[Any, Only(1)] = None
     num_return_sequences: Annotated[Any, Only(1)] = None
     early_stopping: Annotated[Any, Only(neutral=False)] = None
@@ -352,15 +353,16 @@ def _check_number(given: Parameters, sampling: SamplingParams, stream: str | Non
     if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
         msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
         raise RequestError(msg, param="best_of")
+    name = "n" if given.n > 1 else "best_of"
     if stream and given.num_sequences > 1:
         msg = "n and best_of above 1 are not answered by a stream; leave them out"
-        raise UnsupportedParameterError(msg, param="n" if given.n > 1 else "best_of")
+        raise UnsupportedParameterError(msg, param=name)
     if stream and given.decoder_input_details:
         msg = "decoder_input_details is not answered by a stream; leave it out"
         raise UnsupportedParameterError(msg, param="decoder_input_details")
     if given.num_sequences > 1 and sampling.temperature == 0:
         msg = "n and best_of above 1 need sampling, greedy sequences are all the same; set do_sample or temperature"
-        raise RequestError(msg, param="n" if given.n > 1 else "best_of")
+        raise RequestError(msg, param=name)
 
 
 class JsonFormatter:
