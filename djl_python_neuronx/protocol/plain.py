@@ -86,6 +86,8 @@ class PlainProtocol(WireProtocol):
 class PlainShape(Shape):
     """The texts of the sequences, each with the prompt; a stream repeats the whole text so far."""
 
+    ranks = False
+
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `Shape`."""
         return {"text": [answer.text for answer in answers]}

@@ -221,6 +221,9 @@ class Answer:
 class Shape(ABC):
     """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
 
+    ranks = True
+    """Whether the log-probabilities of several sequences decide which come first."""
+
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """The answer for one prompt, when all of its sequences have ended."""
@@ -318,7 +321,7 @@ def parsed_request(
     _check_number(given, sampling, stream)
     given.stop = given.stop + given.stop_sequences
     given.ignore_eos = given.ignore_eos or given.ignore_eos_token
-    keeps_tokens = given.details or number > 1
+    keeps_tokens = given.details or (number > 1 and shape.ranks)
     common = given.request(
         context,
         protocol,

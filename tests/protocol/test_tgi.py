@@ -241,6 +241,12 @@ def test_a_plain_prompt() -> None:
     assert json.loads(finish(parsed)[-1]) == {"text": ["<5>one", "<5>one"]}
 
 
+def test_plain_sequences_are_not_ranked_so_that_a_device_may_sample_them() -> None:
+    requests = plain(n=2, temperature=0.5).requests
+    assert [(one.logprobs, one.top_logprobs) for one in requests] == [(False, 0)] * 2
+    assert generate(n=2, temperature=0.5).request.logprobs
+
+
 def test_a_plain_stream_repeats_the_text() -> None:
     parsed = plain(stream=True)
     assert parsed.formatter.content_type == "application/jsonlines"
