@@ -397,7 +397,8 @@ def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str
     for other in _NEIGHBOURS.get(name, ()):
         if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"
-    near = filter(allowed, re.findall(r"[\w-]+", words))
+    # Each word is allowed as a template, which any text is.
+    near = [] if option(name).text_file else filter(allowed, re.findall(r"[\w-]+", words))
     return hints.repair(value, allowed, is_name=name in _MODELS) or did_you_mean(str(value), near)
 
 
