@@ -524,7 +524,8 @@ def content(
     `is_text`: the file is not JSON, and any text is a path but a Jinja template.
 
     Raises:
-        ConfigError: the file cannot be read, is elsewhere, has more than 1 MiB or 2,000 lines, or is not JSON.
+        ConfigError: the file cannot be read, is elsewhere, has more than 1 MiB or 2,000 lines, or is not JSON
+            (text: not UTF-8).
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS:
         return value
@@ -541,10 +542,9 @@ def content(
         message = f"{str(path)!r} is outside the model's folder: only command line and environment may name such a file"
         raise ConfigError(message)
     text = _read_file(path, None if by_operator else folder)
-    if is_text:
-        return text.decode(errors="replace")
     try:
-        return json.loads(text)
+        return text.decode("utf-8-sig") if is_text else json.loads(text)
     except (ValueError, RecursionError) as error:
-        message = f"the file {str(path)!r} is not JSON: {error}"
+        expected = "UTF-8" if is_text else "JSON"
+        message = f"the file {str(path)!r} is not {expected}: {error}"
         raise ConfigError(message) from error

@@ -114,11 +114,12 @@ class _Documents:
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`. An error has the protocol's own shape."""
-        sent = self._parsed.formatter.feed(delta)
         if delta.error is not None:
-            return sent
-        write_all = partial(_DOCUMENT.sub, self._write_match, sent)
-        return _guarded(WRITES, self._parsed.request.label, write_all)
+            return self._parsed.formatter.feed(delta)
+        return _guarded(WRITES, self._parsed.request.label, partial(self._write_all, delta))
+
+    def _write_all(self, delta: Delta) -> bytes:
+        return _DOCUMENT.sub(self._write_match, self._parsed.formatter.feed(delta))
 
     def _write_match(self, match: re.Match[bytes]) -> bytes:
         content = orjson.loads(match[2])
@@ -127,22 +128,16 @@ class _Documents:
         return b"[" + b",".join([_encoded(self._write(each)) for each in content]) + b"]"
 
 
-class _Tokens:
+class _Tokens(_Documents):
     """An output formatter that takes each token: in DJL's `RequestOutput`, or as the first of six arguments."""
-
-    content_type = "text/plain; charset=utf-8"
 
     def __init__(self, parsed: ParsedRequest, write: _Function, made: Any) -> None:  # noqa: ANN401
         from djl_python.request import Request
 
+        super().__init__(parsed, write)
+        self.content_type = "text/plain; charset=utf-8"
         made.request_id, made.output_formatter = parsed.request.request_id, write
-        self._parsed, self._request = parsed, Request(made)
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`. An error has the protocol's own shape."""
-        if delta.error is not None:
-            return self._parsed.formatter.feed(delta)
-        return _guarded(WRITES, self._parsed.request.label, partial(self._write_all, delta))
+        self._request = Request(made)
 
     def _write_all(self, delta: Delta) -> bytes:
         from djl_python.request_io import Token as DjlToken

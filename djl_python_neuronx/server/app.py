@@ -19,7 +19,6 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +27,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from typing_extensions import TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
@@ -95,18 +93,6 @@ Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], Non
 """Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
 
 
-class Health(TypedDict):
-    """The answer of `/ping`."""
-
-    status: str
-
-
-class Version(TypedDict):
-    """The answer of `/version`."""
-
-    version: str
-
-
 class Application:
     """The routes and their state: a service that is loading, loaded, or failed to load."""
 
@@ -165,7 +151,7 @@ class Application:
             raise BackendUnavailableError(str(error)) from error
         return self.service
 
-    @answers(Health)
+    @answers(dict[str, str])
     async def ping(self, _request: Request) -> Response:
         """200 if requests are served; 503 also while the engine is started again."""
         loop = self.ready().loop
@@ -199,7 +185,7 @@ class Application:
         }
         return JSONResponse(facts)
 
-    @answers(Version)
+    @answers(dict[str, str])
     async def version(self, _request: Request) -> Response:
         """The version of the package; vLLM's route."""
         return JSONResponse({"version": package_version()})
@@ -209,13 +195,9 @@ class Application:
         """The OpenAPI document of the routes."""
         if self._document is None:
             routes = request.app.routes
-
-            def encode() -> bytes:
-                free = PROBES if self.needs_key else {route.path for route in routes}
-                return orjson.dumps(document(routes, free))
-
+            free = PROBES if self.needs_key else {route.path for route in routes}
             # On a thread: a tenth of a second of Python that tokens would wait for in the event loop.
-            self._document = await asyncio.to_thread(encode)
+            self._document = await asyncio.to_thread(document, routes, free)
         return Response(self._document, media_type="application/json")
 
     async def predictions(self, request: Request) -> Response:
@@ -310,12 +292,13 @@ class Server(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 expose_headers=["retry-after", "x-request-id"],
             )
+        # The same one whatever is installed.
+        self._protocol: Any = partial(LimitedProtocol, lambda: application.options, tls)
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
-            # The same ones whatever is installed.
-            http=partial(LimitedProtocol, lambda: application.options, tls),  # type: ignore[arg-type]
+            http=self._protocol,  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -352,13 +335,12 @@ class Server(uvicorn.Server):
             return
         config = copy(self.config)
         config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
-        make_protocol: Any = self.config.http_protocol_class  # of uvicorn, which calls it like this
         protocol = partial(
-            make_protocol,
+            self._protocol,
+            RESERVED_CONNECTIONS,
             config=config,
             server_state=self.server_state,
             app_state={},
-            num_reserved=RESERVED_CONNECTIONS,
         )
         host, port = options.admin_host or config.host, options.admin_port
         try:

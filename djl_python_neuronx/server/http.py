@@ -13,7 +13,9 @@ import resource
 import ssl
 import sys
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from fcntl import ioctl
 from functools import lru_cache
@@ -30,12 +32,13 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     ConfigError,
+    HttpError,
     QueueFullError,
     RequestAbortedError,
     RequestTimeoutError,
     ServingError,
 )
-from djl_python_neuronx.protocol.base import error_fields
+from djl_python_neuronx.server.responses import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +52,8 @@ LINGER_S = 2.0
 reset the connection, and the client may lose the answer."""
 SPARE_CONNECTIONS = 64
 """Connections above the limit that are answered with 503; any more are closed without an answer."""
-TLS_BUFFER_BYTES = 64 * 1024
-"""Most unread bytes that wait for a client before its answer pauses, as without TLS; asyncio's own limit is 512 KiB."""
+BUFFER_BYTES = 64 * 1024
+"""Most unread bytes that wait for a client before its answer pauses; with TLS asyncio's own limit is 512 KiB."""
 PROBES = frozenset({"/ping", "/health"})
 """Paths that need no API key."""
 _QUIET = PROBES | {"/metrics"}
@@ -61,10 +64,6 @@ OTHER_DESCRIPTORS = 256
 """Descriptors that the process has besides connections: files, the engine, listening sockets."""
 
 _STOPPED = BackendUnavailableError("the server has stopped; send the request elsewhere")
-_ANSWER = (
-    "HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n"
-    "connection: close\r\n{more}\r\n"
-)
 
 
 @lru_cache(maxsize=4)
@@ -138,7 +137,7 @@ class _Connection(h11.Connection):
         self._on_invalid = on_invalid
         self.access: dict[str, Any] = {}
         """What the access log says of the request that is read or answered; empty between requests."""
-        self.started_s = 0.0
+        self._started_s = 0.0
         self._num_parts = self._num_bytes = 0
 
     def next_event(self) -> Any:  # noqa: ANN401
@@ -150,7 +149,7 @@ class _Connection(h11.Connection):
             event = super().next_event()
             if type(event) is h11.Request:
                 path = event.target.partition(b"?")[0][:MAX_PATH]
-                self.open_access(event.method.decode(), path.decode())
+                self._open_access(event.method.decode(), path.decode())
                 self._check_head(event)
             elif type(event) is h11.Data:
                 self._check_part(len(event.data))
@@ -161,34 +160,32 @@ class _Connection(h11.Connection):
 
     def send(self, event: h11.Event) -> Any:  # noqa: ANN401
         """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
-        if type(event) is h11.Response and self.their_state is h11.SEND_BODY:
-            headers, status = [*event.headers, (b"connection", b"close")], event.status_code
-            event = h11.Response(status_code=status, headers=headers, reason=event.reason)
-        sent = super().send(event)
         if type(event) is h11.Response:
-            request_id = dict(event.headers).get(b"x-request-id", b"-")
-            self.note_access(event.status_code, request_id.decode("latin-1"))
+            self._note_answer(event)
+            if self.their_state is h11.SEND_BODY:
+                headers: Any = [*event.headers, (b"connection", b"close")]
+                event = replace(event, headers=headers)
+        sent = super().send(event)
         if self.access:
             self.access["bytes"] += len(sent or b"")
         return sent
 
-    def open_access(self, method: str, path: str) -> None:
-        """Begin the entry of a request in the access log."""
-        self.started_s = time.monotonic()
+    def num_ms(self) -> float:
+        """Milliseconds since the end of the request's head."""
+        return round((time.monotonic() - self._started_s) * 1000, 1)
+
+    def _open_access(self, method: str, path: str) -> None:
+        self._started_s = time.monotonic()
         self.access = {"method": method, "path": path, "status": RequestAbortedError.status}
         self.access |= {"bytes": 0, "first_byte_ms": None, "request_id": "-"}
 
-    def note_access(self, status: int, request_id: str = "-") -> None:
-        """Note the beginning of the answer, to a request or to bytes that are none."""
-        if not self.access:
-            self.open_access("-", "-")
-        self.access["status"] = status
+    def _note_answer(self, answer: h11.Response) -> None:
+        if not self.access:  # to bytes that are no request
+            self._open_access("-", "-")
+        request_id = dict(answer.headers).get(b"x-request-id", b"-")
+        self.access["status"] = answer.status_code
         self.access["first_byte_ms"] = self.num_ms()
-        self.access["request_id"] = request_id
-
-    def num_ms(self) -> float:
-        """Milliseconds since the end of the request's head."""
-        return round((time.monotonic() - self.started_s) * 1000, 1)
+        self.access["request_id"] = request_id.decode("latin-1")
 
     def _check_head(self, request: h11.Request) -> None:
         self._num_parts = self._num_bytes = 0
@@ -256,8 +253,6 @@ class LimitedProtocol(H11Protocol):
         self._options = options
         self._tls = tls
         self._num_reserved = num_reserved
-        self._early: bytearray | None = None
-        """While keys are exchanged: what the client has sent behind them."""
         self.conn = _Connection(self._refuse_invalid)
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
@@ -272,51 +267,39 @@ class LimitedProtocol(H11Protocol):
         """Ends the wait for a client that does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse a connection above the limit, else wait for a request."""
-        self._raw = self._tcp = transport
+        """Refuse a connection above the limit, else wait for a request. With TLS it is called after the keys again."""
+        self._raw = transport
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        if len(self.connections) > self._limit() + SPARE_CONNECTIONS:
+        if self.scheme == "http":
+            self._tcp = transport
+        transport.set_write_buffer_limits(BUFFER_BYTES)
+        limit = allowed_connections(self._options().max_connections) + self._num_reserved
+        if len(self.connections) > limit + SPARE_CONNECTIONS:
             transport.abort()
-        elif self._tls is None:
-            self._begin()
-        else:
-            self._early = bytearray()
-            task = self.loop.create_task(self._secure(self._tls))
-            task.add_done_callback(self.tasks.discard)
-            self.tasks.add(task)
-
-    async def _secure(self, tls: ssl.SSLContext) -> None:
-        """Exchange keys, then begin."""
-        # Not by `create_server`: it limits neither the time nor the number of clients that have not done that.
-        timeouts: Any = {"ssl_handshake_timeout": self._options().request_head_timeout}
-        if sys.version_info >= (3, 11):  # before, there was none
-            timeouts["ssl_shutdown_timeout"] = math.inf  # `_expect_reading` judges by what is read
-        secured: asyncio.Transport | None = None
-        try:
-            secured = await self.loop.start_tls(self._tcp, self, tls, server_side=True, **timeouts)
-        except OSError as error:
-            logger.info("tls_refused client=%s reason=%r", self.client, str(error))
-        early, self._early = bytes(self._early or b""), None
-        if secured is None or self.ending:
-            self.connection_lost(None)
-            return
-        secured.set_write_buffer_limits(TLS_BUFFER_BYTES)
-        self._raw = secured
-        super().connection_made(_Transport(secured, self))  # type: ignore[arg-type]
-        self._begin()
-        if early:
-            self.data_received(early)
-
-    def _limit(self) -> int:
-        return allowed_connections(self._options().max_connections) + self._num_reserved
-
-    def _begin(self) -> None:
-        limit = self._limit()
-        if len(self.connections) > limit:
+        elif self._tls is not None and self.scheme == "http":
+            self._exchange_keys(self._tls)
+        elif len(self.connections) > limit:
             msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
             self._answer(QueueFullError(msg))
         else:
             self._watch()
+
+    def _exchange_keys(self, tls: ssl.SSLContext) -> None:
+        # Not by `create_server`, which would not count the clients that are at it, nor by `start_tls`, which loses what
+        # comes behind the keys.
+        timeouts: Any = {"ssl_handshake_timeout": self._options().request_head_timeout}
+        if sys.version_info >= (3, 11):  # before, there was none
+            timeouts["ssl_shutdown_timeout"] = math.inf  # `_expect_reading` judges by what is read
+        done = self.loop.create_future()
+        done.add_done_callback(self._keys_exchanged)
+        layer = SSLProtocol(self.loop, self, tls, done, server_side=True, **timeouts)
+        self._tcp.set_protocol(layer)
+        layer.connection_made(self._tcp)
+
+    def _keys_exchanged(self, done: asyncio.Future[None]) -> None:
+        if self.scheme == "http":  # asyncio reports the end of a connection with keys only
+            logger.info("tls_refused client=%s reason=%r", self.client, str(done.exception()))
+            self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -327,9 +310,7 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of requests; what comes after the last request or the last answer is dropped."""
-        if self._early is not None:
-            self._early += data
-        elif not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
+        if not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
             super().data_received(data)
             self._watch()
 
@@ -363,9 +344,7 @@ class LimitedProtocol(H11Protocol):
     def stop(self) -> None:
         """End the connection because the server ends."""
         self.refuse(_STOPPED)
-        if self._num_buffered():
-            self._raw.abort()
-        self._tcp.close()
+        self._tcp.abort()
 
     def shutdown(self) -> None:
         """See `H11Protocol`."""
@@ -383,22 +362,25 @@ class LimitedProtocol(H11Protocol):
         text = f"this is not valid HTTP: {str(error).partition(': b')[0]}"
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             text = f"the request line and headers have more than {MAX_HEAD_BYTES} bytes, the limit"
-        self._send(status, {"code": status, "error": text, "type": "http_error"})
+        self._answer(HttpError(text, status))
 
     def _answer(self, error: ServingError) -> None:
-        wait_s = error.retry_after_s
-        more = "" if wait_s is None else f"retry-after: {wait_s}\r\n"
-        self._send(error.status, error_fields(error), more)
-
-    def _send(self, status: int, fields: dict[str, Any], more: str = "") -> None:
-        if not self.ending and self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            logger.info("connection_refused status=%d reason=%r", status, fields["error"])
-            body, phrase = orjson.dumps(fields), HTTPStatus(status).phrase
-            head = _ANSWER.format(status=status, phrase=phrase, length=len(body), more=more)
-            sent = head.encode() + body
-            self._raw.write(sent)
-            self.conn.note_access(status)
-            self.conn.access["bytes"] += len(sent)
+        conn = self.conn
+        if not self.ending and conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            response = error_response(error, path=conn.access.get("path", ""))
+            status, headers = (
+                response.status_code,
+                [*response.raw_headers, (b"connection", b"close")],
+            )
+            logger.info("connection_refused status=%d reason=%r", status, str(error))
+            phrase = HTTPStatus(status).phrase
+            body = b"" if conn.access.get("method") == "HEAD" else bytes(response.body)
+            events = (
+                h11.Response(status_code=status, headers=headers, reason=phrase),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
+            self._raw.write(b"".join(map(conn.send, events)))
             self._log_access(complete=True)
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
@@ -437,7 +419,7 @@ class LimitedProtocol(H11Protocol):
         self._stop_timers()
         self._expect_reading()
         # TLS has no half-closed connections: the client closes after the answer, or the wait for it ends.
-        halves = self._raw.can_write_eof() and self._early is None
+        halves = self._tls is None
         sending = self.conn.their_state in {h11.SEND_BODY, h11.ERROR} or (
             self.conn.their_state is h11.IDLE and (halves or bool(self.conn.trailing_data[0]))
         )
@@ -450,22 +432,19 @@ class LimitedProtocol(H11Protocol):
 
     def _expect_reading(self, num_before: int = sys.maxsize) -> None:
         """Close if the client has read nothing since `num_before` bytes waited for it, else wait once more."""
-        num_unread = self._num_unread_bytes()
+        sock = self._tcp.get_extra_info("socket")
+        if sock.fileno() < 0:  # with TLS `connection_lost` comes later
+            return
+        # Those that wait in this process; TLS has a buffer above that of TCP.
+        num_buffered = sum(each.get_write_buffer_size() for each in {self._raw, self._tcp})
+        # The client's machine has not acknowledged those in the kernel either, up to megabytes (tcp(7)).
+        num_unread = num_buffered + int.from_bytes(ioctl(sock, TIOCOUTQ, bytes(4)), sys.byteorder)
         if num_unread >= num_before:
             logger.info("client_dropped unread_bytes=%d", num_unread)
             self._raw.abort()
             return
-        limit_s = self._options().write_timeout if self._num_buffered() else LINGER_S
+        limit_s = self._options().write_timeout if num_buffered else LINGER_S
         self._write_timer = self.loop.call_later(limit_s, self._expect_reading, num_unread)
-
-    def _num_unread_bytes(self) -> int:
-        """Bytes that the client's machine has not acknowledged: also those in the kernel, up to megabytes (tcp(7))."""
-        queued = ioctl(self._raw.get_extra_info("socket"), TIOCOUTQ, bytes(4))
-        return self._num_buffered() + int.from_bytes(queued, sys.byteorder)
-
-    def _num_buffered(self) -> int:
-        """Bytes that wait in this process; TLS has a buffer above that of TCP."""
-        return sum(each.get_write_buffer_size() for each in {self._raw, self._tcp})
 
     def _log_access(self, *, complete: bool) -> None:
         """Log the request, once. `complete`: its whole answer was written."""

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from djl_python_neuronx.config.sources import API_KEYS
 from djl_python_neuronx.errors import ConfigError, UnauthorizedError
 from djl_python_neuronx.server.http import PROBES
 from djl_python_neuronx.server.responses import error_response
-
-logger = logging.getLogger(__name__)
 
 MISSING = "no valid API key; send one as the header `Authorization: Bearer <key>`"
 _KEY = re.compile(rb"[\x21-\x7e]+")
@@ -53,14 +49,10 @@ def read_keys(file: str | None, variable: str | None) -> list[bytes]:
 def _lines(file: str) -> list[bytes]:
     path = Path(os.path.expanduser(file))  # noqa: PTH111  (pathlib raises for the home of an unknown user)
     try:
-        mode, content = path.stat().st_mode, path.read_bytes()
+        lines = path.read_bytes().splitlines()
     except (OSError, ValueError) as error:
         msg = f"option.api_key_file: {error}; expected a file with one API key in each line"
         raise ConfigError(msg) from error
-    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-        fix = f"chmod {stat.S_IMODE(mode) & 0o770:o}"
-        logger.warning("api_key_file_open file=%s reason='all users can read it; %s'", file, fix)
-    lines = content.splitlines()
     return [b"" if line.lstrip().startswith(b"#") else line for line in lines]
 
 
@@ -91,10 +83,6 @@ class KeyCheck:
             scheme, _, key = value.partition(b" ")
             if name == b"authorization" and scheme.lower() == b"bearer":
                 sent = _digest(key.strip())
-            elif name == b"x-api-key":
-                sent = _digest(value)
-            else:
-                continue
-            for digest in self._digests:
-                found |= hmac.compare_digest(sent, digest)
+                for digest in self._digests:
+                    found |= hmac.compare_digest(sent, digest)
         return found

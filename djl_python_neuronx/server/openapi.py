@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar, Union
 
+import orjson
 from pydantic import TypeAdapter
 from starlette.routing import Route
 
@@ -28,10 +29,7 @@ from djl_python_neuronx.protocol import PROTOCOLS, beside
 JSON = "application/json"
 _WHOLE = frozenset({JSON, "text/plain"})
 """Media types whose body is one value. A body of any other is a stream of values."""
-_KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-}
+_KEY = {"bearer": {"type": "http", "scheme": "bearer"}}
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Types = Mapping[str, Any]
@@ -50,8 +48,8 @@ def answers(type_: object, media_type: str = JSON) -> Callable[[_Handler], _Hand
     return declare
 
 
-def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
-    """The document of the routes, in OpenAPI 3.1; all but the `free` paths need an API key.
+def document(routes: Iterable[Route], free: Container[str]) -> bytes:
+    """The document of the routes, OpenAPI 3.1 in JSON; all but the `free` paths need an API key.
 
     The handler of a route has `answers`, or it serves the protocols of its path.
     """
@@ -69,12 +67,13 @@ def document(routes: Iterable[Route], free: Container[str]) -> dict[str, Any]:
     )
     for one, place in schemas.items():
         place |= found[one, "validation"]
-    return {
+    made = {
         "openapi": "3.1.0",
         "info": {"title": "djl-neuronx", "version": package_version()},
         "paths": paths,
-        "components": {"schemas": definitions["$defs"], "securitySchemes": _KEYS},
+        "components": {"schemas": definitions["$defs"], "securitySchemes": _KEY},
     }
+    return orjson.dumps(made)
 
 
 def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any
         if route.param_convertors:
             errors += (UnknownModelError,)
     if keyed:
-        operation["security"] = [{scheme: []} for scheme in _KEYS]
+        operation["security"] = [{"bearer": []}]
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         if error is UnauthorizedError and not keyed:

@@ -316,6 +316,12 @@ class TestContent:
         assert sources.content("<s>{% if a %}{% endif %}", tmp_path, is_text=True)[:3] == "<s>"
         with pytest.raises(ConfigError, match="there is no file"):
             sources.content("[a]", tmp_path, is_text=True)
+        # A byte order mark would be the first character of every prompt.
+        (tmp_path / "chat.jinja").write_text("{{ a }}", encoding="utf-8-sig")
+        assert sources.content("chat.jinja", tmp_path, is_text=True) == "{{ a }}"
+        (tmp_path / "chat.jinja").write_text("{{ a }}", encoding="utf-16")
+        with pytest.raises(ConfigError, match=r"chat.jinja' is not UTF-8"):
+            sources.content("chat.jinja", tmp_path, is_text=True)
 
     def test_only_the_operator_names_a_template_elsewhere(self, tmp_path):
         outside, folder = tmp_path / "chat.jinja", tmp_path / "model"

@@ -186,7 +186,7 @@ def test_code_of_the_folder_is_reported_and_not_run(tmp_path, laptop):
     (tmp_path / "model.py").write_text(code)
     (tmp_path / "requirements.txt").write_text("no-such-package")
     report = run(tmp_path, trust_remote_code="true")
-    words = ("model.py has output_formatter", "no-such-package")
+    words = ("model.py has output_formatter", "installs requirements.txt")
     for word in words:
         assert any(word in problem for problem in report.findings.messages("warning"))
         assert word in printed(report)

@@ -96,7 +96,9 @@ def test_it_has_the_statuses_of_each_error(document: dict[str, Any]) -> None:
 def test_routes_other_than_probes_need_a_key_if_there_are_keys(document: dict[str, Any]) -> None:
     application = Application("toy")
     running = Running(application, api_keys=read_keys(None, "secret"))
-    found = http.get(running.url + "/openapi.json", headers={"x-api-key": "secret"}).json()
+    found = http.get(
+        running.url + "/openapi.json", headers={"authorization": "Bearer secret"}
+    ).json()
     running.close()
     schemathesis.openapi.from_dict(found).validate()
     assert "security" not in json.dumps(document["paths"])
@@ -109,7 +111,7 @@ def test_routes_other_than_probes_need_a_key_if_there_are_keys(document: dict[st
 def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def document(*arguments: Any) -> dict[str, Any]:
+    def document(*arguments: Any) -> bytes:
         made.append(threading.current_thread().name)
         return openapi.document(*arguments)
 
