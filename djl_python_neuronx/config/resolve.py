@@ -61,6 +61,7 @@ _OVERRIDDEN_PLACES = {
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _MODELS = {"model_id", "speculative_draft_model"}
+_TEMPLATES = names_where(lambda marker: marker.text_file)
 _UNUSED = names_where(lambda marker: marker.unused)
 _PREFIX = re.compile(r"[^a-z]*([a-z]+)(?:[._-]|$)")
 _LAYOUTS = ("attention_layout", "cache_layout")
@@ -398,7 +399,7 @@ def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str
         if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"
     # Each word is allowed as a template, which any text is.
-    near = [] if option(name).text_file else filter(allowed, re.findall(r"[\w-]+", words))
+    near = [] if name in _TEMPLATES else filter(allowed, re.findall(r"[\w-]+", words))
     return hints.repair(value, allowed, is_name=name in _MODELS) or did_you_mean(str(value), near)
 
 
