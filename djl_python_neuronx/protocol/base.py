@@ -210,6 +210,9 @@ class ParseContext:
         found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
+            if truncate is not None and isinstance(prompt, str) and self.max_prompt_chars:
+                # Text before that is of no token that is kept: tokenising it takes time, and is refused.
+                prompt = prompt[-self.max_prompt_chars :]
             prompt_ids = self.encode(prompt, name)
             if truncate is not None:
                 prompt_ids = prompt_ids[-truncate:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import orjson
@@ -25,6 +26,7 @@ from djl_python_neuronx.protocol.parameters import (
     RequestModel,
     sampling_params,
 )
+from djl_python_neuronx.protocol.sequences import Answer, JsonFormatter
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 MAX_TEMPERATURE = 2
@@ -224,11 +226,16 @@ def make_formatter(
         "model": given.model or context.options.model_names[0],
     }
     texts = [text for text in echoes for _ in range(count)] or [""] * len(requests)
-    answer = _Answer(
-        head, shape, requests, texts, count, context.tokenizer if with_logprobs else None
-    )
+    tokenizer = context.tokenizer if with_logprobs else None
+    answer = _Completion(head, shape, requests, texts, count, tokenizer)
     if not given.stream:
-        return WholeFormatter(answer, given.n)
+        keeps_tokens = requests[0].logprobs
+        answers = [
+            Answer(request, text=text, keeps_tokens=keeps_tokens)
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        whole = partial(answer.whole, num_returned=given.n)
+        return JsonFormatter([answers], whole, lambda error: answer_error(error)[1])
     with_usage = given.stream_options is not None and given.stream_options.include_usage
     return ChunkFormatter(answer, sse=_is_sse(context), with_usage=with_usage)
 
@@ -245,21 +252,7 @@ def _is_sse(context: ParseContext) -> bool:
     return context.path.startswith("/v1/") or named or accepts or chosen
 
 
-class _Choice:
-    """A sequence so far."""
-
-    def __init__(self, text: str) -> None:
-        self.texts = [text]
-        self.tokens: list[Token] = []
-        self.reason = ""
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability of its tokens."""
-        return sum(finite(token.logprob) for token in self.tokens) / max(len(self.tokens), 1)
-
-
-class _Answer:
+class _Completion:
     """The fields of an answer, and its sequences."""
 
     def __init__(
@@ -285,6 +278,23 @@ class _Answer:
             "total_tokens": self.num_prompt_tokens + num_tokens,
         }
 
+    def whole(self, answers: Sequence[Answer], num_returned: int) -> Mapping[str, Any]:
+        """The whole answer. Of the sequences of a prompt it has the `num_returned` likeliest, by token."""
+        best: list[Answer] = []
+        for i in range(0, len(answers), self.count):
+            group = list(answers[i : i + self.count])
+            if num_returned < self.count:
+                group.sort(key=lambda one: -one.mean_logprob)
+            best += group[:num_returned]
+        choices = [
+            self.shape.choice(
+                index, one.text, self.logprobs(one.tokens), _FINISH_REASONS[one.end.finish_reason]
+            )
+            for index, one in enumerate(best)
+        ]
+        usage = self.usage(sum(one.end.num_generated_tokens for one in answers))
+        return {**self.head, "choices": choices, "usage": usage}
+
     def logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:  # noqa: ANN401
         """Log-probabilities, if the client wants them."""
         if self.tokenizer is None:
@@ -292,57 +302,10 @@ class _Answer:
         return self.shape.logprobs(tokens, offset, self.tokenizer)
 
 
-class WholeFormatter:
-    """The whole answer at the end. Of the sequences of a prompt it has the `num_returned` likeliest, by token."""
-
-    content_type = "application/json"
-
-    def __init__(self, answer: _Answer, num_returned: int) -> None:
-        self._answer, self._num_returned = answer, num_returned
-        self._choices = {
-            request.request_id: _Choice(text)
-            for request, text in zip(answer.requests, answer.texts, strict=True)
-        }
-        self._num_open, self._num_tokens = len(self._choices), 0
-        self._keeps_tokens = answer.requests[0].logprobs
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`."""
-        if delta.error is not None:
-            return orjson.dumps(answer_error(delta.error)[1])
-        choice = self._choices[delta.request_id]
-        choice.texts.append(delta.text)
-        if self._keeps_tokens:
-            choice.tokens += delta.tokens
-        if not delta.finished:
-            return b""
-        choice.reason = _FINISH_REASONS[delta.finish_reason]
-        self._num_tokens += delta.num_generated_tokens
-        self._num_open -= 1
-        return b"" if self._num_open else self._body()
-
-    def _body(self) -> bytes:
-        answer, choices = self._answer, list(self._choices.values())
-        best: list[_Choice] = []
-        for i in range(0, len(choices), answer.count):
-            group = choices[i : i + answer.count]
-            if self._num_returned < answer.count:
-                group.sort(key=lambda choice: -choice.mean_logprob)
-            best += group[: self._num_returned]
-        written = [
-            answer.shape.choice(
-                index, "".join(choice.texts), answer.logprobs(choice.tokens), choice.reason
-            )
-            for index, choice in enumerate(best)
-        ]
-        usage = answer.usage(self._num_tokens)
-        return orjson.dumps({**answer.head, "choices": written, "usage": usage})
-
-
 class ChunkFormatter:
     """A chunk for each delta, as server-sent events or lines of JSON."""
 
-    def __init__(self, answer: _Answer, *, sse: bool, with_usage: bool) -> None:
+    def __init__(self, answer: _Completion, *, sse: bool, with_usage: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
         self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
         self._done = b"data: [DONE]\n\n" if sse else b""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -179,11 +179,11 @@ class Answer:
     def __init__(
         self,
         request: GenerationRequest,
-        prompt: str,
-        text: str,
-        prefill: orjson.Fragment | None,
         *,
         keeps_tokens: bool,
+        text: str = "",
+        prompt: str = "",
+        prefill: orjson.Fragment | None = None,
     ) -> None:
         """`text`: the start of its text; `prefill`: JSON of the prompt's tokens."""
         self.request, self.prompt, self.prefill = request, prompt, prefill
@@ -199,8 +199,7 @@ class Answer:
             self._texts.append(delta.text)
         if self._keeps_tokens:
             self.tokens += delta.tokens
-        if delta.finished:
-            self.end = delta
+        self.end = delta
 
     @property
     def text(self) -> str:
@@ -211,6 +210,11 @@ class Answer:
     def log_probability(self) -> float:
         """The sum over its tokens, if it keeps them."""
         return sum(token.logprob or 0.0 for token in self.tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean over its tokens, if it keeps them."""
+        return self.log_probability / max(1, len(self.tokens))
 
 
 class Shape(ABC):
@@ -331,12 +335,15 @@ def parsed_request(
         text = prompt if given.return_full_text else ""
         prefill = shape.prefill(group[0].prompt_ids)
         groups.append(
-            [Answer(one, prompt, text, prefill, keeps_tokens=keeps_tokens) for one in group]
+            [
+                Answer(one, keeps_tokens=keeps_tokens, text=text, prompt=prompt, prefill=prefill)
+                for one in group
+            ]
         )
     formatter: Formatter = (
         LinesFormatter(groups[0][0], shape, stream)
         if stream
-        else JsonFormatter(groups, shape, listed=listed)
+        else JsonFormatter(groups, shape.whole, shape.error, listed=listed)
     )
     return ParsedRequest(requests, formatter, stream=stream is not None)
 
@@ -361,21 +368,28 @@ class JsonFormatter:
 
     content_type = "application/json"
 
-    def __init__(self, groups: Sequence[Sequence[Answer]], shape: Shape, *, listed: bool) -> None:
-        """`groups`: the sequences of each prompt."""
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Answer]],
+        whole: Callable[[Sequence[Answer]], Mapping[str, Any]],
+        error: Callable[[ServingError], Mapping[str, Any]],
+        *,
+        listed: bool = False,
+    ) -> None:
+        """`groups`: the sequences of each prompt; `whole` and `error`: see `Shape`."""
         self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
         self._bodies = dict.fromkeys([group[0] for group in groups], b"")
-        self._shape, self._listed = shape, listed
+        self._whole, self._error, self._listed = whole, error, listed
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         if delta.error is not None:
-            return orjson.dumps(self._shape.error(delta.error))
+            return orjson.dumps(self._error(delta.error))
         answer, group = self._answers[delta.request_id]
         answer.add(delta)
         if not (delta.finished and all(one.end.finished for one in group)):
             return b""
-        self._bodies[group[0]] = orjson.dumps(self._shape.whole(group))
+        self._bodies[group[0]] = orjson.dumps(self._whole(group))
         bodies = list(self._bodies.values())
         if not all(bodies):
             return b""

@@ -151,7 +151,7 @@ class TgiShape(DetailedShape):
 
     def score(self, answer: Answer) -> float:
         """See `DetailedShape`. The mean over the tokens."""
-        return super().score(answer) / max(1, len(answer.tokens))
+        return answer.mean_logprob
 
     def facts(self, answer: Answer) -> dict[str, Any]:
         """See `DetailedShape`."""

@@ -142,6 +142,14 @@ def test_a_prompt_is_truncated_at_its_start(most: int, kept: list[int]) -> None:
     assert [one.prompt_ids for one in requests] == [kept, [1, 7][-most:]]
 
 
+def test_a_text_too_long_for_any_prompt_is_truncated_too() -> None:
+    inputs, parameters = "<5>" * 10_000 + "<7><8>", {"truncate": 2}
+    parsed = parse({"inputs": inputs, "parameters": parameters}, max_prompt_chars=30)
+    assert parsed.request.prompt_ids == [7, 8]
+    with pytest.raises(PromptTooLongError):
+        parse({"inputs": inputs}, max_prompt_chars=30)
+
+
 def test_prompts_may_be_token_ids() -> None:
     context = ParseContext(tokenizer=TOKENIZER, request_id="r", vocab_size=300)
     common = parse({"inputs": "<5>"}).request
@@ -327,6 +335,16 @@ def test_the_tokens_of_the_prompt_have_no_log_probability() -> None:
     details = answer_of(with_parameters(details=True, decoder_input_details=True))["details"]
     assert details["prefill"] == prefill
     assert "details" not in answer_of(with_parameters(decoder_input_details=True))
+
+
+def test_the_best_sequence_alone_has_the_prompt() -> None:
+    given = {"n": 3, "do_sample": True, "details": True, "decoder_input_details": True}
+    details = answer_of(with_parameters(**given), [-3.0, -1.0, -2.0])["details"]
+    assert len(details["prefill"]) == 2
+    assert [other.keys() & {"prefill", "inputs"} for other in details["best_of_sequences"]] == [
+        set(),
+        set(),
+    ]
 
 
 def test_top_tokens() -> None:

@@ -143,7 +143,12 @@ def test_every_answer_is_one_of_the_document(
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue
 
-        @settings(max_examples=num_examples, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=num_examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(case=operation.as_strategy(generation_mode=mode), stream=st.booleans())
         def ask(case: Any, stream: bool) -> None:
             if "model" in case.path_parameters:
