@@ -61,6 +61,7 @@ _OVERRIDDEN_PLACES = {
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _MODELS = {"model_id", "speculative_draft_model"}
+_TEMPLATES = names_where(lambda marker: marker.text_file)
 _UNUSED = names_where(lambda marker: marker.unused)
 _PREFIX = re.compile(r"[^a-z]*([a-z]+)(?:[._-]|$)")
 _LAYOUTS = ("attention_layout", "cache_layout")
@@ -397,7 +398,8 @@ def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str
     for other in _NEIGHBOURS.get(name, ()):
         if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"
-    near = filter(allowed, re.findall(r"[\w-]+", words))
+    # Each word is allowed as a template, which any text is.
+    near = [] if name in _TEMPLATES else filter(allowed, re.findall(r"[\w-]+", words))
     return hints.repair(value, allowed, is_name=name in _MODELS) or did_you_mean(str(value), near)
 
 

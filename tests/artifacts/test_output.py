@@ -62,7 +62,7 @@ OPTIONS = {
     "trust_remote_code": False,
     "async_mode": True,
     "predict_timeout": 33.5,
-    "model_name": "ein Löwe = 1 \\ \u4e2d",
+    "model_name": ("ein Löwe = 1 \\ \u4e2d", "zwei"),
     "cpu_threads": None,
     "model_id": "/where/it/was",
 }

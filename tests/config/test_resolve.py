@@ -779,6 +779,12 @@ class TestFiles:
         resolved = resolve(None, folder(f"option.on_device_generation={text}"), {})
         assert resolved.options.on_device_generation == OnDeviceGeneration()
 
+    def test_a_template_that_is_missing_gets_no_word_for_its_name(self, folder):
+        model_dir = folder("option.chat_template=my.jinja")
+        (problem,) = problems_of(None, model_dir, {})
+        assert f"there is no file {str(model_dir / 'my.jinja')!r}" in str(problem)
+        assert "did you mean" not in str(problem)
+
     @pytest.mark.parametrize("name", NAMES)
     def test_what_is_wrong_with_the_file_is_said_with_its_name(self, folder, name):
         model_dir = folder(f"option.{name}=mine.json")
