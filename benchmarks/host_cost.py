@@ -137,7 +137,7 @@ class TableTokenizer:
         """There are none."""
         return None
 
-    def encode(self, text: str) -> list[int]:  # noqa: ARG002
+    def encode(self, text: str, *, special: bool = True) -> list[int]:  # noqa: ARG002
         """One token: the prompts are ids here."""
         return [0]
 
