@@ -18,7 +18,6 @@ from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
-    InvalidOptionError,
     RequestError,
     ServingError,
     UnsupportedParameterError,
@@ -331,19 +330,17 @@ def load_tokenizer(
         ArtifactNotFoundError: the folder has no tokenizer.
         ArtifactAccessError: its files cannot be read.
         ArtifactError: the tokenizer cannot be loaded from them.
-        InvalidOptionError: `chat_template` is no template.
     """
     try:
         library = _load(folder, trust_remote_code, revision, needs_torch)
         if chat_template is not None:
             library.chat_template = chat_template
-            _check_template(library)
         return (
             FastTokenizer(library)
             if getattr(library, "is_fast", False)
             else PythonTokenizer(library)
         )
-    except (ArtifactError, InvalidOptionError):
+    except ArtifactError:
         raise
     except PermissionError as error:
         msg = f"the tokenizer in {folder} cannot be read: {error.strerror}. Give this user access."
@@ -355,19 +352,6 @@ def load_tokenizer(
             "complete; a tokenizer with code of its own needs option.trust_remote_code=true."
         )
         raise ArtifactError(msg) from error
-
-
-def _check_template(library: Any) -> None:  # noqa: ANN401
-    """Refuse `option.chat_template` if it is no template; a template may well refuse this conversation."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        library.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-    except TemplateSyntaxError as error:
-        name, allowed = "chat_template", f"a Jinja template (line {error.lineno}: {error.message})"
-        raise InvalidOptionError(name, "…", f"option.{name}", allowed) from error
-    except Exception:
-        logger.debug("chat_template_refuses", exc_info=True)
 
 
 @contextmanager

@@ -385,6 +385,8 @@ def _reasons(error: ValidationError) -> dict[str, str]:
         name, *inner = map(str, entry["loc"])
         # Within an object, the key that is wrong. The message of a union's branch would only confuse.
         where = f"; {wrong_part(inner[0])}" if inner and option(name).file else ""
+        if name in _TEMPLATES:
+            where = f"; {entry['msg'].removeprefix('Value error, ')}"
         found.setdefault(name, where)
     return found
 

@@ -63,6 +63,7 @@ _INT8 = frozenset({"int8", "static_int8", "s8"})
 # With one slash too: a typing error, not a folder.
 _URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^\s/?#@*]+)$"
+_GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation\b")
 _BUCKET = re.compile(r"//[^/]")
 _FP8 = frozenset(
     {"fp8", "static_fp8", "f8e4m3", "f8e4m3fn", "fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"}
@@ -389,6 +390,20 @@ def _local_path(text: str) -> str:
     return found[2].removeprefix("//")
 
 
+def _template(text: str) -> str:
+    """Refuse what is no Jinja template."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    # transformers has one tag more than Jinja, with an end.
+    known = _GENERATION.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), text)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(known)  # noqa: S701  (never rendered)
+    except TemplateSyntaxError as error:
+        message = f"line {error.lineno}: {error.message}"
+        raise ValueError(message) from error
+    return text
+
+
 def _weights(value: object) -> object:
     """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8."""
     enabled = truth(value)
@@ -451,7 +466,9 @@ Words = Annotated[
 Names = Annotated[
     tuple[Plain, ...], _Filled, _Split, Allowed('a name, or names such as "llama,gpt-4o"')
 ]
-Template = Annotated[str, _Filled, Allowed("a file, or a Jinja template")]
+Template = Annotated[
+    str, _Filled, AfterValidator(_template), Allowed("a file, or a Jinja template")
+]
 Order = Annotated[
     tuple[Annotated[int, Field(ge=0, le=3)], ...],
     Field(min_length=4, max_length=4),

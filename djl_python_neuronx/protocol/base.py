@@ -41,6 +41,8 @@ BESIDE_PROMPT_BYTES = 2**20
 
 MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
+MAX_LISTED = 256
+"""Most tokens that an answer lists for a step, in all of its sequences: it keeps them until its end, 200 bytes each."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Between the seeds of the answers to one prompt. With 1 the second answer would be the first one of the next seed."""
 
@@ -193,13 +195,21 @@ class ParseContext:
         `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
 
         Raises:
-            RequestError: there are more than `MAX_SEQUENCES` requests, or a list has other values than integers.
+            RequestError: there are more than `MAX_SEQUENCES` requests, they list more than `MAX_LISTED` tokens for a
+                step, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
         if len(prompts) * count > MAX_SEQUENCES:
             msg = (
                 f"{len(prompts)} prompts with {count} answers each are {len(prompts) * count} sequences; "
                 f"expected at most {MAX_SEQUENCES}"
+            )
+            raise RequestError(msg)
+        listed = len(prompts) * count * (1 + common.top_logprobs)
+        if common.top_logprobs and listed > MAX_LISTED:
+            msg = (
+                f"{len(prompts) * count} sequences with {common.top_logprobs} of the most likely tokens list {listed} "
+                f"tokens for a step; expected at most {MAX_LISTED}"
             )
             raise RequestError(msg)
         seed = common.sampling.seed

@@ -50,6 +50,11 @@ FLAG = (
 )
 FLAG_BAD = ("maybe", "2", "[true]", "tru e", "-1", "{}", [True], 2)
 COUNT_BAD = ("0", "-1", "1.5", "many", "[1]", "true", str(2**31), "1e3", [3], 2.5)
+TEMPLATES = (
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "{%- generation -%}{{ messages | tojson }}{%- endgeneration -%}",
+    "{{ raise_exception('no') }}",
+)
 TEXT_BAD = (7, ["a"], {"a": 1}, 1.5)
 DTYPES = (
     *((text, "float16") for text in ("fp16", "float16", "half", "f16", "torch.float16", "FP16")),
@@ -159,7 +164,12 @@ GENERAL = {
         also=("served_model_name",),
     ),
     "chat_template": Row(
-        (("{{ messages }}", "{{ messages }}"), ("{% x\n", "{% x\n"), *NONE), ("", *TEXT_BAD)
+        (
+            ("{{ messages }}", "{{ messages }}"),
+            *((text, text) for text in TEMPLATES),
+            *NONE,
+        ),
+        ("", "{% x\n", "{% endfor %}", "{{ messages", *TEXT_BAD),
     ),
     "generation_config": choice("auto", "vllm"),
     "task": Row(

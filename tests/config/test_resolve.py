@@ -1,6 +1,7 @@
 """Values, their precedence, their origins, and what is refused: the same through every door."""
 
 import json
+import re
 from typing import ClassVar
 
 import javaproperties
@@ -784,6 +785,12 @@ class TestFiles:
         (problem,) = problems_of(None, model_dir, {})
         assert f"there is no file {str(model_dir / 'my.jinja')!r}" in str(problem)
         assert "did you mean" not in str(problem)
+
+    def test_where_a_template_is_wrong_is_said(self, folder):
+        model_dir = folder("option.chat_template=my.jinja")
+        (model_dir / "my.jinja").write_text("{{ messages }}\n{% endfor %}")
+        (problem,) = problems_of(None, model_dir, {})
+        assert re.search(r"my\.jinja.*; line 2: .*'endfor'", str(problem))
 
     @pytest.mark.parametrize("name", NAMES)
     def test_what_is_wrong_with_the_file_is_said_with_its_name(self, folder, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -138,6 +139,12 @@ def test_too_many_sequences() -> None:
     assert len(context.requests(common, ["<5>"] * 2, count=MAX_SEQUENCES // 2)) == MAX_SEQUENCES
     with pytest.raises(RequestError, match="3 prompts with 50 answers each are 150 sequences"):
         context.requests(common, ["<5>"] * 3, count=50)
+    listing = dataclasses.replace(common, top_logprobs=20)
+    assert len(context.requests(listing, ["<5>"], count=12)) == 12
+    with pytest.raises(
+        RequestError, match=r"13 sequences with 20 .* list 273 tokens.* at most 256"
+    ):
+        context.requests(listing, ["<5>"], count=13)
 
 
 def test_a_long_chat_is_refused_before_it_is_rendered() -> None:
