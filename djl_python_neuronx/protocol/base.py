@@ -199,16 +199,17 @@ class ParseContext:
                 step, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
-        if len(prompts) * count > MAX_SEQUENCES:
+        number = len(prompts) * count
+        if number > MAX_SEQUENCES:
             msg = (
-                f"{len(prompts)} prompts with {count} answers each are {len(prompts) * count} sequences; "
+                f"{len(prompts)} prompts with {count} answers each are {number} sequences; "
                 f"expected at most {MAX_SEQUENCES}"
             )
             raise RequestError(msg)
-        listed = len(prompts) * count * (1 + common.top_logprobs)
+        listed = number * (1 + common.top_logprobs)
         if common.top_logprobs and listed > MAX_LISTED:
             msg = (
-                f"{len(prompts) * count} sequences with {common.top_logprobs} of the most likely tokens list {listed} "
+                f"{number} sequences with {common.top_logprobs} of the most likely tokens list {listed} "
                 f"tokens for a step; expected at most {MAX_LISTED}"
             )
             raise RequestError(msg)

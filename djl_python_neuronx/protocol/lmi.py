@@ -101,13 +101,14 @@ class LmiProtocol(WireProtocol):
         shape: Shape = (TgiShape if compat else LmiShape)(given, context)
         if output.startswith("3p"):
             shape = BedrockShape()
+        stream = "jsonlines" if output == "3p_stream" else output
         return parsed_request(
             prompts,
             given,
             context,
             shape,
             self.name,
-            stream=output if streams else None,
+            stream=stream if streams else None,
             listed=isinstance(inputs, list) or isinstance(shape, TgiShape),
         )
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import orjson
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import RequestError, ServingError, UnknownModelError
-from djl_python_neuronx.protocol.base import Formatter, ParseContext
+from djl_python_neuronx.protocol.base import (
+    Formatter,
+    ParseContext,
+    ParsedRequest,
+    WireProtocol,
+)
 from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
@@ -26,7 +32,7 @@ from djl_python_neuronx.protocol.parameters import (
     RequestModel,
     sampling_params,
 )
-from djl_python_neuronx.protocol.sequences import Answer, JsonFormatter
+from djl_python_neuronx.protocol.sequences import FRAMES, Answer, JsonFormatter
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 MAX_TEMPERATURE = 2
@@ -108,70 +114,9 @@ class OpenAiParameters(GenerationParameters):
     extra_body: Annotated[Any, Only({})] = None
 
 
-class Shape(Protocol):
-    """The answers of an endpoint, as values for JSON."""
-
-    id_prefix: str
-    kind: str
-    """`object` of a whole answer."""
-    chunk_kind: str
-
-    def choice(
-        self,
-        index: int,
-        text: str,
-        logprobs: Any,  # noqa: ANN401
-        reason: str,
-    ) -> Mapping[str, Any]:
-        """A choice of a whole answer."""
-
-    def first(self, index: int, text: str) -> Mapping[str, Any] | None:
-        """The first part of a choice in a stream, before any token; `text` is that of an echoed prompt. Or None."""
-
-    def part(self, index: int, text: str, logprobs: Any) -> Mapping[str, Any]:  # noqa: ANN401
-        """A further part."""
-
-    def last(self, index: int, reason: str) -> Mapping[str, Any]:
-        """The last part."""
-
-    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Any:  # noqa: ANN401
-        """The log-probabilities of tokens whose text begins at `offset`."""
-
-
-def common_request(
-    given: OpenAiParameters,
-    context: ParseContext,
-    protocol: str,
-    **more: Any,  # noqa: ANN401
-) -> GenerationRequest:
-    """What the sequences of a request have in common; `more`: further fields of it.
-
-    Raises:
-        UnknownModelError: the model has another name.
-        RequestError: a value is not allowed.
-    """
-    if given.model in UNNAMED:
-        given.model = None
-    if given.model is not None:
-        check_model(given.model, context.options.model_names)
-    if given.stream_options is not None and not given.stream:
-        msg = "stream_options needs stream=true; set it, or leave stream_options out"
-        raise RequestError(msg, param="stream_options")
-    values = given.given_sampling()
-    if given.top_k == -1:
-        values["top_k"] = 0
-    if type(given.seed) is int and -(2**63) <= given.seed < 0:
-        values["seed"] = given.seed + 2**64
-    sampling = sampling_params(context.with_defaults(values))
-    if values.get("temperature", 0) > MAX_TEMPERATURE:
-        msg = f"temperature is {given.temperature}; expected a number from 0 to {MAX_TEMPERATURE}"
-        raise RequestError(msg, param="temperature")
-    return given.request(context, protocol, sampling, **more)
-
-
-def check_model(name: str, names: Sequence[str]) -> None:
-    """Raises `UnknownModelError` if a model has another name."""
-    if name not in names:
+def check_model(name: str | None, names: Sequence[str]) -> None:
+    """Raises `UnknownModelError` if a request names a model that has another name."""
+    if name is not None and name not in names:
         msg = f"unknown model {name[:200]!r}; this server serves {', '.join(map(repr, names))}"
         raise UnknownModelError(msg, param="model")
 
@@ -206,40 +151,120 @@ def num_chars(token: Token, tokenizer: Tokenizer) -> int:
     return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token.id))
 
 
-def make_formatter(
-    shape: Shape,
-    requests: Sequence[GenerationRequest],
-    given: OpenAiParameters,
-    context: ParseContext,
-    *,
-    with_logprobs: bool,
-    count: int,
-    echoes: Sequence[str] = (),
-) -> Formatter:
-    """The formatter of an answer; `count`: the sequences of each prompt, `echoes`: its text."""
-    head = {
-        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
-        "object": shape.chunk_kind if given.stream else shape.kind,
-        "created": int(time.time()),
-        "model": given.model or context.options.model_names[0],
-    }
-    texts = [text for text in echoes for _ in range(count)] or [""] * len(requests)
-    tokenizer = context.tokenizer if with_logprobs else None
-    answer = _Completion(head, shape, requests, texts, count, tokenizer)
-    if not given.stream:
-        keeps_tokens = requests[0].logprobs
-        answers = [
-            Answer(request, text=text, keeps_tokens=keeps_tokens)
-            for request, text in zip(requests, texts, strict=True)
-        ]
-        whole = partial(answer.whole, num_returned=given.n)
-        return JsonFormatter([answers], whole, lambda error: answer_error(error)[1])
-    with_usage = given.stream_options is not None and given.stream_options.include_usage
-    return ChunkFormatter(answer, sse=_is_sse(context), with_usage=with_usage)
+class OpenAiProtocol(WireProtocol):
+    """An endpoint. Its choices are values for JSON."""
+
+    error = ErrorBody
+    id_prefix: str
+    kind: str
+    """`object` of a whole answer."""
+    chunk_kind: str
+
+    answer_error = staticmethod(answer_error)
+
+    @abstractmethod
+    def choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Any,  # noqa: ANN401
+        reason: str,
+    ) -> Mapping[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def first(self, index: int, text: str) -> Mapping[str, Any] | None:
+        """The first part of a choice in a stream, before any token; `text` is that of an echoed prompt. Or None."""
+
+    @abstractmethod
+    def part(self, index: int, text: str, logprobs: Any) -> Mapping[str, Any]:  # noqa: ANN401
+        """A further part."""
+
+    @abstractmethod
+    def last(self, index: int, reason: str) -> Mapping[str, Any]:
+        """The last part."""
+
+    @abstractmethod
+    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Any:  # noqa: ANN401
+        """The log-probabilities of tokens whose text begins at `offset`."""
+
+    def common_request(
+        self,
+        given: OpenAiParameters,
+        context: ParseContext,
+        **more: Any,  # noqa: ANN401
+    ) -> GenerationRequest:
+        """What the sequences of a request have in common; `more`: further fields of it.
+
+        Raises:
+            UnknownModelError: the model has another name.
+            RequestError: a value is not allowed.
+        """
+        if given.model in UNNAMED:
+            given.model = None
+        check_model(given.model, context.options.model_names)
+        if given.stream_options is not None and not given.stream:
+            msg = "stream_options needs stream=true; set it, or leave stream_options out"
+            raise RequestError(msg, param="stream_options")
+        values = given.given_sampling()
+        if given.top_k == -1:
+            values["top_k"] = 0
+        if type(given.seed) is int and -(2**63) <= given.seed < 0:
+            values["seed"] = given.seed + 2**64
+        sampling = sampling_params(context.with_defaults(values))
+        if values.get("temperature", 0) > MAX_TEMPERATURE:
+            msg = (
+                f"temperature is {given.temperature}; expected a number from 0 to {MAX_TEMPERATURE}"
+            )
+            raise RequestError(msg, param="temperature")
+        return given.request(context, self.name, sampling, **more)
+
+    def parsed(
+        self,
+        common: GenerationRequest,
+        prompts: Sequence[str | list[Any]],
+        given: OpenAiParameters,
+        context: ParseContext,
+        *,
+        count: int,
+        with_logprobs: bool,
+        echo: bool = False,
+    ) -> ParsedRequest:
+        """The request of `count` sequences for each prompt; `echo`: each text begins with its prompt.
+
+        Raises:
+            RequestError: a prompt is not allowed.
+        """
+        requests = context.requests(
+            common, prompts, count=count, truncate=given.truncate_prompt_tokens
+        )
+        head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "object": self.chunk_kind if given.stream else self.kind,
+            "created": int(time.time()),
+            "model": given.model or context.options.model_names[0],
+        }
+        decode = context.tokenizer.decode
+        echoes = [one if isinstance(one, str) else decode(one) for one in prompts if echo]
+        texts = [text for text in echoes for _ in range(count)] or [""] * len(requests)
+        tokenizer = context.tokenizer if with_logprobs else None
+        answer = _Completion(head, self, requests, texts, count, tokenizer)
+        formatter: Formatter
+        if given.stream:
+            with_usage = given.stream_options is not None and given.stream_options.include_usage
+            formatter = ChunkFormatter(answer, _stream(context), with_usage=with_usage)
+        else:
+            answers = [
+                Answer(request, text=text, keeps_tokens=common.logprobs)
+                for request, text in zip(requests, texts, strict=True)
+            ]
+            whole = partial(answer.whole, num_returned=given.n)
+            formatter = JsonFormatter([answers], whole, lambda error: answer_error(error)[1])
+        return ParsedRequest(requests, formatter, stream=given.stream)
 
 
-def _is_sse(context: ParseContext) -> bool:
-    """Whether a stream has server-sent events. LMI's clients, which use other routes, read lines of JSON.
+def _stream(context: ParseContext) -> str:
+    """The form of a stream, see `FRAMES`. LMI's clients, which use other routes, read lines of JSON.
 
     Through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
     """
@@ -247,7 +272,8 @@ def _is_sse(context: ParseContext) -> bool:
     named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
     accepts = "text/event-stream" in headers.get("accept", "")
     chosen = context.options.output_formatter in {"sse", "sse_chat"}
-    return context.path.startswith("/v1/") or named or accepts or chosen
+    is_sse = context.path.startswith("/v1/") or named or accepts or chosen
+    return "sse" if is_sse else "jsonlines"
 
 
 class _Completion:
@@ -256,14 +282,14 @@ class _Completion:
     def __init__(
         self,
         head: Mapping[str, Any],
-        shape: Shape,
+        protocol: OpenAiProtocol,
         requests: Sequence[GenerationRequest],
         texts: Sequence[str],
         count: int,
         tokenizer: Tokenizer | None,
     ) -> None:
         """`count` sequences for each prompt follow each other in `requests`. No tokenizer: without logprobs."""
-        self.head, self.shape, self.count = head, shape, count
+        self.head, self.protocol, self.count = head, protocol, count
         self.requests, self.texts = requests, texts
         self.num_prompt_tokens = sum(len(one.prompt_ids) for one in requests[::count])
         self.tokenizer = tokenizer
@@ -285,7 +311,7 @@ class _Completion:
                 group.sort(key=lambda one: -one.mean_logprob)
             best += group[:num_returned]
         choices = [
-            self.shape.choice(
+            self.protocol.choice(
                 index, one.text, self.logprobs(one.tokens), _FINISH_REASONS[one.end.finish_reason]
             )
             for index, one in enumerate(best)
@@ -297,16 +323,16 @@ class _Completion:
         """Log-probabilities, if the client wants them."""
         if self.tokenizer is None:
             return None
-        return self.shape.logprobs(tokens, offset, self.tokenizer)
+        return self.protocol.logprobs(tokens, offset, self.tokenizer)
 
 
 class ChunkFormatter:
     """A chunk for each delta, as server-sent events or lines of JSON."""
 
-    def __init__(self, answer: _Completion, *, sse: bool, with_usage: bool) -> None:
-        self.content_type = "text/event-stream" if sse else "application/jsonlines"
-        self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
-        self._done = b"data: [DONE]\n\n" if sse else b""
+    def __init__(self, answer: _Completion, stream: str, *, with_usage: bool) -> None:
+        """`stream`: see `FRAMES`."""
+        self.content_type, self._prefix, self._suffix = FRAMES[stream]
+        self._done = b"data: [DONE]\n\n" if stream == "sse" else b""
         self._answer, self._with_usage = answer, with_usage
         self._usage = {"usage": None} if with_usage else {}
         self._num_open, self._num_tokens = len(answer.requests), 0
@@ -334,7 +360,7 @@ class ChunkFormatter:
             parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)
         if delta.finished:
             parts.append(
-                self._chunk(self._answer.shape.last(index, _FINISH_REASONS[delta.finish_reason]))
+                self._chunk(self._answer.protocol.last(index, _FINISH_REASONS[delta.finish_reason]))
             )
             self._num_tokens += delta.num_generated_tokens
             self._num_open -= 1
@@ -352,12 +378,12 @@ class ChunkFormatter:
         return self._line({**self._answer.head, "choices": [choice], **self._usage})
 
     def _first(self, index: int, text: str) -> bytes:
-        first = self._answer.shape.first(index, text)
+        first = self._answer.protocol.first(index, text)
         return b"" if first is None else self._chunk(first)
 
     def _frame(self, index: int) -> tuple[bytes, bytes, bytes]:
         """The bytes of a chunk before, between and after its text and log-probabilities."""
-        chunk = self._chunk(self._answer.shape.part(index, _TEXT, _LOGPROBS))
+        chunk = self._chunk(self._answer.protocol.part(index, _TEXT, _LOGPROBS))
         head, rest = chunk.split(orjson.dumps(_TEXT))
         middle, tail = rest.split(orjson.dumps(_LOGPROBS))
         return head, middle, tail

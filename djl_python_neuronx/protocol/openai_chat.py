@@ -13,15 +13,13 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, json_type
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
     OpenAiParameters,
+    OpenAiProtocol,
     Usage,
-    answer_error,
-    common_request,
     finite,
-    make_formatter,
 )
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
@@ -219,32 +217,69 @@ class ChatCompletionChunk(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class ChatShape:
-    """See `Shape`."""
+def _part(
+    index: int, delta: ChunkDelta, logprobs: Logprobs | None = None, reason: str | None = None
+) -> ChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
+
+class ChatProtocol(OpenAiProtocol):
+    """See `WireProtocol`."""
+
+    name = "openai_chat"
+    shape = '{"messages": [{"role": "user", "content": "…"}]}'
+    key = "messages"
+    paths = ("/v1/chat/completions",)
+    requests: Mapping[str, Any] = {"application/json": ChatParameters}
+    answers: Mapping[str, Any] = {
+        "application/json": ChatCompletion,
+        "text/event-stream": Union[ChatCompletionChunk, ErrorBody],
+        "application/jsonlines": Union[ChatCompletionChunk, ErrorBody],
+    }
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol`."""
+        given = validated(ChatParameters, payload)
+        if given.top_logprobs and not given.logprobs:
+            msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
+            raise RequestError(msg, param="top_logprobs")
+        common = self.common_request(
+            given,
+            context,
+            max_new_tokens=given.max_completion_tokens
+            or given.max_tokens
+            or context.default_max_tokens,
+            logprobs=given.logprobs,
+            top_logprobs=given.top_logprobs,
+            prompt_name="the conversation",
+        )
+        prompt_ids = context.encode_chat([message.for_template() for message in given.messages])
+        return self.parsed(
+            common, [prompt_ids], given, context, count=given.n, with_logprobs=given.logprobs
+        )
+
     def choice(self, index: int, text: str, logprobs: Logprobs | None, reason: str) -> Choice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         message: AnswerMessage = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def first(self, index: int, text: str) -> ChunkChoice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return _part(index, {"role": "assistant", "content": text})
 
     def part(self, index: int, text: str, logprobs: Logprobs | None) -> ChunkChoice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return _part(index, {"content": text}, logprobs)
 
     def last(self, index: int, reason: str) -> ChunkChoice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return _part(index, {}, reason=reason)
 
     def logprobs(self, tokens: Sequence[Token], _offset: int, tokenizer: Tokenizer) -> Logprobs:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
 
         def named(token_id: int, logprob: float | None) -> TopLogprob:
             data = tokenizer.token_bytes(token_id)
@@ -259,53 +294,3 @@ class ChatShape:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
-
-
-def _part(
-    index: int, delta: ChunkDelta, logprobs: Logprobs | None = None, reason: str | None = None
-) -> ChunkChoice:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-class ChatProtocol(WireProtocol):
-    """See `WireProtocol`."""
-
-    name = "openai_chat"
-    shape = '{"messages": [{"role": "user", "content": "…"}]}'
-    key = "messages"
-    paths = ("/v1/chat/completions",)
-    requests: Mapping[str, Any] = {"application/json": ChatParameters}
-    answers: Mapping[str, Any] = {
-        "application/json": ChatCompletion,
-        "text/event-stream": Union[ChatCompletionChunk, ErrorBody],
-        "application/jsonlines": Union[ChatCompletionChunk, ErrorBody],
-    }
-    error = ErrorBody
-
-    answer_error = staticmethod(answer_error)
-
-    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
-        """See `WireProtocol`."""
-        given = validated(ChatParameters, payload)
-        if given.top_logprobs and not given.logprobs:
-            msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
-            raise RequestError(msg, param="top_logprobs")
-        common = common_request(
-            given,
-            context,
-            self.name,
-            max_new_tokens=given.max_completion_tokens
-            or given.max_tokens
-            or context.default_max_tokens,
-            logprobs=given.logprobs,
-            top_logprobs=given.top_logprobs,
-            prompt_name="the conversation",
-        )
-        prompt_ids = context.encode_chat([message.for_template() for message in given.messages])
-        requests = context.requests(
-            common, [prompt_ids], count=given.n, truncate=given.truncate_prompt_tokens
-        )
-        formatter = make_formatter(
-            ChatShape(), requests, given, context, with_logprobs=given.logprobs, count=given.n
-        )
-        return ParsedRequest(requests, formatter, stream=given.stream)

@@ -14,15 +14,13 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
     json_type,
 )
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     ErrorBody,
     OpenAiParameters,
+    OpenAiProtocol,
     Usage,
-    answer_error,
-    common_request,
     finite,
-    make_formatter,
     num_chars,
 )
 from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, Only, validated
@@ -78,33 +76,65 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class CompletionShape:
-    """See `Shape`."""
+class CompletionProtocol(OpenAiProtocol):
+    """See `WireProtocol`."""
 
+    name = "openai_completion"
+    shape = '{"prompt": "…"}'
+    key = "prompt"
+    paths = ("/v1/completions",)
+    requests: Mapping[str, Any] = {"application/json": CompletionParameters}
+    answers: Mapping[str, Any] = {
+        "application/json": Completion,
+        "text/event-stream": Union[Completion, ErrorBody],
+        "application/jsonlines": Union[Completion, ErrorBody],
+    }
     id_prefix = "cmpl"
-    kind = "text_completion"
-    chunk_kind = "text_completion"
+    kind = chunk_kind = "text_completion"
+
+    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
+        """See `WireProtocol`."""
+        given = validated(CompletionParameters, payload)
+        prompts = _prompts(given.prompt)
+        count = given.best_of or given.n
+        _check(given, count)
+        common = self.common_request(
+            given,
+            context,
+            max_new_tokens=given.max_tokens or context.default_max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=given.logprobs is not None or count > given.n,
+            top_logprobs=given.logprobs or 0,
+        )
+        return self.parsed(
+            common,
+            prompts,
+            given,
+            context,
+            count=count,
+            with_logprobs=given.logprobs is not None,
+            echo=given.echo,
+        )
 
     def choice(
         self, index: int, text: str, logprobs: Logprobs | None, reason: str | None
     ) -> Choice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
     def first(self, index: int, text: str) -> Choice | None:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return self.part(index, text, None) if text else None
 
     def part(self, index: int, text: str, logprobs: Logprobs | None) -> Choice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return self.choice(index, text, logprobs, None)
 
     def last(self, index: int, reason: str) -> Choice:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         return self.choice(index, "", None, reason)
 
     def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Logprobs:
-        """See `Shape`."""
+        """See `OpenAiProtocol`."""
         found: Logprobs = {
             "tokens": [tokenizer.token_bytes(one.id).decode(errors="replace") for one in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
@@ -122,57 +152,6 @@ class CompletionShape:
                 )
             ]
         return found
-
-
-class CompletionProtocol(WireProtocol):
-    """See `WireProtocol`."""
-
-    name = "openai_completion"
-    shape = '{"prompt": "…"}'
-    key = "prompt"
-    paths = ("/v1/completions",)
-    requests: Mapping[str, Any] = {"application/json": CompletionParameters}
-    answers: Mapping[str, Any] = {
-        "application/json": Completion,
-        "text/event-stream": Union[Completion, ErrorBody],
-        "application/jsonlines": Union[Completion, ErrorBody],
-    }
-    error = ErrorBody
-
-    answer_error = staticmethod(answer_error)
-
-    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
-        """See `WireProtocol`."""
-        given = validated(CompletionParameters, payload)
-        prompts = _prompts(given.prompt)
-        count = given.best_of or given.n
-        _check(given, count)
-        common = common_request(
-            given,
-            context,
-            self.name,
-            max_new_tokens=given.max_tokens or context.default_max_tokens or DEFAULT_MAX_TOKENS,
-            logprobs=given.logprobs is not None or count > given.n,
-            top_logprobs=given.logprobs or 0,
-        )
-        requests = context.requests(
-            common, prompts, count=count, truncate=given.truncate_prompt_tokens
-        )
-        echoes = [
-            prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt)
-            for prompt in prompts
-            if given.echo
-        ]
-        formatter = make_formatter(
-            CompletionShape(),
-            requests,
-            given,
-            context,
-            with_logprobs=given.logprobs is not None,
-            count=count,
-            echoes=echoes,
-        )
-        return ParsedRequest(requests, formatter, stream=given.stream)
 
 
 def _prompts(prompt: object) -> list[str | list[Any]]:

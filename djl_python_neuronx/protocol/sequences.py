@@ -45,6 +45,11 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 MAX_TOP_TOKENS = 20
 _FIELDS = ("inputs", "parameters", "stream")
+FRAMES = {
+    "jsonlines": ("application/jsonlines", b"", b"\n"),
+    "sse": ("text/event-stream", b"data: ", b"\n\n"),
+}
+"""Form of a stream to its media type, and the bytes before and after each part."""
 
 
 class Parameters(GenerationParameters):
@@ -312,7 +317,7 @@ def parsed_request(
 ) -> ParsedRequest:
     """The request of so many sequences for each prompt as `given` has.
 
-    `stream`: "jsonlines" or "sse"; `listed`: the answer is a list.
+    `stream`: see `FRAMES`; `listed`: the answer is a list.
 
     Raises:
         RequestError: a parameter or a prompt is not allowed.
@@ -405,11 +410,9 @@ class LinesFormatter:
     """One JSON object per token, in lines or as server-sent events."""
 
     def __init__(self, answer: Answer, shape: Shape, stream: str) -> None:
-        """`stream`: "jsonlines" or "sse"."""
-        sse = stream == "sse"
-        self.content_type = "text/event-stream" if sse else "application/jsonlines"
+        """`stream`: see `FRAMES`."""
+        self.content_type, self._prefix, self._suffix = FRAMES[stream]
         self._answer, self._shape = answer, shape
-        self._prefix, self._suffix = (b"data: ", b"\n\n") if sse else (b"", b"\n")
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""

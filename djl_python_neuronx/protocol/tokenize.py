@@ -118,7 +118,7 @@ class TokenizeProtocol(WireProtocol):
 
 
 def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
-    _check_model(body, context)
+    check_model(body.model, context.options.model_names)
     if (body.prompt is None) == (body.messages is None):
         msg = "expected one of prompt, messages and inputs"
         raise RequestError(msg, param="prompt")
@@ -149,14 +149,9 @@ def _pieces(ids: list[int], context: ParseContext) -> list[Piece]:
 
 
 def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
-    _check_model(body, context)
+    check_model(body.model, context.options.model_names)
     if not isinstance(body.tokens, list):
         msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
         raise RequestError(msg, param="tokens")
     ids = context.encode(body.tokens, "tokens")
     return {"prompt": context.tokenizer.decode(ids)}
-
-
-def _check_model(body: _Named, context: ParseContext) -> None:
-    if body.model is not None:
-        check_model(body.model, context.options.model_names)
