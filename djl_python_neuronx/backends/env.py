@@ -89,9 +89,9 @@ def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) 
 def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     """Set the variables in this process, where alone the libraries read them, and restore the old values.
 
-    Those that the library sets by itself are restored too: a later model would inherit them. The compiler runs inside a load and the runtime reads its variables when it starts, so a second model of the process
-    is not compiled with the flags of the first. Models of one process share its first cores: `num_cores` is the
-    largest degree among them.
+    Those that the library sets by itself are restored too. The compiler runs inside a load and the runtime reads its
+    variables when it starts, so a second model of the process has nothing of the first. Models of one process share its
+    first cores: `num_cores` is the largest degree among them.
 
     Raises:
         IncompatibleOptionsError: the variables spread the model over several machines.
