@@ -105,7 +105,24 @@ REASONS = [
     ("llama", BOTH, {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi", "tnx comes after"),
     # ... and what only NxD Inference has, for a model of both
     ("mistral", BOTH, {"output_logits": True}, "nxdi", "tnx refuses output_logits"),
-    ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "tnx refuses quantize"),
+    # ... and what this version serves with transformers-neuronx alone
+    ("llama", BOTH, {"quantize": "static_int8"}, "tnx", "nxdi refuses quantize"),
+    (
+        "llama",
+        BOTH,
+        {"speculative_draft_model": "d"},
+        "tnx",
+        "nxdi refuses speculative_draft_model",
+    ),
+    (
+        "llama",
+        BOTH,
+        {"ngram_prompt_lookup_max": 3},
+        "tnx",
+        "nxdi refuses ngram_prompt_lookup_max",
+    ),
+    ("mistral", BOTH, {"speculative_draft_model": "d"}, "nxdi", "tnx comes after it"),
+    ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "tnx comes after it"),
     # what both refuse something of: the first
     (
         "llama",

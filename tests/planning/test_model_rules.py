@@ -240,9 +240,10 @@ EQUIVALENTS = [
     (
         "quantize",
         "error",
-        "(NxD Inference supports it, but this version cannot load with it yet)",
-        {"facts": of("mixtral"), "quantize": "static_int8"},
-        {"loader": "nxdi"},
+        "this version does not serve it with NxD Inference; remove it, and use more cores if the model then does not "
+        "fit, or set model_loader=tnx",
+        {"loader": "nxdi", "quantize": "static_int8"},
+        {"loader": "tnx"},
     ),
     (
         "compiled_graph_path",
@@ -277,9 +278,9 @@ EQUIVALENTS = [
     (
         "enable_prefix_caching",
         "error",
-        "remove it (NxD Inference supports it",
-        {"enable_prefix_caching": True},
-        {"loader": "nxdi", "prefix_buckets": (512,)},
+        "this version does not serve it with NxD Inference; remove it",
+        {"loader": "nxdi", "enable_prefix_caching": True},
+        {"enable_prefix_caching": False},
     ),
     (
         "enable_saturate_infinity",

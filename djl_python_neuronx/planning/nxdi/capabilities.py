@@ -6,6 +6,7 @@ Source: neuronx-distributed-inference 0.9.0, `utils/constants.py` (MODEL_TYPES) 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from djl_python_neuronx.planning.capabilities import Capability, window_ignored
@@ -36,7 +37,15 @@ def _with_images(
     )
 
 
-NXDI: Final[Mapping[str, Capability]] = {
+_LATER = dict.fromkeys(
+    (
+        *("enable_prefix_caching", "is_block_kv_layout", "prefix_buckets"),
+        *("speculative_draft_model", "enable_eagle_speculation", "is_medusa", "token_tree_config"),
+        *("quantize", "kv_cache_quantize", "pipeline_parallel_degree"),
+    ),
+    "this version does not serve it with NxD Inference",
+)
+_ARCHITECTURES: Mapping[str, Capability] = {
     "dbrx": Capability(
         verified=False, degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING
     ),
@@ -63,5 +72,9 @@ NXDI: Final[Mapping[str, Capability]] = {
         defects=(_WINDOW_IGNORED,),
     ),
     "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
+}
+NXDI: Final[Mapping[str, Capability]] = {
+    name: replace(facts, unsupported_options={**_LATER, **facts.unsupported_options})
+    for name, facts in _ARCHITECTURES.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
