@@ -14,10 +14,10 @@ from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.backends.faults import of_load
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
 from djl_python_neuronx.backends.nxdi.model import CONFIG, GRAPHS, RANKS, construct, refusal
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.errors import ArtifactNotFoundError
 
 __all__ = ["compile", "compiler_version", "load", "supports", "uncompilable"]

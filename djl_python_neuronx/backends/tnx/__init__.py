@@ -12,9 +12,9 @@ from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.backends.faults import of_load
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.backends.tnx.model import (
     CACHE_CALL,
     CLASSES,
