@@ -78,7 +78,11 @@ class ToyBackend:
         rewinds: bool = False,
     ) -> None:
         self.spec = spec
-        self.rewinds = rewinds or spec.num_speculative_tokens > 0 or bool(spec.cache_buckets)
+        self.rewinds = (
+            rewinds
+            or spec.num_speculative_tokens > 0
+            or bool(spec.cache_buckets or spec.decode_slots)
+        )
         """A step may write again what is cached behind its start, as drafts and a warm-up of full caches need it."""
         self.step_s = step_s
         self.prefill_s = prefill_s
