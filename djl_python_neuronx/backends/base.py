@@ -49,7 +49,8 @@ class ModelSpec:
     token_buckets: tuple[int, ...] = ()
     """Ascending context lengths that decode graphs exist for; empty: one graph, of max_model_len."""
     outputs: Want = Want.LOGITS
-    """Outputs that the model can give; TOKENS alone: it samples on the device and gives no logits."""
+    """Outputs that the model can give. TOKENS: it samples on the device; LOGITS besides: a step that wants both gives
+    the logits too, for rows that only the host can sample."""
     largest_top_k: int | None = None
     """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
@@ -90,8 +91,10 @@ class Rows:
     adapters: Int32Array
     """int32[B]: index into `ModelSpec.adapters`."""
     wants: Want
+    """Where `ModelSpec.outputs` has TOKENS and LOGITS: TOKENS, or both if a row is sampled on the host."""
     sampling: Float32Array
-    """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy is (1, 1.0, 1.0)."""
+    """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy, and a row that is sampled on the host:
+    (1, 1.0, 1.0)."""
 
 
 PartKind = Literal["prefill", "decode"]
@@ -154,6 +157,8 @@ class DeviceTokens:
     """int32[B, K]; -1: none."""
     num_reprefilled: int = 0
     """As in `HostLogits`."""
+    logits: Float32Array | None = None
+    """float32[B, 1, V] as in `HostLogits`, if LOGITS were wanted besides TOKENS."""
 
 
 StepOutput = Union[HostLogits, DeviceTokens]
