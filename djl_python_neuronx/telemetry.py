@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     ),
     "sampling_steps_total": Metric(
         "counter",
-        "Steps that gave tokens, by where these were sampled: host, device, or mixed in one step.",
+        "Steps that gave tokens: from the host, the device, or both (mixed).",
         ("place",),
     ),
     "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),
