@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     ),
     "sampling_steps_total": Metric(
         "counter",
-        "Steps that gave tokens: from the host, the device, or both (mixed).",
+        "Steps by where their tokens were sampled.",
         ("place",),
     ),
     "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),
