@@ -79,7 +79,11 @@ class ToyBackend:
         device_adds: int = 0,
     ) -> None:
         self.spec = spec
-        self.rewinds = rewinds or spec.num_speculative_tokens > 0 or bool(spec.cache_buckets)
+        self.rewinds = (
+            rewinds
+            or spec.num_speculative_tokens > 0
+            or bool(spec.cache_buckets or spec.decode_slots)
+        )
         """A step may write again what is cached behind its start, as drafts and a warm-up of full caches need it."""
         self.device_adds = device_adds
         """Added to the most likely token by a device that samples, which tells its tokens from the host's."""

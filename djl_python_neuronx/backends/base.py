@@ -48,6 +48,9 @@ class ModelSpec:
     """Rows that one prefill call runs together (1 for continuous batching in TNX and NxDI)."""
     token_buckets: tuple[int, ...] = ()
     """Ascending context lengths that decode graphs exist for; empty: one graph, of max_model_len."""
+    decode_slots: tuple[int, ...] = ()
+    """Ascending numbers of slots that decode graphs exist for; a decode runs the smallest that holds its highest slot.
+    Empty: all run num_slots."""
     outputs: Want = Want.LOGITS
     """Outputs that the model can give. TOKENS: it samples on the device; LOGITS besides: a step that wants both gives
     the logits too, for rows that only the host can sample."""

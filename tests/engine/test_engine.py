@@ -674,6 +674,39 @@ def test_warm_up_runs_every_graph_that_a_prompt_reaches(
     assert_clean(engine, backend)
 
 
+@pytest.mark.parametrize(
+    ("decode", "cold"), [((32, 96, 128), {(128, 1), (128, 2), (128, 4)}), ((), set())]
+)
+def test_warm_up_decodes_with_every_number_of_slots(
+    decode: tuple[int, ...], cold: set[tuple[int, int]]
+) -> None:
+    """No prompt is as long as 96 tokens."""
+    spec = replace(TOY_SPEC, token_buckets=decode, decode_slots=(1, 2, 4))
+    backend = ToyBackend(spec)
+    engine = Engine(backend)
+    assert {(graph.bucket, graph.slots) for graph in warm_up(engine)} == cold
+    ran = {(step.bucket, step.slots[-1]) for step in backend.steps if step.kind == "decode"}
+    assert {slot for _, slot in ran} == {0, 1, 3}
+    lengths = set(decode or (128,)) - {bucket for bucket, _ in cold}
+    assert ran == {(length, slot) for length in lengths for slot in (0, 1, 3)}
+    assert_clean(engine, backend)
+
+
+def test_the_first_call_of_every_graph_is_announced() -> None:
+    """Of two live sequences the second lies in slot 1: a graph that a single one does not run."""
+    engine = Engine(ToyBackend(replace(TOY_SPEC, token_buckets=(), decode_slots=(1, 2, 4))))
+    announced: list[bool] = []
+    engine.runner.before_call = announced.append
+    engine.add(request("a", [5, 6], 9))
+    while not engine.runner.graphs_run & {("decode", 128, 0, 1)}:
+        engine.step()
+    announced.clear()
+    engine.add(request("b", [5, 7], 3))
+    run(engine)
+    assert sum(announced) == 1
+    assert ("decode", 128, 0, 2) in engine.runner.graphs_run
+
+
 def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() -> None:
     class Losing(ToyBackend):
         def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
