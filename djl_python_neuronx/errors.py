@@ -176,6 +176,7 @@ class ArtifactMismatchError(ArtifactError, code="artifact_mismatch"):
             "Serve with the compiled values, or set option.on_mismatch=recompile."
         )
         self.differences = dict(differences)
+        self.where = where
 
 
 class BackendError(ServingError, code="backend_error"):

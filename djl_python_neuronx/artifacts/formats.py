@@ -17,6 +17,7 @@ from djl_python_neuronx.artifacts.compiled_formats import (
     LmiAot,
     NeffCache,
     Nxdi,
+    NxdiBeside,
     OptimumNxd,
     OptimumTnx,
     Presharded,
@@ -75,6 +76,7 @@ _LAYOUTS: dict[str, Format] = {
         OptimumTnx(),
         OptimumNxd(),
         Nxdi(),
+        NxdiBeside(),
         NeffCache(),
     )
 }

@@ -12,7 +12,7 @@ import pytest
 
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.artifact import READS
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header, torch_name
 from djl_python_neuronx.artifacts.weights import check_tensors
@@ -75,9 +75,24 @@ FACTS = {
     "lmi_compile_only": ("lmi_compile_only", "tnx", "presharded", "bfloat16", ".", "."),
     "lmi_aot": ("lmi_aot", "tnx", "presharded", "bfloat16", "compiled", "compiled"),
     "optimum_tnx": ("optimum_tnx", "tnx", "split", None, "checkpoint", "compiled"),
-    "optimum_nxd": ("optimum_nxd", "nxdi", "ranks", "bfloat16", "checkpoint/weights", "."),
+    "optimum_nxd": ("optimum_nxd", None, "safetensors", "bfloat16", "checkpoint", None),
     "nxdi": ("nxdi", "nxdi", "ranks", "bfloat16", "weights", "."),
+    "nxdi_beside": (
+        *("nxdi_beside", "nxdi", "safetensors", "bfloat16", "."),
+        "neuron-compiled-artifacts/0cc175b9c0f1b6a831c399e269772661",
+    ),
     "djl_neuronx": ("djl_neuronx", "tnx", "presharded", "bfloat16", "compiled", "compiled"),
+}
+OF_NXDI = {
+    "tensor_parallel_degree": 2,
+    "max_rolling_batch_size": 4,
+    "rolling_batch_strategy": "continuous_batching",
+    "n_positions": [64],
+    "context_length_estimate": [32, 64],
+    "dtype": "bfloat16",
+    "async_execution": False,
+    "output_logits": False,
+    "logical_nc_config": 1,
 }
 RECORDED = {
     "huggingface": {},
@@ -86,8 +101,9 @@ RECORDED = {
     "lmi_compile_only": without("max_rolling_batch_size", "n_positions", "dtype"),
     "lmi_aot": COMPILED_FOR,
     "optimum_tnx": {**COMPILED_FOR, "dtype": "float16"},
-    "optimum_nxd": COMPILED_FOR,
-    "nxdi": {**without("compiler_version"), "context_length_estimate": (32, 64)},
+    "optimum_nxd": {},
+    "nxdi": OF_NXDI,
+    "nxdi_beside": OF_NXDI,
     "djl_neuronx": {**COMPILED_FOR, "context_length_estimate": (32, 64)},
 }
 
@@ -185,7 +201,7 @@ def test_a_compiled_folder_with_the_checkpoint_beside_has_both(tmp_path, name, c
     assert artifact.weights_for(artifact.backend, {cut, *WHOLE}).kind == cut
 
 
-@pytest.mark.parametrize("name", ["tnx_presharded", "lmi_aot", "nxdi", "optimum_nxd"])
+@pytest.mark.parametrize("name", ["tnx_presharded", "lmi_aot", "nxdi"])
 def test_cut_weights_alone_cannot_run_on_the_cpu(tmp_path, name):
     artifact = detect(BUILDERS[name](tmp_path))
     with pytest.raises(
@@ -288,13 +304,13 @@ def test_a_compile_cache_is_no_model_and_says_what_it_is_for(tmp_path):
     path = folders.neff_cache(tmp_path)
     with pytest.raises(UnknownFormatError, match=r"compile cache.*NEURON_COMPILE_CACHE_URL"):
         detect(path)
-    assert not holds_graphs(path)
+    assert not graphs_in(path)
 
 
 def test_a_cache_may_hold_unfinished_modules(tmp_path):
     path = folders.neff_cache(tmp_path)
     (path / f"neuronxcc-{folders.COMPILER}" / "MODULE_unfinished").mkdir()
-    assert not holds_graphs(path)
+    assert not graphs_in(path)
 
 
 def test_a_jumpstart_cache_is_no_model_either(tmp_path):
@@ -304,11 +320,11 @@ def test_a_jumpstart_cache_is_no_model_either(tmp_path):
 
 
 def test_saved_graphs(tmp_path):
-    assert holds_graphs(folders.presharded(tmp_path))
+    assert graphs_in(folders.presharded(tmp_path))
 
 
 def test_a_cache_with_saved_graphs_beside_is_a_cache(tmp_path):
-    assert not holds_graphs(folders.neff_cache(folders.presharded(tmp_path)))
+    assert not graphs_in(folders.neff_cache(folders.presharded(tmp_path)))
 
 
 def test_a_model_with_a_cache_beside_is_a_model(folder):
@@ -319,7 +335,7 @@ def test_a_model_with_a_cache_beside_is_a_model(folder):
 @pytest.mark.parametrize("make", [lambda path: None, folders.huggingface, Path.touch])
 def test_no_folder_of_graphs(tmp_path, make):
     make(tmp_path / "graphs")
-    assert not holds_graphs(tmp_path / "graphs")
+    assert not graphs_in(tmp_path / "graphs")
 
 
 # Links.

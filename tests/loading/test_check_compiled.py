@@ -109,7 +109,7 @@ def test_an_output_that_was_changed_is_an_error(tmp_path, at_hand):
     assert "changed tokenizer_config.json" in error
 
 
-@pytest.mark.parametrize("name", ["optimum_tnx", "presharded", "optimum_nxd", "nxdi"])
+@pytest.mark.parametrize("name", ["optimum_tnx", "presharded", "nxdi"])
 @pytest.mark.parametrize("machine", ["inf2.48xlarge", None], ids=["instance", "no-device"])
 def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand, name, machine):
     at_hand(LAPTOP)
