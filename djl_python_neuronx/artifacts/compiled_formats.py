@@ -504,7 +504,7 @@ def _read_graphs(
         raise ArtifactError(msg)
     try:
         compiled_for = as_options(recorded)
-    except (ArithmeticError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         msg = f"{path} has a neuron_config that the library cannot have written: {error}. Compile the model again."
         raise ArtifactError(msg) from error
     source = whole.get("_name_or_path")

@@ -122,7 +122,8 @@ class OwnOutput(Format):
             format=self.name,
             backend=backend if isinstance(backend, str) else artifact.backend,
             compiled=artifact.compiled or graphs,
-            compiled_for={**artifact.compiled_for, **recorded},
+            # The manifest has the options themselves, and NxD Inference's own record follows from them.
+            compiled_for=recorded if artifact.neuron_config else {**artifact.compiled_for, **recorded},
         )
 
 

@@ -198,7 +198,7 @@ def _named_graphs(
     for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
         found.pop(name, None)
     if found and prepared.options.on_mismatch == "error":
-        raise ArtifactMismatchError(found, where=place)
+        raise ArtifactMismatchError(found, place, prepared.resolved.origins)
     if found:
         listed = describe_differences(found, prepared.resolved.origins)
         logger.warning("compiled_graphs_not_used place=%s %s", place, listed)

@@ -469,7 +469,7 @@ class Preparation:
         """
         resolved, case = assess(settings, case, self.problems)
         self._judge_places(resolved, case)
-        weights, fits = self._judge_graphs(model.artifact, case)
+        weights, fits = self._judge_graphs(model.artifact, case, resolved.origins)
         compiled = model.artifact.compiled if fits else None
         case = replace(
             case,
@@ -512,7 +512,9 @@ class Preparation:
                     problem = f"it holds graphs of the backend {held}; name another folder, or set model_loader={held}"
                     resolved.report([Finding((name,), problem, level)], self.problems)
 
-    def _judge_graphs(self, artifact: Artifact, case: Case) -> tuple[Weights | None, bool]:
+    def _judge_graphs(
+        self, artifact: Artifact, case: Case, origins: Mapping[str, str]
+    ) -> tuple[Weights | None, bool]:
         """Choose the weights, and compare what the folder was compiled for with the settings.
 
         Returns the weights, and whether the folder's graphs can be used.
@@ -532,7 +534,7 @@ class Preparation:
                     # Flags are the machine's, not the folder's: a draft model is compiled again for them.
                     own_flags = case.is_draft and not others
                     refused = case.options.on_mismatch == "error" and not own_flags
-                    self._report_mismatch(mismatch, artifact, refused=refused)
+                    self._report_mismatch(mismatch, origins, refused=refused)
             if not (refused and others) and (artifact.weights or self.fetch_weights):
                 kinds = READS.get(case.backend, WHOLE)
                 # Weights that are cut were cut for the graphs beside them; NxD Inference's lie in their folder.
@@ -542,11 +544,12 @@ class Preparation:
         return weights, fits
 
     def _report_mismatch(
-        self, mismatch: ArtifactMismatchError, artifact: Artifact, *, refused: bool
+        self, mismatch: ArtifactMismatchError, origins: Mapping[str, str], *, refused: bool
     ) -> None:
         names = tuple(sorted(mismatch.differences))
         if refused:
-            self.problems.add_error(mismatch, names)
+            error = ArtifactMismatchError(mismatch.differences, mismatch.where, origins)
+            self.problems.add_error(error, names)
         else:
             message = (
                 f"what is compiled in {mismatch.where} is not used: it differs in {', '.join(names)}, so that the "

@@ -12,7 +12,8 @@ import pytest
 
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.artifact import READS
-from djl_python_neuronx.artifacts.compiled_formats import graphs_in
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in, with_graphs
+from djl_python_neuronx.artifacts.folder import SERVING, file_names
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header, torch_name
 from djl_python_neuronx.artifacts.weights import check_tensors
@@ -252,6 +253,101 @@ def test_a_neuron_section_with_whole_weights_and_nothing_compiled_is_a_plain_mod
     assert detect(folder).format == "huggingface"
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_download_has_every_file_of_a_format(tmp_path, name):
+    BUILDERS[name](tmp_path)
+    assert set(SERVING.choose(file_names(tmp_path))) == file_names(tmp_path)
+
+
+# NxD Inference's, of every program that uses it.
+
+
+def test_of_several_compiles_beside_a_model_none_is_chosen(tmp_path):
+    artifact = detect(folders.vllm(tmp_path, "0" * 32, "1" * 32))
+    assert facts(artifact) == ("nxdi_beside", None, "safetensors", "bfloat16", ".", None)
+    assert f"neuron-compiled-artifacts/{'0' * 32}" in artifact.unused
+    assert "option.compiled_graph_path" in artifact.unused
+
+
+def test_what_a_killed_compile_leaves_is_not_counted(tmp_path):
+    """vllm-neuron makes the folder first, and the library writes the configuration before the graphs."""
+    path = folders.vllm(tmp_path, "0" * 32, "1" * 32)
+    (path / "neuron-compiled-artifacts" / ("1" * 32) / "model.pt").unlink()
+    assert detect(path).compiled == path / "neuron-compiled-artifacts" / ("0" * 32)
+    (path / "neuron-compiled-artifacts" / ("0" * 32) / "model.pt").unlink()
+    assert detect(path).format == "huggingface"
+
+
+def test_the_old_lmi_container_named_no_digest(tmp_path):
+    """NEURON_COMPILED_ARTIFACTS was a folder, the model's own or the one of its partition."""
+    folders.huggingface(tmp_path)
+    folders.nxdi(tmp_path / "neuron-compiled-artifacts")
+    artifact = detect(tmp_path)
+    assert artifact.compiled == tmp_path / "neuron-compiled-artifacts"
+    assert [one.kind for one in artifact.weights] == ["ranks", "safetensors"]
+    folders.nxdi(folders.huggingface(tmp_path / "partition"))
+    assert detect(tmp_path / "partition").format == "nxdi"
+
+
+def test_graphs_that_are_named_serve_the_models_own_weights(tmp_path):
+    """Those beside the graphs may be of another training."""
+    model = folders.huggingface(tmp_path / "model")
+    graphs = folders.nxdi(tmp_path / "graphs")
+    artifact = with_graphs(detect(model), graphs)
+    assert [one.kind for one in artifact.weights] == ["safetensors", "ranks"]
+    assert (artifact.path, artifact.compiled, artifact.backend) == (model, graphs, "nxdi")
+    assert dict(artifact.compiled_for) == OF_NXDI
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_graphs_of_another_model_are_refused(tmp_path, named):
+    path = folders.huggingface(tmp_path, num_hidden_layers=2, head_dim=None, rope_theta=10000)
+    graphs = folders.nxdi(tmp_path / "neuron-compiled-artifacts")
+    folders.edit_json(graphs / "neuron_config.json", head_dim=64, rope_theta=10000.0)
+    assert detect(path).compiled == graphs
+    folders.edit_json(graphs / "neuron_config.json", vocab_size=32000)
+    with pytest.raises(ArtifactError, match="another model.*vocab_size 32000 instead of 16"):
+        with_graphs(detect(folders.huggingface(tmp_path / "x")), graphs) if named else detect(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": [64]}, r"cannot have written: seq_len is \[64\]"),
+        ({"max_length": -1}, "max_length is -1, expected a number of at least 1"),
+        ({"batch_size": "many"}, "batch_size is 'many'"),
+        ({"context_encoding_buckets": [64, "32"]}, "cannot have written"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(tmp_path, changes, message):
+    with pytest.raises(ArtifactError, match=message):
+        detect(folders.nxdi(tmp_path, **changes))
+
+
+def test_a_fused_draft_model_is_not_served(tmp_path):
+    """The library would import the classes that the folder names."""
+    path = folders.nxdi(tmp_path)
+    hostile = {"worker_cls": {"__module__": "os", "__name__": "system"}}
+    folders.edit_json(path / "neuron_config.json", fused_spec_config=hostile)
+    with pytest.raises(ArtifactError, match="fused draft model"):
+        detect(path)
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.4.0"])
+def test_optimums_graphs_on_nxd_are_explained(tmp_path, version):
+    artifact = detect(folders.optimum_nxd(tmp_path, version))
+    assert facts(artifact) == FACTS["optimum_nxd"]
+    assert f"what Optimum Neuron {version} compiled in {tmp_path} is not used" in artifact.unused
+
+
+def test_optimums_cut_weights_are_refused(tmp_path):
+    artifact = detect(folders.optimum_cut(tmp_path))
+    assert "cut for it" in artifact.unused
+    assert (artifact.weights, artifact.weights_source) == ((), "org/model@0a1b")
+    with pytest.raises(ArtifactNotFoundError, match="without weights.*org/model@0a1b"):
+        artifact.weights_for("nxdi", READS["nxdi"])
+
+
 def test_optimums_own_library_gives_weights_and_no_graphs(tmp_path):
     artifact = detect(folders.optimum_hlo(tmp_path))
     assert facts(artifact) == ("optimum_tnx", "tnx", "safetensors", "bfloat16", "checkpoint", None)
@@ -320,7 +416,8 @@ def test_a_jumpstart_cache_is_no_model_either(tmp_path):
 
 
 def test_saved_graphs(tmp_path):
-    assert graphs_in(folders.presharded(tmp_path))
+    assert graphs_in(folders.presharded(tmp_path / "tnx")) == "tnx"
+    assert graphs_in(folders.nxdi(tmp_path / "nxdi")) == "nxdi"
 
 
 def test_a_cache_with_saved_graphs_beside_is_a_cache(tmp_path):

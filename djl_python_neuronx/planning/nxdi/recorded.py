@@ -11,7 +11,7 @@ from math import ceil, inf, log2
 from typing import Any, Final
 
 from djl_python_neuronx.config import keywords
-from djl_python_neuronx.config.values import SMALLEST_BUCKET
+from djl_python_neuronx.config.values import SMALLEST_BUCKET, shortened
 
 Config = Mapping[str, Any]
 
@@ -52,6 +52,10 @@ _INNER_DEFAULTS: Final[Mapping[str, Config]] = {
 """The same of keywords that take an object."""
 _OFF_BY_DEFAULT = ("on_device_sampling_config", "kv_quant_config")
 """Those of them that are null by default: an object turns something on, whatever is in it."""
+_NUMBERS = (
+    *("seq_len", "max_length", "max_context_length", "batch_size", "tkg_batch_size"),
+    *("tp_degree", "pp_degree", "ep_degree", "attention_dp_degree"),
+)
 _DERIVED: Final = frozenset(
     {
         # computed from other keywords or by the model's class, some of them no keywords at all
@@ -67,14 +71,9 @@ _DERIVED: Final = frozenset(
         *("quantized_checkpoints_path", "enable_bucketing", "max_context_length"),
     }
 )
-_ALWAYS = frozenset(
-    {
-        *("batch_size", "seq_len", "tp_degree", "torch_dtype"),
-        *("context_encoding_buckets", "token_generation_buckets"),
-        *("is_continuous_batching", "output_logits", "async_mode"),
-    }
-)
-"""Keywords that become options even at the library's default, because this package's own default may differ."""
+_ALWAYS = ("batch_size", "seq_len", "tp_degree", "torch_dtype")
+_FLAGS = ("is_continuous_batching", "output_logits", "async_mode")
+"""With `_ALWAYS`: keywords that become options even at the library's default, as this package's own may differ."""
 _HOSTS = ("async_mode",)
 """Keywords that change no graph: unset options take them, and a difference is none of the graphs."""
 
@@ -86,9 +85,9 @@ def as_options(recorded: Config) -> dict[str, object]:
     places and code.
 
     Raises:
-        ArithmeticError, TypeError, ValueError: a number is none, or none that the library takes.
+        TypeError, ValueError: a number is none, or none that the library takes.
     """
-    given = {**dict.fromkeys(_ALWAYS, False), **_normal(recorded)}
+    given = {**dict.fromkeys(_FLAGS, False), **_normal(recorded)}
     if given["batch_size"] == 1 and not given["is_continuous_batching"]:
         del given["is_continuous_batching"]  # what one slot is anyway
     found, left = keywords.options_of(given)
@@ -102,7 +101,8 @@ def differences(recorded: Config, wanted: Config) -> dict[str, tuple[object, obj
     found: dict[str, tuple[object, object]] = {}
     # What other keywords follow from comes first: of those with one option only the first is named.
     for name in sorted({*compiled, *ours}, key=lambda name: (name not in _DEFAULTS, name)):
-        pair = compiled.get(name), ours.get(name)
+        default = _DEFAULTS.get(name, False if name in _FLAGS else None)
+        pair = compiled.get(name, default), ours.get(name, default)
         by_platform = name == "logical_nc_config" and None in pair
         if pair[0] != pair[1] and name not in _HOSTS and not by_platform:
             found.setdefault(*keywords.explained(name, pair))
@@ -114,6 +114,10 @@ def _normal(config: Config) -> dict[str, Any]:
     given = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
     positions, rows = given["seq_len"], given["batch_size"]
     given = {**dict.fromkeys(_AT_SEQ_LEN, positions), **dict.fromkeys(_AT_BATCH_SIZE, rows), **given}
+    for name in _NUMBERS:
+        if type(given[name]) is not int or given[name] < 1:
+            msg = f"{name} is {shortened(given[name])!r}, expected a number of at least 1"
+            raise ValueError(msg)
     continuous = bool(given.get("is_continuous_batching"))
     bucketing = bool(given.get("enable_bucketing"))
     for name, limit in (
@@ -132,7 +136,7 @@ def _normal(config: Config) -> dict[str, Any]:
         **dict.fromkeys(_AT_SEQ_LEN, positions),
         **dict.fromkeys(_AT_BATCH_SIZE, rows),
         "ctx_batch_size": 1 if continuous else rows,
-        "kv_cache_batch_size": given["tkg_batch_size"] // (given["attention_dp_degree"] or 1),
+        "kv_cache_batch_size": given["tkg_batch_size"] // given["attention_dp_degree"],
         "lm_head_pad": given.get("logical_nc_config", 1) > 1,
         "local_ranks_size": given["tp_degree"] * given["pp_degree"] * given["ep_degree"],
         "rpl_reduce_dtype": given["torch_dtype"],
