@@ -21,6 +21,22 @@ _NUM_CORES = "NEURON_RT_NUM_CORES"
 # The library calls torch.load without `weights_only`, which runs the code in pickles before torch 2.6. A second line
 # behind `artifacts.tensor_files.check_pickles`.
 _SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+# Variables that NxD Inference 0.9 sets for good: models/config.py and model_base.py, utils/compile_env.py and
+# runtime_env.py, and the model builder of NxD 0.18. Those that packages set while they are imported stay: a later load
+# imports nothing again.
+_OF_THE_LIBRARY = (
+    "DISABLE_NUMERIC_CC_TOKEN",
+    "NEURON_PLATFORM_TARGET_OVERRIDE",
+    "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
+    "NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE",
+    "NEURON_RT_ENABLE_OCP",
+    "NEURON_RT_ENABLE_OCP_SATURATION",
+    "NEURON_RT_EXEC_TIMEOUT",
+    "NEURON_RT_IO_RING_CACHE_SIZE",
+    "NEURON_SCRATCHPAD_PAGE_SIZE",
+    "XLA_HLO_DEBUG",
+    "XLA_IR_DEBUG",
+)
 
 
 class _Runtime:
@@ -73,9 +89,9 @@ def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) 
 def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     """Set the variables in this process, where alone the libraries read them, and restore the old values.
 
-    The compiler runs inside a load and the runtime reads its variables when it starts, so a second model of the process
-    is not compiled with the flags of the first. Models of one process share its first cores: `num_cores` is the
-    largest degree among them.
+    Those that the library sets by itself are restored too. The compiler runs inside a load and the runtime reads its
+    variables when it starts, so a second model of the process has nothing of the first. Models of one process share its
+    first cores: `num_cores` is the largest degree among them.
 
     Raises:
         IncompatibleOptionsError: the variables spread the model over several machines.
@@ -87,7 +103,8 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     limit = core_limit({**os.environ, **wanted})
     if reason := lacking(num_cores, limit, _Runtime.limit):
         raise BackendUnavailableError(reason)
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    names = {*wanted, *_OF_THE_LIBRARY}
+    before = {name: os.environ[name] for name in names if name in os.environ}
     for name, value in wanted.items():
         logger.info("environment name=%s value=%r", name, value)
     os.environ.update(wanted)
@@ -95,7 +112,7 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
         yield
         _Runtime.limit = _Runtime.limit or limit
     finally:
-        for name in wanted:
+        for name in names:
             os.environ.pop(name, None)
         os.environ.update(before)
 

@@ -15,6 +15,7 @@ MAX_FAILED_STEPS = 3
 request sent to it, one by one."""
 
 GraphKind = Literal["prefill", "decode", "verification", "mixed"]
+SamplingPlace = Literal["host", "device", "mixed"]
 
 
 class Graph(NamedTuple):
@@ -24,6 +25,8 @@ class Graph(NamedTuple):
     bucket: int
     cache: int = 0
     """KV-cache bucket (see `ModelSpec.cache_buckets`); 0 if the model has none."""
+    slots: int = 0
+    """Slots of a decode (see `ModelSpec.decode_slots`); 0 if all have the same number."""
 
 
 class StepInfo(NamedTuple):
@@ -46,6 +49,8 @@ class StepInfo(NamedTuple):
     """Draft tokens that were verified."""
     accepted: int = 0
     """Draft tokens that became output."""
+    place: SamplingPlace | None = None
+    """Where its tokens were sampled; mixed: some of them on the host. None if it gave none."""
 
 
 class Runner:
@@ -85,7 +90,10 @@ class Runner:
         spec = self.backend.spec
         if not spec.mixed_steps:
             buckets = spec.prefill_buckets if kind == "prefill" else spec.token_buckets
-            return Graph(kind, choose_bucket(length, buckets or (spec.max_model_len,)))
+            bucket, slots = choose_bucket(length, buckets or (spec.max_model_len,)), 0
+            if kind != "prefill" and spec.decode_slots:
+                slots = choose_bucket(int(parts[-1].slots[-1]) + 1, spec.decode_slots)
+            return Graph(kind, bucket, slots=slots)
         # Chunks and decodes run in the same graphs.
         cache = 0
         if spec.cache_buckets:

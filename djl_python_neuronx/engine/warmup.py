@@ -39,6 +39,8 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
             raise engine.dead
     if spec.cache_buckets:
         _fill_caches(engine.runner)
+    for count in spec.decode_slots[1:]:
+        _decode_in(engine.runner, count - 1)
     wanted = _graphs(spec, speculates=speculates)
     return tuple(graph for graph in wanted if graph not in engine.runner.graphs_run)
 
@@ -69,7 +71,13 @@ def _graphs(spec: ModelSpec, *, speculates: bool) -> list[Graph]:
     if spec.mixed_steps:
         return _mixed_graphs(spec)
     kinds: list[GraphKind] = ["decode", "verification"] if speculates else ["decode"]
-    return [Graph(kind, end) for kind in kinds for end in _decodes(spec)]
+    counts = spec.decode_slots or (0,)
+    return [
+        Graph(kind, end, slots=count)
+        for kind in kinds
+        for end in _decodes(spec)
+        for count in counts
+    ]
 
 
 def _mixed_graphs(spec: ModelSpec) -> list[Graph]:
@@ -109,6 +117,22 @@ def _fill_caches(runner: Runner) -> None:
         lens = [(num_tokens + row) // num_rows for row in range(num_rows)]
         _write(runner, slots[:num_rows], end, lens)
     backend.release(slots)
+
+
+def _decode_in(runner: Runner, slot: int) -> None:
+    """Fill one slot, then decode in it at ever shorter lengths: the sequences above run in slot 0.
+
+    Raises:
+        ServingError: a graph does not run.
+    """
+    backend, spec = runner.backend, runner.backend.spec
+    wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
+    longest = min(longest_prompt(spec), spec.max_model_len - 1)
+    backend.acquire(slot, [0] * longest, 0)
+    runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)), longest)
+    for start in sorted({max(1, min(end - 1, longest)) for end in _decodes(spec)}, reverse=True):
+        runner.run(Step(decode=plain_rows([slot], [[0]], [start], wants)), start + 1)
+    backend.release([slot])
 
 
 def _write(runner: Runner, slots: list[int], end: int, lens: list[int]) -> None:

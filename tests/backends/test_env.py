@@ -63,6 +63,17 @@ def test_what_was_set_is_put_back(fresh: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
+def test_what_the_library_sets_by_itself_is_put_back(fresh: pytest.MonkeyPatch) -> None:
+    """Asynchronous execution of one model, the timeout of long contexts of another."""
+    fresh.setenv("NEURON_RT_EXEC_TIMEOUT", "30")
+    fresh.delenv("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", raising=False)
+    before = dict(os.environ)
+    with env.applied(LibraryArguments(), 2):
+        os.environ["NEURON_RT_EXEC_TIMEOUT"] = "600"
+        os.environ["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = "2"
+    assert dict(os.environ) == before
+
+
 def test_a_later_model_has_the_cores_of_the_first(fresh: pytest.MonkeyPatch) -> None:
     with env.applied(FLAGS, 4):
         pass

@@ -15,8 +15,8 @@ from typing import Any
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.faults import of_load
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.tnx.errors import of_load
 from djl_python_neuronx.backends.tnx.model import (
     ADVICE,
     CACHE_CALL,

@@ -21,10 +21,10 @@ from djl_python_neuronx.backends.base import (
     StepOutput,
     Want,
 )
+from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
 from djl_python_neuronx.backends.slots import SlotBackend
-from djl_python_neuronx.backends.tnx.errors import of_step
 from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
 

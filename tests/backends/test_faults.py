@@ -1,12 +1,15 @@
-"""What the runtime says, and what is made of it."""
+"""What the compiler, the runtime and the libraries say, and what is made of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from djl_python_neuronx.backends.tnx.errors import of_load, of_step
+from djl_python_neuronx.backends.faults import of_load, of_step
 from djl_python_neuronx.errors import (
     ArtifactError,
+    ArtifactNotFoundError,
     BackendError,
     BackendUnavailableError,
     CompileError,
@@ -22,6 +25,13 @@ NO_START = "The PyTorch Neuron Runtime could not be initialized. Neuron Driver i
 CORES = "Logical Neuron Core(s) not available - Requested:lnc8-lnc8 Available:0"
 BUSY = "TDRV: failed to open /dev/neuron0: Device or resource busy"
 LOST = "nrt_execute status=1202 message=NRT_EXEC_HW_ERR_NC_UE"
+SHAPES = (
+    "Input shape ['[1, 9]'] not found in input_shape_map: dict_keys([" + "'[1, 8]', " * 900 + "])"
+)
+TOO_LONG = "Inputs supplied (9 tokens) are longer than max_context_length (8 tokens)."
+ZIP = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+CLASS = "Unknown type name '__torch__.torch.classes.neuron.SPMDModel':"
+CACHED = "Got a cached failed neff at /cache/MODULE_1/model.neff. Will skip compilation"
 NUMBERS = "nrt_execute status=1003 message=NRT_EXEC_COMPLETED_WITH_NUM_ERR"
 
 
@@ -52,7 +62,12 @@ NUMBERS = "nrt_execute status=1003 message=NRT_EXEC_COMPLETED_WITH_NUM_ERR"
         (RuntimeError("neuronx-cc failed with exit status 4"), CompileError, "exit status 4"),
         (RuntimeError("neuronx-cc failed with exit status 6"), CompileError, "exit status 6"),
         (RuntimeError("neuronx-cc killed, exit status: 9"), CompileError, "exit status: 9"),
-        (FileNotFoundError(2, "none", "/m/compiled/model.safetensors"), BackendError, "FileNotFound"),
+        (FileNotFoundError(2, "none", "/m/compiled/model.safetensors"), ArtifactNotFoundError, "/m/compiled/"),
+        (ValueError(SHAPES), ArtifactError, "Compile it again with these options"),
+        (RuntimeError(ZIP), ArtifactError, "damaged"),
+        (RuntimeError(CLASS), ArtifactError, "compiler of this image"),
+        (RuntimeError(CACHED), CompileError, "remove the folder MODULE_"),
+        (RuntimeError("[NCC_EOOM001] The combined memory exceeds the limit"), DeviceMemoryError, "n_positions"),
         (RuntimeError("size mismatch in /var/neuron-compile-cache/x"), BackendError, "size mismatch"),
         (AssertionError("odd"), BackendError, "AssertionError: odd"),
         (ArtifactError("ours"), ArtifactError, "ours"),
@@ -84,6 +99,8 @@ def test_of_load(error: Exception, kind: type[ServingError], words: str) -> None
         (RuntimeError("nrt_execute status=2"), StepError, False),
         (RuntimeError(NUMBERS), StepError, False),
         (KeyError((20, 4)), StepError, False),
+        (ValueError(SHAPES), StepError, False),
+        (ValueError(TOO_LONG), StepError, False),
         (DeviceMemoryError("ours"), DeviceMemoryError, False),
     ],
 )
@@ -97,3 +114,36 @@ def test_a_long_log_keeps_its_end() -> None:
     found = of_load(RuntimeError("neuronx-cc\n" * 500 + "the reason"), "the model")
     assert str(found).endswith("the reason")
     assert len(str(found)) < 400
+
+
+def test_a_long_line_keeps_its_beginning() -> None:
+    found = str(of_step(ValueError(SHAPES), "a decode step of 2 rows"))
+    assert "failed: Input shape ['[1, 9]'] not found in input_shape_map" in found
+    assert len(found) < 700
+
+
+def test_an_assertion_without_words_names_its_line() -> None:
+    try:
+        assert not Path(), ""
+    except AssertionError as error:
+        found = str(of_load(error, "the model in /m"))
+    assert "test_faults.py" in found
+    assert "assert not Path()" in found
+    assert "change the options" in found
+
+
+def test_a_failed_compile_ends_with_the_lines_of_the_graph_that_failed(tmp_path: Path) -> None:
+    for name, text in (
+        ("_tp0_bk0", "finished"),
+        ("_tp0_bk1", "ERROR [NCC] too many\nthe reason"),
+        ("_tp0_bk2", "run"),
+    ):
+        (tmp_path / "context_encoding_model" / name).mkdir(parents=True)
+        (tmp_path / "context_encoding_model" / name / "log-neuron-cc.txt").write_text(text)
+    error = RuntimeError("Failed compilation with ['neuronx-cc', 'compile']")
+    found = of_load(error, "the model in /m", tmp_path)
+    assert type(found) is CompileError
+    assert str(found).endswith(
+        "context_encoding_model/_tp0_bk1/log-neuron-cc.txt:\nERROR [NCC] too many\nthe reason"
+    )
+    assert "Failed compilation with" in str(of_load(error, "the model in /m", tmp_path / "none"))

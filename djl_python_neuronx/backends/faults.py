@@ -1,13 +1,16 @@
-"""Translation of errors of the Neuron compiler and runtime."""
+"""Translation of errors of the Neuron compiler, the runtime and the libraries above them."""
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from djl_python_neuronx.errors import (
     ArtifactError,
+    ArtifactNotFoundError,
     BackendError,
     BackendUnavailableError,
     CompileError,
@@ -17,12 +20,14 @@ from djl_python_neuronx.errors import (
 )
 
 _TAIL_LINES = 15
+_LINE_LENGTH = 400
+_COMPILER_LOG = "log-neuron-cc.txt"
 _COMPILER = re.compile(
     r"neuronx?-cc\b|\bcompil(?:er|ation|ing)\b.{0,40}\b(?:fail|error|status)", re.IGNORECASE
 )
 
 
-_Kind = Literal["memory", "cores", "busy", "lost", "neff", "version", "invalid"]
+_Kind = Literal["memory", "cores", "busy", "lost", "neff", "version", "invalid", "compile"]
 
 
 class _Fault(NamedTuple):
@@ -53,15 +58,28 @@ _HOST_MEMORY = _fault(
 # libraries. The first match counts.
 _FAULTS = (
     _fault(
-        r"no matching NEFF|find a matching NEFF",
+        r"no matching NEFF|find a matching NEFF|not found in input_shape_map|exceeds largest bucket|"
+        r"longer than max_(?:context_)?length",
         "neff",
         "Compile it again with these options, or serve with those that it was compiled with",
     ),
     _fault(
-        r"NRT_UNSUPPORTED_NEFF_VERSION|NEFF version mismatch",
+        r"NRT_UNSUPPORTED_NEFF_VERSION|NEFF version mismatch|Unknown type name '__torch__\.torch\.classes\.neuron",
         "version",
         "Compile it again with the compiler of this image",
         codes={10},
+    ),
+    _fault(
+        r"PytorchStreamReader failed|deserializing header",
+        "neff",
+        "A file of it is damaged or incomplete: copy or compile it again",
+    ),
+    # A compile that was killed leaves an entry too.
+    _fault(
+        r"cached failed neff",
+        "compile",
+        "An earlier compile failed or was interrupted, and the compiler's cache repeats its result: remove the folder "
+        "MODULE_... that it names",
     ),
     _fault(
         r"NRT_LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|could not open the nd\d",
@@ -90,7 +108,7 @@ _FAULTS = (
     ),
     _HOST_MEMORY,
     _fault(
-        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory",
+        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory|NCC_EOOM",
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
         codes={4},
@@ -112,17 +130,31 @@ _FAULTS = (
 )
 
 
-def of_load(error: Exception, what: str) -> ServingError:
-    """Return the `ServingError` for an error of a load or a compilation; `what` names the model."""
+def of_load(error: Exception, what: str, work_dir: Path | None = None) -> ServingError:
+    """Return the `ServingError` for an error of a load or a compilation.
+
+    `what` names the model. `work_dir`: the compiler's, if it keeps its logs there.
+    """
     if isinstance(error, ServingError):
         return error
-    text = str(error)
-    fault = _find(error)
+    text, fault = _describe(error), _find(error)
     if fault is None:
+        if isinstance(error, FileNotFoundError):
+            return ArtifactNotFoundError(
+                f"{what} cannot be loaded, a file is missing: {text}. Copy or fetch it again"
+            )
         if not isinstance(error, OSError) and _COMPILER.search(text):
-            return CompileError(f"{what} does not compile. The end of the log:\n{_tail(text)}")
-        return BackendError(f"{what} cannot be loaded: {type(error).__name__}: {_tail(text)}")
-    message = f"{what} cannot be loaded: {_tail(text)}. {fault.advice}"
+            return CompileError(
+                f"{what} does not compile. The end of the log:\n{_log(work_dir) or text}"
+            )
+        refused = isinstance(error, AssertionError)
+        advice = (
+            ". The library refuses the arguments: change the options behind them" if refused else ""
+        )
+        return BackendError(f"{what} cannot be loaded: {type(error).__name__}: {text}{advice}")
+    message = f"{what} cannot be loaded: {text}. {fault.advice}"
+    if fault.kind == "compile":
+        return CompileError(message)
     if fault.kind in {"neff", "version"}:
         return ArtifactError(message)
     if fault.kind == "memory":
@@ -134,10 +166,10 @@ def of_step(error: Exception, what: str) -> BackendError:
     """Return the `BackendError` for an error of a device call; `fatal` if no further call can succeed."""
     if isinstance(error, BackendError):
         return error
-    fault = _find(error)
+    text, fault = _describe(error), _find(error)
     if fault is None:
-        return StepError(f"{what} failed: {type(error).__name__}: {_tail(str(error))}")
-    message = f"{what} failed: {_tail(str(error))}. {fault.advice}"
+        return StepError(f"{what} failed: {type(error).__name__}: {text}")
+    message = f"{what} failed: {text}. {fault.advice}"
     translated = DeviceMemoryError(message) if fault.kind == "memory" else StepError(message)
     translated.fatal = fault.kind in {"cores", "lost"}
     return translated
@@ -152,5 +184,30 @@ def _find(error: Exception) -> _Fault | None:
     return next(faults, None)
 
 
+def _describe(error: Exception) -> str:
+    """Return the end of an error's text, and the line that raised it if the text may say nothing."""
+    text = _tail(str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not (isinstance(error, AssertionError) or not text):
+        return text
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+    return f"{text} ({place})" if text else place
+
+
+def _log(work_dir: Path | None) -> str | None:
+    """Return the end of the newest log of the compiler below `work_dir` that has an error, after its name."""
+    if work_dir is None:
+        return None
+    texts = {log: log.read_text(errors="replace") for log in work_dir.rglob(_COMPILER_LOG)}
+    failed = [log for log, text in texts.items() if "ERROR" in text]
+    if not failed:
+        return None
+    newest = max(failed, key=lambda log: log.stat().st_mtime)
+    return f"{newest.relative_to(work_dir)}:\n{_tail(texts[newest])}"
+
+
 def _tail(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-_TAIL_LINES:])
+    lines = text.strip().splitlines()[-_TAIL_LINES:]
+    return "\n".join(
+        f"{line[:_LINE_LENGTH]}…" if len(line) > _LINE_LENGTH else line for line in lines
+    )
