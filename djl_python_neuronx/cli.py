@@ -160,7 +160,7 @@ def _add_compile(commands: Commands) -> None:
         "--weights",
         choices=["none", "link", "copy", "presharded"],
         help="how the weights get into the output: as hard links if on the same disk (default with tnx and cpu), as "
-        "copies, not at all, or cut for each core (default with nxdi; with tnx on a machine with its cores, which turns "
+        "copies, not at all, or cut for each core (default with nxdi; with tnx it needs the machine's cores and turns "
         "on_device_embedding on)",
     )
     command.add_argument(

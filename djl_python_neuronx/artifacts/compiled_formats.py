@@ -54,6 +54,7 @@ _SAME_MODEL = (
 )
 """Keys of config.json that NxD Inference records, and that no graph can differ in."""
 
+
 def graphs_in(path: Path) -> str | None:
     """The backend whose saved graphs a local folder holds, none of them damaged; None if it holds none.
 
@@ -330,19 +331,18 @@ class OptimumNxd(Format):
     def read(self, folder: Folder) -> Artifact:
         """Whole weights, or the place that they came from."""
         config, recorded = read_config(folder), folder.json(_NEURON_CONFIG)
+        source: str | None
         unused = (
             f"what Optimum Neuron {shortened(recorded.get('optimum_neuron_version'))} compiled in {folder.path} is not "
             "used: its graphs are of modelling code of its own, which NxD Inference does not load"
         )
-        if "checkpoint" in folder.folders and not has_whole(inner := folder.sub("checkpoint")):
-            if "weights" in inner.names:
-                unused += ", nor the weights in checkpoint/weights, which are cut for it"
-            weights, source = _read_beside(folder, config), _checkpoint_id(folder, recorded)
+        if "checkpoint" in folder.folders and "weights" in folder.sub("checkpoint").names:
+            unused += ", nor the weights in checkpoint/weights, which are cut for it"
+            weights = _read_beside(folder, config)
+            source = _checkpoint_id(folder, recorded) if not weights else None
         else:
             weights, source = _read_checkpoint(folder, config, recorded)
-        return self.artifact(
-            folder, config, weights, unused=unused, weights_source=None if weights else source
-        )
+        return self.artifact(folder, config, weights, unused=unused, weights_source=source)
 
 
 def _is_hlo(recorded: Mapping[str, Any]) -> bool:

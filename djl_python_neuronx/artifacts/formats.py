@@ -123,7 +123,9 @@ class OwnOutput(Format):
             backend=backend if isinstance(backend, str) else artifact.backend,
             compiled=artifact.compiled or graphs,
             # The manifest has the options themselves, and NxD Inference's own record follows from them.
-            compiled_for=recorded if artifact.neuron_config else {**artifact.compiled_for, **recorded},
+            compiled_for=recorded
+            if artifact.neuron_config
+            else {**artifact.compiled_for, **recorded},
         )
 
 

@@ -306,7 +306,7 @@ def test_graphs_of_another_model_are_refused(tmp_path, named):
     folders.edit_json(graphs / "neuron_config.json", head_dim=64, rope_theta=10000.0)
     assert detect(path).compiled == graphs
     folders.edit_json(graphs / "neuron_config.json", vocab_size=32000)
-    with pytest.raises(ArtifactError, match="another model.*vocab_size 32000 instead of 16"):
+    with pytest.raises(ArtifactError, match=r"another model.*vocab_size 32000 instead of 16"):
         with_graphs(detect(folders.huggingface(tmp_path / "x")), graphs) if named else detect(path)
 
 
@@ -344,7 +344,7 @@ def test_optimums_cut_weights_are_refused(tmp_path):
     artifact = detect(folders.optimum_cut(tmp_path))
     assert "cut for it" in artifact.unused
     assert (artifact.weights, artifact.weights_source) == ((), "org/model@0a1b")
-    with pytest.raises(ArtifactNotFoundError, match="without weights.*org/model@0a1b"):
+    with pytest.raises(ArtifactNotFoundError, match=r"without weights.*org/model@0a1b"):
         artifact.weights_for("nxdi", READS["nxdi"])
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
-from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.artifacts.artifact import READS
 from djl_python_neuronx.artifacts.formats import detect
+from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
+from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import compiled as compiled_module
@@ -155,7 +155,10 @@ def nxdi_model(path, **keywords):
         ({"n_positions": "32,64"}, "n_positions: compiled [64], wanted [32, 64]"),
         ({"context_length_estimate": "64"}, "compiled [32, 64], wanted [64]"),
         ({"dtype": "fp32"}, "dtype: compiled 'bfloat16', wanted 'float32'"),
-        ({"output_logits": "true", "on_device_generation": "true"}, "output_logits: compiled False"),
+        (
+            {"output_logits": "true", "on_device_generation": "true"},
+            "output_logits: compiled False",
+        ),
         ({"fuse_qkv": "true"}, "fuse_qkv: compiled None, wanted True"),
         ({"rolling_batch_strategy": "naive_rolling_batch"}, "rolling_batch_strategy: compiled"),
         ({"override_neuron_config": '{"attn_cls": "X"}'}, "attn_cls: compiled"),
@@ -208,7 +211,9 @@ def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way
     assert report.prepared.artifact.compiled == graphs
     assert report.resolved.options.max_rolling_batch_size == 4
     assert report.prepared.weights.kind == "safetensors"
-    (error,) = run(model, environ, INSTANCE, n_positions="32", **settings).findings.messages("error")
+    (error,) = run(model, environ, INSTANCE, n_positions="32", **settings).findings.messages(
+        "error"
+    )
     assert "n_positions: compiled 64, wanted 32 (command line)" in error
 
 

@@ -97,7 +97,9 @@ def test_vllms_buckets_are_the_ones_that_the_library_chose():
     )
     record["max_context_length"] = 2500
     options = as_options(record)
-    assert options["n_positions"] == options["context_length_estimate"] == [128, 256, 512, 1024, 2500]
+    assert (
+        options["n_positions"] == options["context_length_estimate"] == [128, 256, 512, 1024, 2500]
+    )
     assert differences(record, wanted(record)) == {}
 
 
@@ -116,5 +118,7 @@ def test_a_record_in_short_is_the_record_in_full():
     """Older versions wrote fewer keywords; the data file has all of 0.9."""
     assert differences(NXDI_RECORD, NXDI_KEYWORDS) == {}
     assert as_options(NXDI_KEYWORDS) == {
-        name: value for name, value in as_options(NXDI_RECORD).items() if name != "logical_nc_config"
+        name: value
+        for name, value in as_options(NXDI_RECORD).items()
+        if name != "logical_nc_config"
     }

@@ -110,15 +110,25 @@ def differences(recorded: Config, wanted: Config) -> dict[str, tuple[object, obj
 
 
 def _normal(config: Config) -> dict[str, Any]:
-    """The keywords that say something: defaults and what follows from others left out, lengths written out."""
+    """The keywords that say something: without defaults and what follows from others, with lengths written out."""
+    given = _written_out(config)
+    follows = {**_DEFAULTS, **_follows(given)}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in _DERIVED
+        and (name in _ALWAYS or value != follows.get(name))
+        and (value or name in _OFF_BY_DEFAULT or follows.get(name))
+    }
+
+
+def _written_out(config: Config) -> dict[str, Any]:
     given = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
-    positions, rows = given["seq_len"], given["batch_size"]
-    given = {**dict.fromkeys(_AT_SEQ_LEN, positions), **dict.fromkeys(_AT_BATCH_SIZE, rows), **given}
+    given = {**_by_size(given), **given}
     for name in _NUMBERS:
         if type(given[name]) is not int or given[name] < 1:
             msg = f"{name} is {shortened(given[name])!r}, expected a number of at least 1"
             raise ValueError(msg)
-    continuous = bool(given.get("is_continuous_batching"))
     bucketing = bool(given.get("enable_bucketing"))
     for name, limit in (
         ("context_encoding_buckets", given["max_context_length"]),
@@ -132,29 +142,35 @@ def _normal(config: Config) -> dict[str, Any]:
     for name, inner in _INNER_DEFAULTS.items():
         if isinstance(value := given.get(name), Mapping):
             given[name] = _without_defaults(value, inner)
+    return given
+
+
+def _by_size(given: Config) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(_AT_SEQ_LEN, given["seq_len"]),
+        **dict.fromkeys(_AT_BATCH_SIZE, given["batch_size"]),
+    }
+
+
+def _follows(given: Config) -> dict[str, Any]:
+    """What the library sets where nobody does, or where it does not matter."""
+    rows = given["tkg_batch_size"]
     follows = {
-        **dict.fromkeys(_AT_SEQ_LEN, positions),
-        **dict.fromkeys(_AT_BATCH_SIZE, rows),
-        "ctx_batch_size": 1 if continuous else rows,
-        "kv_cache_batch_size": given["tkg_batch_size"] // given["attention_dp_degree"],
+        **_by_size(given),
+        "ctx_batch_size": 1 if given.get("is_continuous_batching") else given["batch_size"],
+        "kv_cache_batch_size": rows // given["attention_dp_degree"],
         "lm_head_pad": given.get("logical_nc_config", 1) > 1,
         "local_ranks_size": given["tp_degree"] * given["pp_degree"] * given["ep_degree"],
         "rpl_reduce_dtype": given["torch_dtype"],
         "scratchpad_page_size": 1024 if given["max_context_length"] >= 2**15 else None,
     }
+    if given.get("token_generation_batches") == [rows]:
+        follows["token_generation_batches"] = [rows]
     if not given.get("is_block_kv_layout"):
         follows |= {name: given[name] for name in ("pa_block_size", "pa_num_blocks")}
     if not (given.get("quantized") or given.get("quantized_mlp_kernel_enabled")):
         follows |= {name: given.get(name) for name in ("quantization_type", "quantization_dtype")}
-    if given.get("token_generation_batches") == [given["tkg_batch_size"]]:
-        del given["token_generation_batches"]
-    return {
-        name: value
-        for name, value in given.items()
-        if name not in _DERIVED
-        and (name in _ALWAYS or value != follows.get(name, _DEFAULTS.get(name)))
-        and (value or name in _OFF_BY_DEFAULT or name in _ALWAYS or _DEFAULTS.get(name))
-    }
+    return follows
 
 
 def _without_defaults(value: Mapping[str, Any], defaults: Config) -> dict[str, Any]:
