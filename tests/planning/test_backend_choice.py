@@ -70,8 +70,8 @@ def test_auto_on_a_neuron_machine_is_never_the_cpu(nxdi, tnx):
 UNKNOWN = "does not support model_type"
 REASONS = [
     # model type, installed, options, backend, why
-    ("llama", BOTH, {}, "nxdi", "tnx comes after it"),
-    (None, BOTH, {}, "nxdi", "tnx comes after it"),
+    ("llama", BOTH, {}, "nxdi", "it is preferred to tnx"),
+    (None, BOTH, {}, "nxdi", "it is preferred to tnx"),
     ("qwen3", BOTH, {}, "nxdi", f"tnx {UNKNOWN} 'qwen3'"),
     ("gpt2", BOTH, {}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
     # the only one that supports it, whatever it refuses
@@ -102,7 +102,7 @@ REASONS = [
         "nxdi refuses enable_chunked_prefill",
     ),
     # ... speed alone
-    ("llama", BOTH, {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi", "tnx comes after"),
+    ("llama", BOTH, {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi", "it is preferred to tnx"),
     # ... and what only NxD Inference has, for a model of both
     ("mistral", BOTH, {"output_logits": True}, "nxdi", "tnx refuses output_logits"),
     # ... and what this version serves with transformers-neuronx alone
@@ -121,15 +121,15 @@ REASONS = [
         "tnx",
         "nxdi refuses ngram_prompt_lookup_max",
     ),
-    ("mistral", BOTH, {"speculative_draft_model": "d"}, "nxdi", "tnx comes after it"),
-    ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "tnx comes after it"),
+    ("mistral", BOTH, {"speculative_draft_model": "d"}, "nxdi", "it is preferred to tnx"),
+    ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "it is preferred to tnx"),
     # what both refuse something of: the first
     (
         "llama",
         BOTH,
         {"load_split_model": True, "output_logits": True},
         "nxdi",
-        "tnx comes after it",
+        "it is preferred to tnx",
     ),
     # a refusal counts less than what is not there
     (
@@ -140,7 +140,7 @@ REASONS = [
         "transformers-neuronx is not installed",
     ),
     # rules about values that are not filled in yet refuse nothing
-    ("llama", BOTH, {"token_generation_batches": (1, 2)}, "nxdi", "tnx comes after it"),
+    ("llama", BOTH, {"token_generation_batches": (1, 2)}, "nxdi", "it is preferred to tnx"),
 ]
 
 
