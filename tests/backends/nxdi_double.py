@@ -24,8 +24,6 @@ from tests.toy_backend import toy_logits
 PACKAGE = "neuronx_distributed_inference"
 CONFIG, GRAPHS = "neuron_config.json", "model.pt"
 CTE, TKG = "context_encoding_model", "token_generation_model"
-POISON = 96
-"""The token that is not a number; so is whatever attends to it, and whatever reads the columns behind it."""
 
 
 class OnDeviceSamplingConfig:
@@ -143,22 +141,30 @@ class Wrapper:
         if isinstance(buckets[0], list):
             fitting = [bucket for bucket in buckets if rows <= bucket[0] and length <= bucket[1]]
             if not fitting:
-                raise ValueError(f"Input batch_size={rows}, seq_len={length} exceeds largest bucket")
+                raise ValueError(
+                    f"Input batch_size={rows}, seq_len={length} exceeds largest bucket"
+                )
             return min(fitting)
         later = [i for i, bucket in enumerate(buckets) if length < bucket]
         if later:
             skipped = strategy == "second_fit"
-            return [self.neuron_config.batch_size, buckets[min(later[0] + skipped, len(buckets) - 1)]]
+            return [
+                self.neuron_config.batch_size,
+                buckets[min(later[0] + skipped, len(buckets) - 1)],
+            ]
         if length == buckets[-1]:
             return [self.neuron_config.batch_size, length]
-        raise ValueError(f"Input len {length} exceeds largest bucket ({buckets[-1]}) for {self.tag}")
+        raise ValueError(
+            f"Input len {length} exceeds largest bucket ({buckets[-1]}) for {self.tag}"
+        )
 
 
 class NeuronLlamaForCausalLM:
     """A row of the cache is a row of token ids; -1 is what was never written."""
 
     made: ClassVar[list[NeuronLlamaForCausalLM]] = []
-    config_class = InferenceConfig
+    poison: ClassVar[int] = -1
+    """The token that is not a number; so is every row that reads it, masked or not."""
 
     @classmethod
     def get_config_cls(cls):
@@ -205,11 +211,15 @@ class NeuronLlamaForCausalLM:
 
     def shard_weights(self, compiled_model_path, debug=False, pre_shard_weights_hook=None):
         folder = Path(compiled_model_path) / "weights"
-        for rank in range(self.neuron_config.world_size * self.neuron_config.save_sharded_checkpoint):
+        for rank in range(
+            self.neuron_config.world_size * self.neuron_config.save_sharded_checkpoint
+        ):
             folder.mkdir(exist_ok=True)
             (folder / f"tp{rank}_sharded_checkpoint.safetensors").write_text("")
 
-    def load(self, compiled_model_path, start_rank_id=None, local_ranks_size=None, skip_warmup=False):
+    def load(
+        self, compiled_model_path, start_rank_id=None, local_ranks_size=None, skip_warmup=False
+    ):
         folder = Path(compiled_model_path)
         self.graphs = json.loads((folder / GRAPHS).read_text())
         if self.neuron_config.save_sharded_checkpoint:
@@ -223,7 +233,10 @@ class NeuronLlamaForCausalLM:
     def _graphs(self):
         """The shapes of input_ids and mask, for each graph."""
         own = self.neuron_config
-        prompts = [[CTE, own.ctx_batch_size, n, n] for n in self.context_encoding_model.neuron_config.buckets]
+        prompts = [
+            [CTE, own.ctx_batch_size, n, n]
+            for n in self.context_encoding_model.neuron_config.buckets
+        ]
         pairs = [
             bucket if isinstance(bucket, list) else [own.tkg_batch_size, bucket]
             for bucket in self.token_generation_model.neuron_config.buckets
@@ -317,7 +330,9 @@ class NeuronLlamaForCausalLM:
             bucket = self.context_encoding_model.bucket_of(mask.shape[1], size, strategy)
             if ids.shape[1] > bucket[1]:
                 most = self.neuron_config.max_context_length
-                raise ValueError(f"Inputs supplied are longer than max_context_length ({most} tokens).")
+                raise ValueError(
+                    f"Inputs supplied are longer than max_context_length ({most} tokens)."
+                )
             tokens, where = (np.asarray(each[part]) for each in (ids, positions))
             wider = ((0, 0), (0, bucket[1] - tokens.shape[1]))
             tokens, where = np.pad(tokens, wider), np.pad(where, wider, constant_values=1)
@@ -325,7 +340,7 @@ class NeuronLlamaForCausalLM:
             self._enter(CTE, bucket, bucket[1], lines, where.max(axis=1).tolist())
             for row, line in enumerate(lines):
                 end = int(where[row].argmax()) + 1
-                bad = np.maximum.accumulate(tokens[row] == POISON)
+                bad = np.maximum.accumulate(tokens[row] == self.poison)
                 self.cache[line, : bucket[1]], self.spoiled[line, : bucket[1]] = tokens[row], bad
                 answers.append(self._logits(tokens[row, :end], bool(bad[:end].any())))
         return self._answer(np.stack(answers), params)
@@ -342,7 +357,13 @@ class NeuronLlamaForCausalLM:
             order = np.argsort(lines, kind="stable").tolist()
             lines = sorted(lines)
         chosen = [row if row < count else 0 for row in order]
-        self._enter(TKG, [len(order), bucket[1]], 1, lines if count < rows else named, positions[chosen].flatten().tolist())
+        self._enter(
+            TKG,
+            [len(order), bucket[1]],
+            1,
+            lines if count < rows else named,
+            positions[chosen].flatten().tolist(),
+        )
         where, read, own_params = (np.asarray(each)[chosen] for each in (positions, mask, params))
         where = where[:, 0]
         # Those of a step ahead are filled up already.
@@ -352,7 +373,7 @@ class NeuronLlamaForCausalLM:
         read = np.pad(read, ((0, 0), (0, bucket[1] - read.shape[1]))).astype(bool)
         answers, cache, spoiled = [], self.cache.copy(), self.spoiled.copy()
         for row, line in enumerate(lines):
-            bad = bool(self.spoiled[line, : bucket[1]].any() or tokens[row] == POISON)
+            bad = bool(self.spoiled[line, : bucket[1]].any() or tokens[row] == self.poison)
             seen = np.append(self.cache[line, : bucket[1]][read[row]], tokens[row])
             answers.append(self._logits(seen, bad))
             if order[row] < count or not own.apply_seq_ids_mask:
@@ -372,7 +393,11 @@ class NeuronLlamaForCausalLM:
             top_k, top_p, temperature = np.asarray(params[row]).tolist()
             if not config.dynamic:
                 top_k, top_p, temperature = config.top_k, config.top_p, config.temperature
-            if (config.dynamic or config.do_sample) and top_k != 1 and not np.isnan(logits[row]).any():
+            if (
+                (config.dynamic or config.do_sample)
+                and top_k != 1
+                and not np.isnan(logits[row]).any()
+            ):
                 best = np.argsort(-logits[row])[: int(top_k) or None]
                 weights = torch.softmax(torch.from_numpy(logits[row][best] / temperature), 0)
                 tokens[row] = best[int(torch.multinomial(weights, 1))]
@@ -389,8 +414,9 @@ def _inferred(positions):
 CONFIGS = (OnDeviceSamplingConfig, NeuronConfig)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[NeuronLlamaForCausalLM]:
+def install(monkeypatch: pytest.MonkeyPatch, poison: int = -1) -> list[NeuronLlamaForCausalLM]:
     """Make it the library that is imported; returns the applications that are made from now on."""
+    monkeypatch.setattr(NeuronLlamaForCausalLM, "poison", poison)
     contents: dict[str, list[Any]] = {
         "": [],
         "models": [],
