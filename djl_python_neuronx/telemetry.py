@@ -56,6 +56,11 @@ METRICS: dict[str, Metric] = {
     "mixed_seconds": Metric(
         "histogram", "Device time of a step of prompt chunks and decodes.", ("bucket",)
     ),
+    "sampling_steps_total": Metric(
+        "counter",
+        "Steps by where their tokens were sampled.",
+        ("place",),
+    ),
     "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),
     "accepted_draft_tokens_total": Metric("counter", "Draft tokens accepted."),
     "draft_seconds": Metric("histogram", "Time to propose the drafts of a step."),
@@ -127,6 +132,8 @@ class Recorder:
             metrics["padding_tokens_total"].inc(max(0, columns - info.tokens))
         else:
             metrics["decode_seconds"].observe(info.device_s)
+        if info.place is not None:
+            metrics["sampling_steps_total"].labels(info.place).inc()
         if info.drafted:
             metrics["draft_tokens_total"].inc(info.drafted)
             metrics["accepted_draft_tokens_total"].inc(info.accepted)

@@ -21,6 +21,22 @@ settings.register_profile("patient", **PATIENT)
 settings.register_profile("repeatable", derandomize=True, **PATIENT)
 settings.load_profile("patient")
 
+NEEDS = {
+    "tnx": (
+        "transformers-neuronx",
+        "transformers_neuronx",
+        "transformers-neuronx on a machine with a Neuron device, or a checkout of it ($TNX_SRC) and its CPU rig, both "
+        "on the path (PYTHONPATH=<rig>:$TNX_SRC/src)",
+    ),
+    "nxdi": (
+        "neuronx-distributed-inference",
+        "neuronx_distributed_inference.models.config",
+        "NxD Inference on a machine with a Neuron device, or checkouts of it ($NXDI_SRC) and of neuronx-distributed "
+        "($NXD_SRC) with its CPU rig, all on the path (PYTHONPATH=<rig>:$NXDI_SRC/src:$NXD_SRC/src)",
+    ),
+}
+"""Backend → its package, a module that imports it with all that it needs, and what its tests need."""
+
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
@@ -35,25 +51,15 @@ def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
 
 
-def _missing_library(name):
-    return (
-        None
-        if backend_choice.libraries()[name].state == "installed"
-        else f"{name} is not installed"
-    )
-
-
-def _missing_tnx():
+def _missing_library(backend):
     """Imported by a process of its own: the library's sources alone are found and do not import."""
-    why = _missing_library("transformers-neuronx")
-    if why is None:
-        command = [sys.executable, "-c", "import transformers_neuronx"]
+    package, module, needs = NEEDS[backend]
+    why = f"{package} is not installed"
+    if backend_choice.libraries()[package].state == "installed":
+        command = [sys.executable, "-c", f"import {module}"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         why = ran.stderr.strip().rpartition("\n")[2] if ran.returncode else None
-    return why and (
-        "needs transformers-neuronx on a machine with a Neuron device, or a checkout of it ($TNX_SRC) and its CPU rig, "
-        f"both on the path (PYTHONPATH=<rig>:$TNX_SRC/src); here: {why}"
-    )
+    return why and f"needs {needs}; here: {why}"
 
 
 def _missing(marker, config):
@@ -61,10 +67,8 @@ def _missing(marker, config):
     match marker:
         case "nightly":
             return None if config.getoption("--nightly") else "--nightly was not given"
-        case "tnx":
-            return _missing_tnx()
-        case "nxdi":
-            return _missing_library("neuronx-distributed-inference")
+        case "tnx" | "nxdi":
+            return _missing_library(marker)
         case "neuron":
             found = machines.detect()
             return None if found.has_neuron else f"no Neuron device: {found.seen}"

@@ -418,11 +418,14 @@ class TestBatch:
 
     def test_rows_for_a_device(self) -> None:
         sampler = Sampler(3, 100)
+        sampler.assign(0, SamplingParams(temperature=1e-60, top_k=7, top_p=1e-60), [], 0)
         sampler.assign(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(temperature=0.5, top_k=7, top_p=0.75), [], 0)
         sampler.assign(2, SamplingParams(top_p=0.3), [], 0)
         rows = sampler.device_rows(np.array([1, 2], np.int32))
         assert rows.tolist() == [[7, 0.75, 0.5], [1, 1, 1]]
+        # A library refuses a top_p of 0, and with it the step of all rows.
+        assert (sampler.device_rows(np.array([0], np.int32)) > 0).all()
         assert rows.dtype == np.float32
 
 

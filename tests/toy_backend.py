@@ -76,6 +76,7 @@ class ToyBackend:
         step_s: float = 0.0,
         prefill_s: float = 0.0,
         rewinds: bool = False,
+        device_adds: int = 0,
     ) -> None:
         self.spec = spec
         self.rewinds = (
@@ -84,6 +85,8 @@ class ToyBackend:
             or bool(spec.cache_buckets or spec.decode_slots)
         )
         """A step may write again what is cached behind its start, as drafts and a warm-up of full caches need it."""
+        self.device_adds = device_adds
+        """Added to the most likely token by a device that samples, which tells its tokens from the host's."""
         self.step_s = step_s
         self.prefill_s = prefill_s
         self.fail_at: dict[int, Exception] = {}
@@ -176,9 +179,11 @@ class ToyBackend:
             self._fail(error, [slot for record in records for slot in record.slots])
         if step.kind == "decode" and not self.spec.mixed_steps:
             self._spoil_left_out(records[0].slots)
-        output, *others = [self._compute(rows) for _, rows in step.parts]
-        if others:
-            return self._join(output, *others)
+        wants = Want.NOTHING
+        for record in records:
+            wants |= record.wants
+        logits = np.concatenate([self._compute(rows) for _, rows in step.parts])
+        output = self._answer(logits, wants)
         if self.spec.joins == "reprefill" and step.kind == "prefill":
             idle = self._live.difference(records[0].slots)
             output.num_reprefilled = sum(self._filled[slot] for slot in idle)
@@ -200,14 +205,13 @@ class ToyBackend:
         slots = [slot for record in records for slot in record.slots]
         self._require(len(set(slots)) == len(slots), f"slots {slots} are in a step twice")
 
-    def _join(self, first: StepOutput, second: StepOutput) -> StepOutput:
-        """Rows of both parts; those of a prefill that wants nothing are not numbers."""
-        assert isinstance(first, HostLogits)
-        assert isinstance(second, HostLogits)
-        values = first.values
-        if not values.shape[1]:
-            values = np.full((len(values), 1, self.spec.vocab_size), np.nan, np.float32)
-        return HostLogits(np.concatenate([values, second.values]))
+    def _answer(self, logits: Float32Array, wants: Want) -> StepOutput:
+        if not wants:
+            return HostLogits(logits[:, :0])
+        if Want.TOKENS not in wants:
+            return HostLogits(logits)
+        ids = (logits.argmax(axis=2).astype(np.int32) + self.device_adds) % self.spec.vocab_size
+        return DeviceTokens(ids, logits=logits if Want.LOGITS in wants else None)
 
     def _wait(self, number: int, seconds: float) -> None:
         if seconds:
@@ -225,7 +229,8 @@ class ToyBackend:
             self._live.discard(slot)
         raise error
 
-    def _compute(self, rows: Rows) -> StepOutput:
+    def _compute(self, rows: Rows) -> Float32Array:
+        """float32[B, K, V]; not numbers for rows that want nothing."""
         count, width = rows.input_ids.shape
         every = Want.ALL_LOGITS in rows.wants
         logits = np.full((count, width if every else 1, self.spec.vocab_size), np.nan, np.float32)
@@ -235,14 +240,12 @@ class ToyBackend:
             self._filled[slot] = start + length
             if rows.wants or self.rewinds:
                 self._live.add(slot)
+            if not rows.wants:
+                continue
             for column in range(length) if every else [length - 1]:
                 seen = self._cache[slot, : start + column + 1]
                 logits[i, column if every else 0] = toy_logits(seen, self.spec.vocab_size)
-        if not rows.wants:
-            return HostLogits(np.zeros((count, 0, self.spec.vocab_size), np.float32))
-        if Want.TOKENS in rows.wants:
-            return DeviceTokens(logits.argmax(axis=2).astype(np.int32))
-        return HostLogits(logits)
+        return logits
 
     def _check_alive(self) -> None:
         if self.closed or self._dead is not None:
@@ -271,6 +274,9 @@ class ToyBackend:
             rows.wants in self.spec.outputs | Want.NOTHING,
             f"{rows.wants} is not in {self.spec.outputs}",
         )
+        if Want.TOKENS in self.spec.outputs:
+            self._require(rows.wants != Want.LOGITS, "logits are wanted without tokens")
+            self._check_sampling(rows)
         adapters = rows.adapters.tolist()
         self._require(
             all(0 <= a < len(self.spec.adapters) for a in adapters),
@@ -278,6 +284,14 @@ class ToyBackend:
         )
         for i, slot in enumerate(slots):
             self._check_row(rows, i, slot)
+
+    def _check_sampling(self, rows: Rows) -> None:
+        top_ks, top_ps, temperatures = rows.sampling.T
+        most = self.spec.largest_top_k
+        allowed = most is None or bool((top_ks >= 1).all() and (top_ks <= most).all())
+        self._require(allowed, f"top_k {top_ks.tolist()}; expected 1 to {most}")
+        self._require(bool(((top_ps > 0) & (top_ps <= 1)).all()), f"top_p {top_ps.tolist()}")
+        self._require(bool((temperatures > 0).all()), f"temperature {temperatures.tolist()}")
 
     def _check_row(self, rows: Rows, i: int, slot: int) -> None:
         start, length = int(rows.starts[i]), int(rows.lens[i])

@@ -52,11 +52,14 @@ class ModelSpec:
     """Ascending numbers of slots that decode graphs exist for; a decode runs the smallest that holds its highest slot.
     Empty: all run num_slots."""
     outputs: Want = Want.LOGITS
-    """Outputs that the model can give; TOKENS alone: it samples on the device and gives no logits."""
+    """Outputs that the model can give. TOKENS: it samples on the device; LOGITS besides: a step that wants both gives
+    the logits too, for rows that only the host can sample."""
     largest_top_k: int | None = None
     """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
     """The top_k of a row that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
+    largest_temperature: float | None = None
+    """Largest temperature that the device samples rightly, or None if all."""
     fixed_sampling: tuple[float, float, float] | None = None
     """The compiled top_k, top_p and temperature of a device that samples every row alike, else None."""
     mixed_steps: bool = False
@@ -93,8 +96,10 @@ class Rows:
     adapters: Int32Array
     """int32[B]: index into `ModelSpec.adapters`."""
     wants: Want
+    """Where `ModelSpec.outputs` has TOKENS and LOGITS: TOKENS, or both if a row is sampled on the host."""
     sampling: Float32Array
-    """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy is (1, 1.0, 1.0)."""
+    """float32[B, 3]: top_k, top_p, temperature for device sampling; greedy, and a row that is sampled on the host:
+    (1, 1.0, 1.0)."""
 
 
 PartKind = Literal["prefill", "decode"]
@@ -157,6 +162,8 @@ class DeviceTokens:
     """int32[B, K]; -1: none."""
     num_reprefilled: int = 0
     """As in `HostLogits`."""
+    logits: Float32Array | None = None
+    """float32[B, 1, V] as in `HostLogits`, if LOGITS were wanted besides TOKENS."""
 
 
 StepOutput = Union[HostLogits, DeviceTokens]

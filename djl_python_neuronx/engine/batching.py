@@ -20,7 +20,7 @@ class Batcher:
 
     def __init__(self, spec: ModelSpec, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
+        self._outputs = spec.outputs & (Want.TOKENS | Want.LOGITS)
         self._width = spec.num_speculative_tokens + 1
         self._max_model_len = spec.max_model_len
         self._mixed_steps = spec.mixed_steps
@@ -70,7 +70,7 @@ class Batcher:
             list(sequence.request.prompt_ids[start : start + num_tokens])
             for (sequence, num_tokens), start in zip(chunks, starts, strict=True)
         ]
-        wants = self._wants if any(chunk.is_last for chunk in chunks) else Want.NOTHING
+        wants = self._wants([chunk.sequence for chunk in chunks if chunk.is_last])
         return self._rows([chunk.sequence for chunk in chunks], tokens, starts, wants)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:
@@ -78,7 +78,7 @@ class Batcher:
             self._decoding = sequences
             newest = [sequence.output_ids[-1:] for sequence in sequences]
             starts = [sequence.next_position for sequence in sequences]
-            self._decode_rows = self._rows(sequences, newest, starts, self._wants)
+            self._decode_rows = self._rows(sequences, newest, starts, self._wants(sequences))
             self._longest = max(starts)
         return self._decode_rows
 
@@ -89,6 +89,14 @@ class Batcher:
         starts = [sequence.next_position for sequence in sequences]
         rows = self._rows(sequences, tokens, starts, Want.ALL_LOGITS, self._width)
         return Step(decode=rows), min(max(starts) + self._width, self._max_model_len)
+
+    def _wants(self, sequences: list[Sequence]) -> Want:
+        """What rows want of which these get a token."""
+        if not sequences:
+            return Want.NOTHING
+        if Want.TOKENS in self._outputs and not any(sequence.on_host for sequence in sequences):
+            return Want.TOKENS
+        return self._outputs
 
     def _rows(
         self,
@@ -104,6 +112,8 @@ class Batcher:
         rows.adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
         rows.sampling = self._sampler.device_rows(rows.slots)
         rows.sampling[rows.sampling[:, 0] == 0, 0] = self._default_top_k
+        # The device refuses a step with parameters that it cannot sample with, also where its token is not used.
+        rows.sampling[[sequence.on_host for sequence in sequences]] = 1.0
         return rows
 
 

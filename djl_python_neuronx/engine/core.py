@@ -11,8 +11,11 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import (
     Backend,
+    DeviceTokens,
+    Float32Array,
     HostLogits,
     Int32Array,
+    Rows,
     Step,
     StepOutput,
     Want,
@@ -21,6 +24,7 @@ from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
     Runner,
+    SamplingPlace,
     StepInfo,
     require_shape,
     translate,
@@ -171,11 +175,12 @@ class Engine:
             step, length = self._batcher.fill(batch, proposal.drafts)
             output, info = self.runner.run(step, length)
             sampled = batch.sampled
-            token_ids = self._sample(step, output, info.rows, sampled)
+            token_ids, place = self._sample(step, output, info.rows, sampled)
         except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
             return StepResult(outputs + self._fail_call(batch.sequences, error))
         self._failed_steps = 0
         outputs += self._advance(batch, sampled, token_ids, output)
+        info = info._replace(place=place if sampled else None)
         if proposal.seconds:
             info = info._replace(draft_s=proposal.seconds, draft_error=proposal.error)
         if info.kind == "verification":
@@ -214,34 +219,47 @@ class Engine:
 
     def _sample(
         self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]
-    ) -> Int32Array:
-        """int32[B, K]: the tokens of the step's `count` rows; -1: none.
+    ) -> tuple[Int32Array, SamplingPlace]:
+        """int32[B, K]: the tokens of the step's `count` rows; -1: none. And where they were sampled.
 
         Raises:
             StepError: the output has another shape than the step wanted.
         """
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        if not isinstance(output, HostLogits):
+        vocab_size = self.spec.vocab_size
+        if isinstance(output, DeviceTokens):
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
-            return output.ids
-        values, vocab_size = output.values, self.spec.vocab_size
+            if not any(Want.LOGITS in part.wants for part in parts):
+                return output.ids, "device"
+            logits = np.empty(0, np.float32) if output.logits is None else output.logits
+            require_shape(logits.shape, (count, 1, vocab_size))
+            rows = [row for row, sequence in sampled if sequence.on_host]
+            tokens = output.ids.copy()
+            self._sample_rows(logits, parts, rows, tokens)
+            return tokens, "host" if len(rows) == len(sampled) else "mixed"
+        values = output.values
         if parts[-1].wants == Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(values.shape[1], int(parts[-1].lens.max()))
             require_shape(values.shape, (count, columns, vocab_size))
-            return verify(self._sampler, values, parts[-1])
+            return verify(self._sampler, values, parts[-1]), "host"
         if sampled:
             require_shape(values.shape, (count, 1, vocab_size))
         if len(sampled) == count == len(parts[0].slots):
             slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
-            return self._sampler.sample(values[:, 0], slots, positions)[:, None]
+            return self._sampler.sample(values[:, 0], slots, positions)[:, None], "host"
         tokens = np.full((count, 1), -1, np.int32)
         if sampled:
-            rows = [row for row, _ in sampled]
-            slots = np.concatenate([part.slots for part in parts])[rows]
-            positions = np.concatenate([part.starts + part.lens for part in parts])[rows]
-            tokens[rows, 0] = self._sampler.sample(values[rows, 0], slots, positions)
-        return tokens
+            self._sample_rows(values, parts, [row for row, _ in sampled], tokens)
+        return tokens, "host"
+
+    def _sample_rows(
+        self, logits: Float32Array, parts: list[Rows], rows: list[int], tokens: Int32Array
+    ) -> None:
+        """Write the tokens of these rows, sampled on the host, into `tokens`."""
+        slots = np.concatenate([part.slots for part in parts])[rows]
+        positions = np.concatenate([part.starts + part.lens for part in parts])[rows]
+        tokens[rows, 0] = self._sampler.sample(logits[rows, 0], slots, positions)
 
     def _advance(
         self,
@@ -253,7 +271,7 @@ class Engine:
         """Give each sequence its tokens, and end those that are complete."""
         self._batcher.advance(batch, token_ids)
         self._scheduler.advance(batch)
-        values = output.values if isinstance(output, HostLogits) else None
+        values = output.values if isinstance(output, HostLogits) else output.logits
         rows = token_ids.tolist()
         outputs: list[TokenOutput] = []
         for row, sequence in sampled:

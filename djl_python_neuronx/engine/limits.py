@@ -11,6 +11,9 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
 _GREEDY = (1.0, 1.0, 1.0)
+_ON_HOST = (
+    "deploy without option.on_device_generation (NxD Inference: or with option.output_logits=true)"
+)
 
 
 def longest_prompt(spec: ModelSpec) -> int:
@@ -24,7 +27,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
 
     Raises:
         PromptTooLongError: no prefill bucket holds the prompt.
-        UnsupportedParameterError: the backend samples on the device and cannot apply a parameter.
+        UnsupportedParameterError: only the host could apply a parameter, and the backend gives it no logits.
         RequestError: the model cannot serve it for another reason.
     """
     prompt_ids, name, longest = request.prompt_ids, request.prompt_name, longest_prompt(spec)
@@ -48,8 +51,15 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     if not 0 <= request.adapter < len(spec.adapters):
         msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
+    if Want.LOGITS not in spec.outputs and (reason := _host_reason(request, spec)):
+        raise UnsupportedParameterError(reason)
+
+
+def sampled_on_host(request: GenerationRequest, spec: ModelSpec) -> bool:
+    """True if the host samples all tokens of a request that `check` has passed, False if the device does."""
     if Want.LOGITS not in spec.outputs:
-        _check_device_sampling(request, spec)
+        return False
+    return Want.TOKENS not in spec.outputs or _host_reason(request, spec) is not None
 
 
 def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
@@ -67,10 +77,11 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:
-    """Facts about sampling in plain values: host or device, and within which bounds."""
-    if Want.LOGITS in spec.outputs:
+    """Facts about sampling in plain values: host, device or mixed, and within which bounds the device samples."""
+    if Want.TOKENS not in spec.outputs:
         return {"place": "host"}
-    facts: dict[str, object] = {"place": "device"}
+    mixed = Want.LOGITS in spec.outputs
+    facts: dict[str, object] = {"place": "mixed" if mixed else "device"}
     if spec.fixed_sampling == _GREEDY:
         facts["mode"] = "greedy"
     elif spec.fixed_sampling is not None:
@@ -79,7 +90,7 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
     else:
         facts["mode"] = "dynamic"
         facts["largest_top_k"] = spec.largest_top_k
-        facts["without_top_k"] = spec.default_top_k or "refused"
+        facts["without_top_k"] = spec.default_top_k or ("host" if mixed else "refused")
     return facts
 
 
@@ -88,8 +99,8 @@ def with_defaults(
 ) -> dict[str, Any]:
     """The sampling parameters of a request, with defaults for missing ones.
 
-    Defaults are those that the model's author has `configured`. A device that samples must not refuse what nobody has
-    sent: it gets what it was compiled for, or as many tokens to sample from as it takes.
+    Defaults are those that the model's author has `configured`. A device that samples alone must not refuse what nobody
+    has sent: it gets what it was compiled for, or as many tokens to sample from as it takes.
     """
     if Want.LOGITS in spec.outputs:
         return {**configured, **given}
@@ -106,26 +117,25 @@ def with_defaults(
     return {**usable, **given}
 
 
-def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
+def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
+    """Why a device that samples cannot choose the tokens of a request, and the fix; None if it can."""
     sampling = request.sampling
     refused = sampling.unsupported_on_device()
     if request.logprobs or request.top_logprobs:
         refused.append("log-probabilities (details, logprobs, top_logprobs or top_n_tokens)")
     if refused:
-        msg = (
+        return (
             f"{', '.join(refused)}: not supported, because this deployment samples on the device; "
-            "leave it out, or deploy without option.on_device_generation"
+            f"leave it out, or {_ON_HOST}"
         )
-        raise UnsupportedParameterError(msg)
     greedy = sampling.temperature == 0 or sampling.top_k == 1
     row = _GREEDY if greedy else (sampling.top_k, sampling.top_p, sampling.temperature)
     if spec.fixed_sampling is not None and row != spec.fixed_sampling:
-        msg = (
+        return (
             f"top_k, top_p and temperature are {row}; this deployment has {spec.fixed_sampling} compiled in "
             "((1, 1, 1) is greedy, the default). Send these values, or deploy with dynamic "
             "option.on_device_generation"
         )
-        raise UnsupportedParameterError(msg)
     largest, top_k = spec.largest_top_k, row[0] or spec.default_top_k or 0
     if largest is not None and not 1 <= top_k <= largest:
         default = (
@@ -133,8 +143,14 @@ def _check_device_sampling(request: GenerationRequest, spec: ModelSpec) -> None:
             if top_k
             else f"deploy with option.on_device_default_top_k=global_top_k, which makes it {largest}, "
         )
-        msg = (
+        return (
             f"top_k is {sampling.top_k}{'' if top_k else ' (off)'}; this deployment samples on the device among 1 to "
-            f"{largest} tokens. Send a top_k in that range, {default}or deploy without option.on_device_generation"
+            f"{largest} tokens. Send a top_k in that range, {default}or {_ON_HOST}"
         )
-        raise UnsupportedParameterError(msg)
+    hottest = spec.largest_temperature
+    if hottest is not None and row[2] > hottest:
+        return (
+            f"temperature is {sampling.temperature:g}; this deployment samples on the device with at most {hottest:g}. "
+            f"Lower it, or {_ON_HOST}"
+        )
+    return None

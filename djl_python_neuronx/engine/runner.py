@@ -15,6 +15,7 @@ MAX_FAILED_STEPS = 3
 request sent to it, one by one."""
 
 GraphKind = Literal["prefill", "decode", "verification", "mixed"]
+SamplingPlace = Literal["host", "device", "mixed"]
 
 
 class Graph(NamedTuple):
@@ -48,6 +49,8 @@ class StepInfo(NamedTuple):
     """Draft tokens that were verified."""
     accepted: int = 0
     """Draft tokens that became output."""
+    place: SamplingPlace | None = None
+    """Where its tokens were sampled; mixed: some of them on the host. None if it gave none."""
 
 
 class Runner:

@@ -270,7 +270,7 @@ class Sampler:
         self._top_ps[slot] = max(params.top_p, _SMALLEST)
         self._min_ps[slot] = params.min_p
         self._draws.seed(slot, seed)
-        self._device_rows[slot] = (self._top_ks[slot], params.top_p, temperature)
+        self._device_rows[slot] = (self._top_ks[slot], self._top_ps[slot], temperature)
         self.release(slot)
         if not greedy or params.repetition_penalty != 1:
             self._elaborate.add(slot)

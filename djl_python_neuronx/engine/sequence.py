@@ -6,6 +6,7 @@ import secrets
 import time
 
 from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.limits import sampled_on_host
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 
@@ -14,6 +15,8 @@ class Sequence:
 
     def __init__(self, request: GenerationRequest, spec: ModelSpec) -> None:
         self.request = request
+        self.on_host = sampled_on_host(request, spec)
+        """The host samples its tokens from logits, not the device: all of them, so that its history is complete."""
         self.output_ids: list[int] = []
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None

@@ -90,8 +90,8 @@ class EngineJob:
         problem = None
         if proposing.spec.vocab_size != spec.vocab_size:
             problem = f"has a vocabulary of {proposing.spec.vocab_size} tokens, the model of {spec.vocab_size}"
-        elif Want.LOGITS not in proposing.spec.outputs:
-            problem = "samples on the device and returns no logits"
+        elif Want.TOKENS in proposing.spec.outputs:
+            problem = "samples on the device"
         if problem is not None:
             proposing.close()
             msg = f"the draft model {problem}; set another speculative_draft_model"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.backends.base import ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.core import Engine, StepResult
-from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.limits import check, sampled_on_host
 from djl_python_neuronx.engine.link import EngineState, decode_step, encode_step
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
@@ -32,6 +32,9 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutpu
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 
 EOS = frozenset(TOY_SPEC.eos_ids)
+
+
+DEVICE = replace(TOY_SPEC, outputs=Want.TOKENS, largest_top_k=64)
 
 
 def request(
@@ -477,6 +480,13 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
             SamplingParams(temperature=1.0),
             r"top_k is 0 \(off\).*default_top_k",
         ),
+        ({"largest_temperature": 9.0}, SamplingParams(temperature=9.0, top_k=3), None),
+        ({"largest_temperature": 9.0}, SamplingParams(temperature=99.0, top_k=1), None),
+        (
+            {"largest_temperature": 9.0},
+            SamplingParams(temperature=9.5, top_k=3),
+            "temperature is 9.5; this deployment samples on the device with at most 9. Lower it",
+        ),
         ({"largest_top_k": 64, "default_top_k": 64}, SamplingParams(temperature=1.0), None),
         (
             {"largest_top_k": 64, "default_top_k": 64},
@@ -493,6 +503,100 @@ def test_what_a_sampling_device_cannot_do_is_refused(facts, sampling, says) -> N
         return
     with pytest.raises(UnsupportedParameterError, match=says):
         check(asked, engine.spec)
+
+
+MIXED = replace(TOY_SPEC, outputs=Want.TOKENS | Want.LOGITS, largest_top_k=64)
+ON_DEVICE: list[dict[str, object]] = [
+    {},
+    {"sampling": SamplingParams(temperature=0.7, top_k=64, top_p=1e-50)},
+]
+ON_HOST: list[dict[str, object]] = [
+    {"logprobs": True},
+    {"top_logprobs": 2},
+    {"sampling": SamplingParams(repetition_penalty=5.0)},
+    {"sampling": SamplingParams(seed=3)},
+    {"sampling": SamplingParams(temperature=2.0, seed=4)},
+    {"sampling": SamplingParams(temperature=2.0, top_k=65, seed=5, repetition_penalty=3.0)},
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_of_host_and_device_share_steps(data: st.DataObject) -> None:
+    """The device of this test adds 7 to each token, so that a row sampled in the wrong place shows."""
+    facts: dict[str, object] = {"num_slots": data.draw(st.integers(1, 6), "slots")}
+    if data.draw(st.booleans(), "chunks"):
+        facts.update(mixed_steps=True, prefill_buckets=(data.draw(st.integers(7, 20), "budget"),))
+    else:
+        facts.update(max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"))
+    backend = ToyBackend(replace(MIXED, **facts), device_adds=7)  # type: ignore[arg-type]
+    engine = Engine(backend)
+    asked: dict[str, GenerationRequest] = {}
+    kinds = st.lists(st.sampled_from([*ON_DEVICE, *ON_HOST]), min_size=1, max_size=10)
+    for i, fields in enumerate(data.draw(kinds, "requests")):
+        prompt = data.draw(st.lists(st.integers(3, 299), min_size=1, max_size=40), "prompt")
+        num_tokens = data.draw(st.integers(1, 30), "new tokens")
+        asked[str(i)] = request(str(i), prompt, num_tokens, ignore_eos=True, **fields)
+    turns = st.integers(0, 20)
+    arrivals = {name: data.draw(turns, "arrival") for name in asked}
+    given_up = data.draw(st.dictionaries(st.sampled_from([*asked]), turns), "given up")
+    on_host = {name for name, one in asked.items() if sampled_on_host(one, engine.spec)}
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    for turn in range(2000):
+        for name, one in asked.items():
+            if arrivals[name] == turn:
+                engine.add(one)
+            if given_up.get(name) == turn:
+                engine.abort(name)
+        if turn > 20 and not engine.has_work:
+            break
+        num_records = len(backend.steps)
+        outputs, info = engine.step()
+        for output in outputs:
+            assert output.error is None, output.error
+            found[output.request_id].append(output)
+        places = {"host" if output.request_id in on_host else "device" for output in outputs}
+        wanted = "mixed" if len(places) == 2 else "".join(places)
+        assert ((info and info.place) or "") == wanted
+        wants = {record.wants for record in backend.steps[num_records:]} - {Want.NOTHING}
+        if wanted == "device":
+            assert wants == {Want.TOKENS}
+    for name, one in asked.items():
+        check(one, TOY_SPEC)
+        alone = Engine(ToyBackend(TOY_SPEC if name in on_host else DEVICE, device_adds=7))
+        alone.add(one)
+        wanted_tokens = tokens(run(alone)[name])
+        got = tokens(found[name])
+        assert got == (wanted_tokens[: len(got)] if name in given_up else wanted_tokens)
+        for output in found[name]:
+            assert (output.logits is not None) == bool(one.logprobs or one.top_logprobs)
+    assert_clean(engine, backend)
+
+
+def test_what_needs_the_host_is_what_a_device_without_logits_refuses() -> None:
+    for one in [request("a", [5], **fields) for fields in ON_HOST]:  # type: ignore[arg-type]
+        assert sampled_on_host(one, MIXED)
+        assert sampled_on_host(one, TOY_SPEC)
+        check(one, MIXED)
+        with pytest.raises(UnsupportedParameterError, match="output_logits"):
+            check(one, DEVICE)
+    for one in [request("a", [5], **fields) for fields in ON_DEVICE]:  # type: ignore[arg-type]
+        assert not sampled_on_host(one, MIXED)
+        check(one, DEVICE)
+
+
+def test_a_backend_that_forgets_wanted_logits_fails_the_step() -> None:
+    class Forgetful(ToyBackend):
+        def run(self, step: Step) -> StepOutput:
+            return replace(super().run(step), logits=None)  # type: ignore[type-var,call-arg]
+
+    engine = Engine(Forgetful(MIXED))
+    engine.add(request("device", [5, 6]))
+    assert tokens(run(engine)["device"]) == expected([5, 6], 5)
+    engine.add(request("host", [5, 6], logprobs=True))
+    (output,) = run(engine)["host"]
+    assert isinstance(output.error, StepError)
+    assert "bug of the backend" in str(output.error)
 
 
 def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:

@@ -145,6 +145,7 @@ def test_json_and_streams_give_the_same_text(server: Running) -> None:
 
 
 DYNAMIC = replace(TOY_SPEC, outputs=Want.TOKENS, largest_top_k=64)
+MIXED = replace(DYNAMIC, outputs=Want.TOKENS | Want.LOGITS)
 GREEDY = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(1.0, 1.0, 1.0))
 FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
 
@@ -177,6 +178,10 @@ def serving(spec: ModelSpec) -> Iterator[str]:
             replace(DYNAMIC, default_top_k=64),
             {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": 64},
         ),
+        (
+            MIXED,
+            {"place": "mixed", "mode": "dynamic", "largest_top_k": 64, "without_top_k": "host"},
+        ),
     ],
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
@@ -197,6 +202,19 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
             "chunked_prefill": False,
         }
         assert {name: facts[name] for name in ours} == ours
+
+
+def test_a_device_that_samples_and_returns_logits_serves_details_too() -> None:
+    with serving(MIXED) as url:
+        for parameters in ({"details": True}, {"seed": 3}, {}):
+            found = http.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+            assert found.json()["generated_text"] == answer([5, 6])
+            if "details" in parameters:
+                scores = [token["log_prob"] for token in found.json()["details"]["tokens"]]
+                assert all(-1 > score > -3 for score in scores)  # a tenth of the mass
+        for count in ('place="host"} 10.0', 'place="device"} 5.0'):
+            line = f"djl_neuronx_sampling_steps_total{{{count}"
+            wait_until(lambda line=line: line in http.get(url + "/metrics").text)
 
 
 def test_the_routes_of_health_and_version(server: Running) -> None:
@@ -557,6 +575,7 @@ def test_metrics_count(server: Running) -> None:
     assert "djl_neuronx_prompt_tokens_total 12.0" in text
     assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
     assert "djl_neuronx_padding_tokens_total 12.0" in text
+    assert 'djl_neuronx_sampling_steps_total{place="host"} 15.0' in text
     assert "djl_neuronx_slots_in_use 0.0" in text
 
 
