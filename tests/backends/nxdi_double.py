@@ -164,7 +164,9 @@ class NeuronLlamaForCausalLM:
 
     made: ClassVar[list[NeuronLlamaForCausalLM]] = []
     poison: ClassVar[int] = -1
-    """The token that is not a number; so is every row that reads it, masked or not."""
+    """The token that is not a number. Its values are not in any layer; those that read it, masked or not, are not from
+    the next layer on. `spoiled` has the first such layer of each column."""
+    layers: ClassVar[int] = 3
 
     @classmethod
     def get_config_cls(cls):
@@ -193,7 +195,7 @@ class NeuronLlamaForCausalLM:
         if self.async_mode:
             os.environ["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = "2"
         shape = (own.kv_cache_batch_size, own.max_length + 1)
-        self.cache, self.spoiled = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        self.cache, self.spoiled = np.full(shape, -1, np.int64), np.full(shape, self.layers)
         self.calls: list[tuple[str, int, list[list[int]], list[int], list[int]]] = []
         self.fail: Exception | None = None
         self.made.append(self)
@@ -226,6 +228,8 @@ class NeuronLlamaForCausalLM:
             for rank in range(self.neuron_config.world_size):
                 (folder / f"weights/tp{rank}_sharded_checkpoint.safetensors").read_text()
         self.is_loaded_to_neuron, self.warmed = True, not skip_warmup
+        ranks = types.SimpleNamespace(close=lambda: None)
+        self.traced_model = types.SimpleNamespace(nxd_model=types.SimpleNamespace(ranks=ranks))
 
     def reset(self):
         pass
@@ -252,7 +256,7 @@ class NeuronLlamaForCausalLM:
         self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
         inputs_embeds=None, sampling_params=None, prev_hidden=None, labels=None, use_cache=None,
         output_attentions=None, output_hidden_states=None, adapter_ids=None, medusa_args=None, return_dict=None,
-        llava_args=[], input_capture_hook=None, tensor_capture_hook=None, slot_mapping=None, block_table=None,
+        llava_args=(), input_capture_hook=None, tensor_capture_hook=None, slot_mapping=None, block_table=None,
         full_context_lens=None, computed_context_lens=None, tf_args=None,
     ):  # fmt: skip
         assert self.is_loaded_to_neuron
@@ -286,7 +290,7 @@ class NeuronLlamaForCausalLM:
 
     def _ahead(self, inputs):
         """One step ahead where the rows stay the same: the next ids come from the device."""
-        ids, mask, positions, seq_ids, params = inputs
+        _, mask, positions, seq_ids, params = inputs
         if positions.min() == 0:
             self.prior_outputs = self.prior_seq_ids = None
             return self._run(inputs)[:2]
@@ -340,9 +344,10 @@ class NeuronLlamaForCausalLM:
             self._enter(CTE, bucket, bucket[1], lines, where.max(axis=1).tolist())
             for row, line in enumerate(lines):
                 end = int(where[row].argmax()) + 1
-                bad = np.maximum.accumulate(tokens[row] == self.poison)
-                self.cache[line, : bucket[1]], self.spoiled[line, : bucket[1]] = tokens[row], bad
-                answers.append(self._logits(tokens[row, :end], bool(bad[:end].any())))
+                bad = tokens[row] == self.poison
+                self.cache[line, : bucket[1]] = tokens[row]
+                self.spoiled[line, : bucket[1]] = np.where(bad, 0, 1) if bad.any() else self.layers
+                answers.append(self._logits(tokens[row, :end], bool(bad.any())))
         return self._answer(np.stack(answers), params)
 
     def _decode(self, ids, mask, positions, seq_ids, params, strategy):
@@ -373,11 +378,16 @@ class NeuronLlamaForCausalLM:
         read = np.pad(read, ((0, 0), (0, bucket[1] - read.shape[1]))).astype(bool)
         answers, cache, spoiled = [], self.cache.copy(), self.spoiled.copy()
         for row, line in enumerate(lines):
-            bad = bool(self.spoiled[line, : bucket[1]].any() or tokens[row] == self.poison)
+            layer = (
+                0 if tokens[row] == self.poison else int(self.spoiled[line, : bucket[1]].min()) + 1
+            )
             seen = np.append(self.cache[line, : bucket[1]][read[row]], tokens[row])
-            answers.append(self._logits(seen, bad))
+            answers.append(self._logits(seen, layer <= self.layers))
             if order[row] < count or not own.apply_seq_ids_mask:
-                cache[row, where[row]], spoiled[row, where[row]] = tokens[row], bad
+                cache[row, where[row]], spoiled[row, where[row]] = (
+                    tokens[row],
+                    min(layer, self.layers),
+                )
         self.cache, self.spoiled = cache, spoiled
         found, logits, ahead = self._answer(np.stack(answers), own_params)
         return found[named], logits[named], ahead
@@ -390,9 +400,9 @@ class NeuronLlamaForCausalLM:
         config = self.neuron_config.on_device_sampling_config
         tokens = logits.argmax(axis=1).astype(np.int32)  # of NaN the first
         for row in range(len(logits) if config is not None else 0):
-            top_k, top_p, temperature = np.asarray(params[row]).tolist()
+            top_k, _, temperature = np.asarray(params[row]).tolist()
             if not config.dynamic:
-                top_k, top_p, temperature = config.top_k, config.top_p, config.temperature
+                top_k, temperature = config.top_k, config.temperature
             if (
                 (config.dynamic or config.do_sample)
                 and top_k != 1

@@ -24,17 +24,20 @@ class Doubts:
         """Every slot is clean."""
         self._first = np.zeros(num_slots, np.int64)
         self._end = np.zeros(num_slots, np.int64)
+        self._newest = np.zeros(num_slots, np.int32)
 
     def note(self, rows: Rows, ends: Int32Array, output: StepOutput) -> None:
         """Note what a step has shown. `ends`: int32[B], the ends of the columns that it has written."""
         slots, written = rows.slots, rows.starts + rows.lens
         logits = output.logits if isinstance(output, DeviceTokens) else output.values
-        healthy, clean = np.zeros(len(slots), np.bool_), written
+        healthy, clean = np.zeros(slots.shape, np.bool_), written
         if logits is not None:
             # The output layer spreads NaN over the whole vocabulary: one column is enough.
-            healthy = np.isfinite(logits[:, :1, 0]).any(axis=1)
-        elif isinstance(output, DeviceTokens) and output.ids.shape[1] and rows.starts.all():
-            healthy, clean = output.ids[:, 0] != rows.input_ids[:, 0], written - 1
+            healthy = np.asarray(np.isfinite(logits[:, :1, 0]).any(axis=1))
+        elif isinstance(output, DeviceTokens) and output.ids.shape[1]:
+            ids, clean = output.ids[:, 0], written - 1
+            healthy = (rows.starts > 0) & (ids != self._newest[slots]) & (ids >= 0)
+            self._newest[slots] = ids
         self._first[slots] = np.where(healthy, clean, np.minimum(self._first[slots], rows.starts))
         self._end[slots] = np.where(healthy, clean, np.maximum(ends, self._end[slots]))
 
