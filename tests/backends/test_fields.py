@@ -26,6 +26,8 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_o
 from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.planning.model_rules import findings  # noqa: E402
+from tests.backends.nxdi_plans import VARIANTS as NXDI_VARIANTS  # noqa: E402
+from tests.backends.nxdi_plans import nxdi_plan  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import logits_of, make_rows  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
@@ -54,23 +56,32 @@ GEMMA2 = {
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "_remove_final_layer_norm": (True,),
     "activation_function": ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "quick_gelu"),
     "apply_residual_connection_post_layernorm": (True,),
     "attention_bias": (True, False),
+    "attention_chunk_size": (6,),
     "do_layer_norm_before": (False,),
     "enable_bias": (False,),
     "ffn_dim": (128, 48),
     "head_dim": (8, 16),
-    "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast"),
+    "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast", "sigmoid", "tanh", "leaky_relu"),
     "hidden_size": (64,),
     "intermediate_size": (80,),
+    "layer_types": (["sliding_attention", "full_attention"],),
     "layer_norm_elementwise_affine": (),  # transformers fails to initialise such a model
     "layer_norm_eps": (0.1,),
     "layer_norm_epsilon": (0.1,),
     "max_position_embeddings": (80,),
+    "max_window_layers": (0,),
     "mlp_bias": (True,),
     "multi_query": (False,),
     "n_embd": (64,),
@@ -85,11 +96,12 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (4, 1),
     "num_local_experts": (2,),
     "position_interpolation_factor": (2.0,),
+    "original_hidden_size": (16,),
     "pruned_heads": ({0: [1]},) if VERSION < 5 else (),  # version 5 prunes none
     "quantization_config": (),  # transformers needs packages for it: tests/planning/test_model_rules.py
     "rms_norm_eps": (0.1,),
-    "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC),
-    "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC),
+    "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC, LONGROPE),
+    "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC, LONGROPE),
     "rope_theta": (500000.0,),
     "rotary_dim": (8, 6),  # transformers fails at others: tests/planning/test_model_rules.py
     "rotary_emb_base": (500000,),
@@ -100,6 +112,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (5,),
     "tie_word_embeddings": (True, False),
     "use_parallel_residual": (False,),
+    "use_sliding_window": (True,),
     "vocab_size": (101,),
     "word_embed_proj_dim": (16,),
 }
@@ -143,7 +156,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def base(model_type: str) -> dict[str, Any]:
-    return dict(VARIANTS[model_type][1])
+    return {**VARIANTS.get(model_type, ("", {}))[1], **NXDI_VARIANTS.get(model_type, ("", {}))[1]}
 
 
 def save(directory: Path, model_type: str, name: str, value: object) -> None:
@@ -154,7 +167,9 @@ def save(directory: Path, model_type: str, name: str, value: object) -> None:
         settings["head_dim"] = 8  # without it transformers 4.57 fails to scale positions
     if (model_type, name) == ("opt", "hidden_size"):
         settings["word_embed_proj_dim"] = value
-    if value == DYNAMIC:  # which scales beyond these only
+    if name in {"layer_types", "max_window_layers"}:  # which count with a window only
+        settings["use_sliding_window"] = True
+    if value in (DYNAMIC, LONGROPE):  # which scale beyond these only, or in another way
         settings["max_position_embeddings"] = 8
     if name == "rope_parameters":
         settings["rope_scaling"] = settings.pop(name)
@@ -199,7 +214,15 @@ def load_cpu(directory: Path) -> Backend:
     return backends.get("cpu").load(LoadPlan(directory, 4, 48, (8, 20), (24, 48), dtype="float32"))
 
 
-LOADERS: Mapping[str, Callable[[Path], Backend]] = {"cpu": load_cpu, "tnx": load_tnx}
+def load_nxdi(directory: Path) -> Backend:
+    return backends.get("nxdi").load(nxdi_plan(directory))
+
+
+LOADERS: Mapping[str, Callable[[Path], Backend]] = {
+    "cpu": load_cpu,
+    "nxdi": load_nxdi,
+    "tnx": load_tnx,
+}
 MARKS = {"tnx": pytest.mark.tnx, "nxdi": pytest.mark.nxdi}
 WALK = [
     pytest.param(
@@ -208,6 +231,7 @@ WALK = [
     )
     for loader, facts in NEURON_BACKENDS.items()
     for model_type, capability in facts.architectures.items()
+    if capability.verified
     for name in capability.fields
     for value in VALUES[name]
 ]  # fmt: skip
@@ -219,8 +243,13 @@ def test_a_value_is_computed_or_refused(
 ) -> None:
     save(tmp_path, model_type, name, value)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
-    case = Case(ServingOptions(), facts, named("trn1.32xlarge"), loader)
-    told = [entry for entry in findings(case) if f"config.json has {name}=" in entry.problem]
+    options = ServingOptions(n_positions=(48,)) if loader == "nxdi" else ServingOptions()
+    case = Case(options, facts, named("trn1.32xlarge"), loader)
+    told = [
+        entry
+        for entry in findings(case)
+        if f"config.json has {name}=" in entry.problem or "beyond the model's window" in entry.problem
+    ]
     field = capability_of(loader, model_type).fields[name]
     if field.stops and told:
         assert "it would stop" in told[0].problem
@@ -248,7 +277,7 @@ FIELDS = {
     (loader, name): capability.fields
     for loader, facts in NEURON_BACKENDS.items()
     for name, capability in facts.architectures.items()
-    if capability.fields
+    if capability.verified and capability.fields
 }
 
 
