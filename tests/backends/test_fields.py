@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +21,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Backend, Float32Array, Step  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Float32Array, HostLogits, Step  # noqa: E402
+from djl_python_neuronx.backends.nxdi import model as nxdi  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError, BackendError  # noqa: E402
@@ -214,15 +218,49 @@ def load_cpu(directory: Path) -> Backend:
     return backends.get("cpu").load(LoadPlan(directory, 4, 48, (8, 20), (24, 48), dtype="float32"))
 
 
-def load_nxdi(directory: Path) -> Backend:
-    return backends.get("nxdi").load(nxdi_plan(directory))
+class OnCpu:
+    """Modules and weights of NxD Inference as it runs them on a CPU: in this process, one sequence, no graphs."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["NXD_CPU_MODE"] = "1"
+        plan = nxdi_plan(directory, 1, 48, (48,), (48,), continuous=False)
+        try:
+            self.application: Any = nxdi.construct(plan, on_cpu=True)
+            self.application.to_cpu()
+        except Exception as error:
+            self.close()
+            raise BackendError(str(error)) from error
+
+    def acquire(self, *_request: object) -> None:
+        """Nothing to do: the one sequence has the one slot."""
+
+    def run(self, step: Step) -> HostLogits:
+        rows = step.prefill or step.decode
+        assert rows is not None
+        ids = torch.tensor(rows.input_ids)
+        positions = torch.tensor(rows.starts)[:, None] + torch.arange(ids.shape[1])
+        with torch.inference_mode():
+            output = self.application(ids, position_ids=positions, sampling_params=torch.ones(1, 3))
+        return HostLogits(output.logits.float().numpy())
+
+    def close(self) -> None:
+        importlib.import_module(
+            "neuronx_distributed.parallel_layers.parallel_state"
+        ).destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        del os.environ["NXD_CPU_MODE"]
 
 
-LOADERS: Mapping[str, Callable[[Path], Backend]] = {
+LOADERS: Mapping[str, Callable[[Path], Any]] = {
     "cpu": load_cpu,
-    "nxdi": load_nxdi,
+    "nxdi": OnCpu,
     "tnx": load_tnx,
 }
+"""Loader to what loads it for the walk: of NxD Inference, which has a rig of several processes, the library alone."""
 MARKS = {"tnx": pytest.mark.tnx, "nxdi": pytest.mark.nxdi}
 WALK = [
     pytest.param(
@@ -248,7 +286,8 @@ def test_a_value_is_computed_or_refused(
     told = [
         entry
         for entry in findings(case)
-        if f"config.json has {name}=" in entry.problem or "beyond the model's window" in entry.problem
+        if f"config.json has {name}=" in entry.problem
+        or "beyond the model's window" in entry.problem
     ]
     field = capability_of(loader, model_type).fields[name]
     if field.stops and told:
@@ -337,17 +376,26 @@ def written_by_5(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "rope_parameters": rope}
 
 
+SCALED = [
+    # model type, settings, who computes it
+    ("llama", {"rope_theta": 500000.0}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": LINEAR}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": YARN}, ("nxdi",)),
+    ("mistral", {"rope_theta": 1000000.0}, ("cpu", "tnx", "nxdi")),
+    ("mixtral", {"rope_theta": 500.0, "rope_scaling": LINEAR}, ("cpu", "tnx")),
+    ("qwen3", {"rope_theta": 1000000.0}, ("nxdi",)),
+    ("gpt_neox", {"rotary_emb_base": 500000, "rotary_pct": 0.75}, ("cpu", "tnx")),
+]
+
+
 @pytest.mark.parametrize("write", [written_by_4, written_by_5])
-@pytest.mark.parametrize("loader", ["cpu", pytest.param("tnx", marks=pytest.mark.tnx)])
 @pytest.mark.parametrize(
-    ("model_type", "settings"),
+    ("loader", "model_type", "settings"),
     [
-        ("llama", {"rope_theta": 500000.0}),
-        ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
-        ("llama", {"rope_theta": 500000.0, "rope_scaling": LINEAR}),
-        ("mistral", {"rope_theta": 1000000.0}),
-        ("mixtral", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
-        ("gpt_neox", {"rotary_emb_base": 500000, "rotary_pct": 0.75}),
+        pytest.param(loader, model_type, settings, marks=MARKS.get(loader, ()))
+        for model_type, settings, able in SCALED
+        for loader in able
     ],
 )
 def test_rotary_positions_are_right_whichever_version_wrote_them(
