@@ -154,9 +154,8 @@ def test_what_this_version_cannot_serve_of_the_old_ci_names_the_fix(tmp_path, na
     model, given, option = REFUSED_CI[name]
     errors = checked(tmp_path, model, given).findings.messages("error")
     assert errors
-    for error in errors:
-        assert error.startswith(option)
-        assert "set model_loader=tnx" in error
+    assert all(error.startswith(option) for error in errors)
+    assert "model_loader=tnx" in errors[0]
 
 
 TUNED = {

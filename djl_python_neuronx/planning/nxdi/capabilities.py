@@ -9,9 +9,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from djl_python_neuronx.planning.capabilities import Capability, window_ignored
+from djl_python_neuronx.planning.capabilities import Capability, Defect, window_ignored
+from djl_python_neuronx.planning.fields import ROTARY, rope_type
+from djl_python_neuronx.planning.nxdi.fields import NXDI_FIELDS
 
 _WINDOW_IGNORED = window_ignored("NxD Inference")
+# Source: models/model_wrapper.py: it casts the buffers of transformers' rotary classes too, and has its own for others.
+_YARN_ROUNDED = Defect(
+    "NxD Inference rounds the frequencies of positions that are scaled as yarn to dtype",
+    lambda options, model: (
+        options.dtype != "float32"
+        and "yarn" in (rope_type(model.config.get(name)) for name in ROTARY)
+    ),
+    ("dtype",),
+    "set dtype=float32",
+    backends=("cpu",),
+)
 _IMAGES = "NxD Inference does not have it for models with images"
 _NOT_WITH_IMAGES = dict.fromkeys(
     ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
@@ -37,15 +50,7 @@ def _with_images(
     )
 
 
-_LATER = dict.fromkeys(
-    (
-        *("enable_prefix_caching", "is_block_kv_layout", "prefix_buckets"),
-        *("speculative_draft_model", "enable_eagle_speculation", "is_medusa", "token_tree_config"),
-        *("quantize", "kv_cache_quantize", "pipeline_parallel_degree"),
-    ),
-    "this version does not serve it with NxD Inference",
-)
-_ARCHITECTURES: Mapping[str, Capability] = {
+_OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": Capability(
         verified=False, degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING
     ),
@@ -53,7 +58,7 @@ _ARCHITECTURES: Mapping[str, Capability] = {
         verified=False, degree_divides=("hidden_size",), ignored_options=_NO_FLASH_DECODING
     ),
     "gpt_oss": Capability(verified=False),
-    "llama": Capability(),
+    "llama": Capability(defects=(_YARN_ROUNDED,)),
     "llama4": _with_images(),
     "mistral": Capability(window_cache=True, ignored_options=_NO_FLASH_DECODING),
     "mixtral": Capability(
@@ -74,7 +79,6 @@ _ARCHITECTURES: Mapping[str, Capability] = {
     "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
 }
 NXDI: Final[Mapping[str, Capability]] = {
-    name: replace(facts, unsupported_options={**_LATER, **facts.unsupported_options})
-    for name, facts in _ARCHITECTURES.items()
+    name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
