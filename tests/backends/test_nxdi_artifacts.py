@@ -92,15 +92,15 @@ def num_compiled(log: Path) -> int:
     return sum("compile" in json.loads(line).values() for line in lines)
 
 
-def assert_served(log: Path, model: Path | None, **settings: str) -> Any:  # noqa: ANN401
+def assert_served(log: Path, model: Path) -> Any:  # noqa: ANN401
     """A start in a process of its own compiles nothing and gives known answers. Returns the model's facts."""
     before = num_compiled(log)
-    service = Service.load(None, model, environ=dict(os.environ), overrides=settings)
+    service = Service.load(None, model, environ=dict(os.environ))
     application = Application("tiny-llama")
     application.service = service
     server = Running(application)
     try:
-        for check in [one for one in checks() if len(one["prompt"].encode()) < 60][:3]:
+        for check in [one for one in checks() if len(one["prompt"].encode()) < 60][:2]:
             parameters = {"max_new_tokens": check["max_new_tokens"], "do_sample": False}
             body = {"inputs": check["prompt"], "parameters": parameters}
             response = httpx.post(f"{server.url}/invocations", json=body, timeout=120)
@@ -168,4 +168,3 @@ def test_an_output_of_this_package_holds_cut_weights(log: Path, tmp_path: Path) 
     assert not list(out.glob("*.safetensors"))
     shutil.rmtree(os.environ["NEURON_COMPILE_CACHE_URL"])
     assert assert_served(log, out).num_slots == 2
-    assert assert_served(log, None, model_id=str(out)).num_slots == 2
