@@ -92,7 +92,7 @@ def num_compiled(log: Path) -> int:
     return sum("compile" in json.loads(line).values() for line in lines)
 
 
-def assert_served(log: Path, model: Path) -> Any:  # noqa: ANN401
+def assert_served(log: Path, model: Path) -> Any:
     """A start in a process of its own compiles nothing and gives known answers. Returns the model's facts."""
     before = num_compiled(log)
     service = Service.load(None, model, environ=dict(os.environ))
