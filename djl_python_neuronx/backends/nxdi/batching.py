@@ -12,6 +12,7 @@ import torch
 
 from djl_python_neuronx.backends.base import (
     DeviceTokens,
+    Float32Array,
     HostLogits,
     Int32Array,
     ModelSpec,
@@ -22,11 +23,15 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.nxdi.ahead import StepAhead
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket, refuse
 from djl_python_neuronx.backends.slots import SlotBackend
 
 _GREEDY = (1.0, 1.0, 1.0)
+_LARGEST_TEMPERATURE = 100.0
+"""The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
+drawn (modules/generation/sampling.py, 0.9)."""
 _FREE = 1
 """Position of a free slot in a decode: position 0 would make a prefill of the call."""
 
@@ -54,6 +59,7 @@ class ContinuousBackend(SlotBackend):
         self._batches = _batches(application.token_generation_model, plan.num_slots)
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
         self._positions = np.full((plan.num_slots, 1), _FREE, np.int32)
+        self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
         self._default = self.spec.fixed_sampling or _GREEDY
         self._sampling = np.tile(np.array(self._default, np.float32), (plan.num_slots, 1))
         self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
@@ -94,7 +100,7 @@ class ContinuousBackend(SlotBackend):
 
     def close(self) -> None:
         """Drop the application: the runtime frees the device's memory with the last reference."""
-        self._application = None
+        self._application = self._ahead = None
         gc.collect()  # its parts refer to one another
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
@@ -159,17 +165,26 @@ class ContinuousBackend(SlotBackend):
         slots = rows.slots
         self._remember(slots, rows.input_ids[:, 0], rows.starts, rows)
         num_rows = choose_bucket(int(slots[-1]) + 1, self._batches)
-        positions = self._positions[:num_rows]
+        # Copies: the library changes parameters in place, and reads arrays after it has returned.
+        ids, positions, sampling = (
+            array[:num_rows].copy() for array in (self._ids, self._positions, self._sampling)
+        )
         width = choose_bucket(int(positions.max()) + 1, self.spec.token_buckets) - 1
+        if self._ahead is not None:
+            # One column less than a bucket would keep every step synchronous.
+            width = int(positions.max())
+            alone = rows.wants != Want.TOKENS
+            self._ahead.settle(slots, ids, positions, sampling, alone=alone)
         mask = (self._columns[:width] < positions).astype(np.int32)
-        # The library changes parameters in place: it gets copies.
         output = self._application(
-            input_ids=torch.from_numpy(self._ids[:num_rows]),
+            input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions),
             seq_ids=self._slots[:num_rows],
-            sampling_params=torch.from_numpy(self._sampling[:num_rows].copy()),
+            sampling_params=torch.from_numpy(sampling.copy()),
         )
+        if self._ahead is not None:
+            self._ahead.note(output.tokens.reshape(-1, 1).numpy(), positions, sampling)
         return self._answer([output], rows, None if len(slots) == num_rows else slots)
 
     def _answer(
@@ -181,9 +196,16 @@ class ContinuousBackend(SlotBackend):
             found = _joined([output.tokens for output in outputs], chosen)
             ids = found.reshape(len(rows.slots), -1)[:, :columns].astype(np.int32)
             # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
-            return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32))
+            ids = np.where(ids < vocab_size, ids, -1).astype(np.int32)
+            wanted = Want.LOGITS in rows.wants
+            return DeviceTokens(ids, logits=self._logits(outputs, chosen, 1) if wanted else None)
+        return HostLogits(self._logits(outputs, chosen, columns))
+
+    def _logits(
+        self, outputs: Sequence[Any], chosen: Int32Array | None, columns: int
+    ) -> Float32Array:
         logits = _joined([output.logits for output in outputs], chosen)
-        return HostLogits(np.ascontiguousarray(logits[:, :columns, :vocab_size], np.float32))
+        return np.ascontiguousarray(logits[:, :columns, : self.spec.vocab_size], np.float32)
 
 
 class StaticBackend(ContinuousBackend):
@@ -252,6 +274,9 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
     dynamic = sampling is not None and sampling.dynamic
     vocab_size = int(application.config.vocab_size)
     largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
+    outputs = Want.LOGITS if sampling is None else Want.TOKENS
+    if config.output_logits:
+        outputs |= Want.LOGITS
     lengths = _lengths(application.token_generation_model)
     return ModelSpec(
         num_slots=plan.num_slots,
@@ -260,8 +285,9 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         token_buckets=(*(length for length in lengths if length < limit), limit),
         vocab_size=vocab_size,
         eos_ids=plan.eos_ids,
-        outputs=Want.LOGITS if sampling is None else Want.TOKENS,
+        outputs=outputs,
         largest_top_k=largest,
+        largest_temperature=_LARGEST_TEMPERATURE if dynamic else None,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
     )
