@@ -26,21 +26,23 @@ class StepAhead:
         self._application = application
         self._inputs: tuple[Int32Array | Float32Array, ...] = ()
 
-    def settle(
-        self, slots: Int32Array, *inputs: Int32Array | Float32Array, alone: bool = False
-    ) -> None:
+    def drop(self, *, alone: bool = False) -> None:
+        """Drop the step. `alone`: the next decode starts none."""
+        self._application.prior_outputs = None
+        # The library takes None for the call's `seq_ids`; with others the call is synchronous.
+        self._application.prior_seq_ids = torch.empty(0) if alone else None
+
+    def settle(self, slots: Int32Array, *inputs: Int32Array | Float32Array) -> None:
         """Before a decode: drop the step unless it has the same tokens, positions and parameters in `slots`.
 
-        `inputs` have a row for each slot. `alone`: drop it, and let the decode start none.
+        `inputs` have a row for each slot.
         """
-        same = len(self._inputs) == len(inputs) and all(
+        same = [
             np.array_equal(started[slots], wanted[slots])
-            for started, wanted in zip(self._inputs, inputs, strict=True)
-        )
-        if alone or not same:
-            self._application.prior_outputs = None
-            # The library takes None for the call's `seq_ids`; with others the call is synchronous.
-            self._application.prior_seq_ids = torch.empty(0) if alone else None
+            for started, wanted in zip(self._inputs, inputs, strict=False)
+        ]
+        if not (same and all(same)):
+            self.drop()
 
     def note(self, tokens: Int32Array, positions: Int32Array, sampling: Float32Array) -> None:
         """After a decode: it gave `tokens`, int32[B, 1], at `positions` with the parameters `sampling`."""

@@ -24,6 +24,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.nxdi.ahead import StepAhead
+from djl_python_neuronx.backends.nxdi.nan import Doubts
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket, refuse
 from djl_python_neuronx.backends.slots import SlotBackend
@@ -56,14 +57,17 @@ class ContinuousBackend(SlotBackend):
         super().__init__(_make_spec(application, plan))
         self._application = application
         self._prompt_buckets = _lengths(application.context_encoding_model)
-        self._batches = _batches(application.token_generation_model, plan.num_slots)
+        self._batches = self.spec.decode_slots or (plan.num_slots,)
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
         self._positions = np.full((plan.num_slots, 1), _FREE, np.int32)
-        self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
         self._default = self.spec.fixed_sampling or _GREEDY
         self._sampling = np.tile(np.array(self._default, np.float32), (plan.num_slots, 1))
         self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
         self._columns = np.arange(plan.max_model_len, dtype=np.int32)
+        self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
+        self._doubts = Doubts(plan.num_slots)
+        self._bucket = 0
+        """Columns that the last prefill has written."""
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
@@ -86,11 +90,24 @@ class ContinuousBackend(SlotBackend):
             self._filled[rows.slots] = rows.starts
             raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
         self._filled[rows.slots] = rows.starts + rows.lens
+        ends = np.full(len(rows.slots), self._bucket)
+        if kind == "decode":
+            ends = rows.starts + (1 if self._ahead is None else 2)
+        self._doubts.note(rows, ends, output)
         return output
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Return 0: no prefix is ever reused."""
         self._forget([slot])
+        length = min(len(prompt_ids), self._prompt_buckets[-1])
+        bucket = choose_bucket(length, self._prompt_buckets)
+        if doubtful := self._doubts.of(slot, bucket):
+            try:
+                with torch.inference_mode():
+                    self._mend(slot, doubtful)
+            except Exception as error:
+                raise of_step(error, f"clearing slot {slot}") from error
+        self._doubts.forget(slot)
         return super().acquire(slot, prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -117,6 +134,54 @@ class ContinuousBackend(SlotBackend):
         chosen = list(slots)
         self._ids[chosen], self._positions[chosen], self._sampling[chosen] = 0, _FREE, self._default
 
+    def _mend(self, slot: int, doubtful: range) -> None:
+        """Write the doubtful positions of a free slot anew if one of them is NaN.
+
+        No call clears a slot. A prompt reads none of it; a decode reads its graph's columns and writes anywhere. If it
+        reads what it writes, each round makes numbers of one layer more.
+        """
+        longest = self._prompt_buckets[-1]
+        for turn in range(int(self._application.config.num_hidden_layers) + 1):
+            if not self._is_spoiled(slot, doubtful.stop):
+                return
+            if turn == 0:
+                self._blank(slot, longest)
+            for position in range(max(doubtful.start, longest), doubtful.stop):
+                self._decode_in(slot, 0, position, 1)
+
+    def _is_spoiled(self, slot: int, end: int) -> bool:
+        """Return whether a free slot's cache holds NaN before `end`, or may do so."""
+        first, second = (self._decode_in(slot, token, _FREE, end) for token in (0, 1))
+        if Want.TOKENS in self.spec.outputs:
+            return bool((first == second).all())
+        return not bool(first.isfinite().all())
+
+    def _blank(self, slot: int, length: int) -> None:
+        """Write the first columns of a free slot."""
+        self._encode([slot], np.zeros((1, length), np.int32), np.array([length], np.int32))
+
+    def _decode_in(self, slot: int, token_id: int, position: int, length: int) -> torch.Tensor:
+        """Return the output for a token of a free slot that attends to position 0, with a graph for `length` columns.
+
+        All other rows write where their next token does.
+        """
+        num_rows, most = choose_bucket(slot + 1, self._batches), self.spec.max_model_len - 1
+        ids, positions = self._ids[:num_rows].copy(), np.clip(self._filled[:num_rows], _FREE, most)
+        ids[slot], positions[slot] = token_id, position
+        mask = np.zeros((num_rows, choose_bucket(length, self.spec.token_buckets) - 1), np.int32)
+        mask[:, 0] = 1
+        if self._ahead is not None:
+            self._ahead.drop(alone=True)
+        output = self._application(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions[:, None].astype(np.int32)),
+            seq_ids=self._slots[:num_rows],
+            sampling_params=torch.ones(num_rows, 3),
+        )
+        found: torch.Tensor = output.tokens if Want.TOKENS in self.spec.outputs else output.logits
+        return found[slot]
+
     def _remember(
         self, slots: Int32Array, ids: Int32Array, positions: Int32Array, rows: Rows
     ) -> None:
@@ -141,7 +206,7 @@ class ContinuousBackend(SlotBackend):
 
     def _encode(self, slots: Sequence[int], ids: Int32Array, lens: Int32Array) -> Any:  # noqa: ANN401
         """Return the library's output for prompts of `lens` tokens, one row per slot; `ids`: int32[B, >= lens]."""
-        bucket = choose_bucket(int(lens.max()), self._prompt_buckets)
+        self._bucket = bucket = choose_bucket(int(lens.max()), self._prompt_buckets)
         columns, ends = np.arange(bucket, dtype=np.int32), lens[:, None]
         # As the library pads, which finds a prompt's end by its largest position.
         inside = columns < ends
@@ -173,8 +238,10 @@ class ContinuousBackend(SlotBackend):
         if self._ahead is not None:
             # One column less than a bucket would keep every step synchronous.
             width = int(positions.max())
-            alone = rows.wants != Want.TOKENS
-            self._ahead.settle(slots, ids, positions, sampling, alone=alone)
+            if rows.wants == Want.TOKENS:
+                self._ahead.settle(slots, ids, positions, sampling)
+            else:
+                self._ahead.drop(alone=True)
         mask = (self._columns[:width] < positions).astype(np.int32)
         output = self._application(
             input_ids=torch.from_numpy(ids),
@@ -192,20 +259,21 @@ class ContinuousBackend(SlotBackend):
     ) -> StepOutput:
         """Return arrays that the caller owns, of the rows `chosen` or of all."""
         columns, vocab_size = int(rows.wants != Want.NOTHING), self.spec.vocab_size
-        if Want.TOKENS in self.spec.outputs:
-            found = _joined([output.tokens for output in outputs], chosen)
-            ids = found.reshape(len(rows.slots), -1)[:, :columns].astype(np.int32)
-            # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
-            ids = np.where(ids < vocab_size, ids, -1).astype(np.int32)
-            wanted = Want.LOGITS in rows.wants
-            return DeviceTokens(ids, logits=self._logits(outputs, chosen, 1) if wanted else None)
-        return HostLogits(self._logits(outputs, chosen, columns))
-
-    def _logits(
-        self, outputs: Sequence[Any], chosen: Int32Array | None, columns: int
-    ) -> Float32Array:
-        logits = _joined([output.logits for output in outputs], chosen)
-        return np.ascontiguousarray(logits[:, :columns, : self.spec.vocab_size], np.float32)
+        logits: Float32Array | None = None
+        on_host = self.spec.outputs == Want.LOGITS
+        if on_host or Want.LOGITS in rows.wants:
+            found = _joined([output.logits for output in outputs], chosen)
+            logits = np.ascontiguousarray(found[:, :columns, :vocab_size], np.float32)
+            if on_host:
+                return HostLogits(logits)
+        ids = _joined([output.tokens for output in outputs], chosen)
+        ids = ids.reshape(len(rows.slots), -1)[:, :columns]
+        if Want.LOGITS in self.spec.outputs:
+            # One column is enough: the output layer spreads NaN over the whole vocabulary.
+            shown = _joined([output.logits[:, 0, :1] for output in outputs], chosen)
+            ids = np.where(np.isfinite(shown), ids, -1)
+        # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
+        return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32), logits=logits)
 
 
 class StaticBackend(ContinuousBackend):
@@ -245,6 +313,14 @@ class StaticBackend(ContinuousBackend):
         self._num_reprefilled = int(lens.sum() - rows.lens.sum())
         return self._answer([output], rows, slots)
 
+    def _blank(self, slot: int, length: int) -> None:  # noqa: ARG002  (all at once)
+        """Write the first columns of every slot: the next step prefills all sequences again."""
+        shape = (self.spec.num_slots, length)
+        self._stale = True
+        self._encode(
+            range(shape[0]), np.zeros(shape, np.int32), np.full(shape[0], length, np.int32)
+        )
+
     def _decode(self, rows: Rows) -> StepOutput:
         self._history[rows.slots, rows.starts] = rows.input_ids[:, 0]
         return self._prefill(rows) if self._stale else super()._decode(rows)
@@ -274,10 +350,11 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
     dynamic = sampling is not None and sampling.dynamic
     vocab_size = int(application.config.vocab_size)
     largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
+    lengths = _lengths(application.token_generation_model)
+    batches = _batches(application.token_generation_model, plan.num_slots)
     outputs = Want.LOGITS if sampling is None else Want.TOKENS
     if config.output_logits:
         outputs |= Want.LOGITS
-    lengths = _lengths(application.token_generation_model)
     return ModelSpec(
         num_slots=plan.num_slots,
         max_model_len=limit,
@@ -285,6 +362,7 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         token_buckets=(*(length for length in lengths if length < limit), limit),
         vocab_size=vocab_size,
         eos_ids=plan.eos_ids,
+        decode_slots=batches if len(batches) > 1 else (),
         outputs=outputs,
         largest_top_k=largest,
         largest_temperature=_LARGEST_TEMPERATURE if dynamic else None,
