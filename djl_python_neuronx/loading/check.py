@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
@@ -176,8 +175,6 @@ def _missing_here(backend: str) -> Iterator[str]:
     if facts is not None and (state := libraries()[facts.package].state) != "installed":
         what = "not installed" if state == "missing" else "PyPI's placeholder, not the library,"
         yield f"{facts.package} is {what} here; the machine that serves needs it"
-    if backend not in backends.names():
-        yield f"this version of djl_python_neuronx plans for {backend} but cannot load with it yet"
 
 
 def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
@@ -226,9 +223,7 @@ def _long_answers(prepared: Prepared) -> str | None:
 
 def _lacking(prepared: Prepared) -> Iterator[str]:
     """Reasons why a valid plan cannot be loaded."""
-    case, backend = prepared.case, prepared.backend
-    if backend not in backends.names():
-        yield f"this version cannot load with {backend} yet"
+    case = prepared.case
     if not case.on_cpu and (found := machines.spanning(case.degree, prepared.environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
     if not prepared.artifact.weights:

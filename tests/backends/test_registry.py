@@ -29,7 +29,7 @@ COMPILING = FUNCTIONS | {"compile", "uncompilable", "compiler_version"}
 def test_every_package_is_a_backend_and_every_module_beside_them_is_none() -> None:
     folder = Path(backends.__file__).parent
     packages = {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert set(backends.names()) == packages == {"cpu", "tnx"}
+    assert set(backends.names()) == packages == {"cpu", "nxdi", "tnx"}
     loads = [path.name for path in folder.glob("*.py") if "\ndef load(" in path.read_text()]
     assert not loads
 
@@ -44,6 +44,7 @@ def test_a_backend_has_the_functions_of_its_protocol(name: str) -> None:
         wanted = inspect.signature(getattr(protocol, function)).parameters
         assert [*inspect.signature(getattr(module, function)).parameters] == [*wanted][1:]
     assert backends.compiler("cpu") is None
+    assert backends.compiler("nxdi") is not None
     assert backends.compiler("tnx") is not None
 
 

@@ -23,7 +23,7 @@ from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.report import as_json, as_property, bar, gib, render
-from djl_python_neuronx.planning import backend_choice, machines
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
@@ -230,11 +230,9 @@ def test_threads_have_a_limit(laptop, threads, ok):
     )
 
 
-def test_what_this_version_cannot_load_is_a_plan_and_no_more(laptop):
-    told = as_json(run(TINY, machine="inf2.xlarge", model_loader="nxdi"))
-    assert (told["ok"], told["loadable"]) == (True, False)
-    assert any("cannot load with it yet" in note for note in told["notes"])
-    told = as_json(run(TINY))
+@pytest.mark.parametrize("loader", ["auto", "cpu", "nxdi", "tnx"])
+def test_a_plan_that_is_valid_can_be_loaded(laptop, loader):
+    told = as_json(run(TINY, machine="inf2.xlarge", model_loader=loader))
     assert (told["ok"], told["loadable"]) == (True, True)
     assert not as_json(run(TINY, n_positions="x"))["loadable"]
 
@@ -445,13 +443,6 @@ LOADERS = [
 def test_which_loader_is_planned_for(
     tmp_path, monkeypatch, options, here, machine, installed, model, loader
 ):
-    """As it will be once this version loads with both libraries."""
-    served = {
-        name: dataclasses.replace(facts, served=True)
-        for name, facts in backend_choice.NEURON_BACKENDS.items()
-    }
-    monkeypatch.setattr(backend_choice, "NEURON_BACKENDS", served)
-    monkeypatch.setattr(prepare_module.backends, "names", lambda: ("cpu", "nxdi", "tnx"))
     names = {"nxdi": "neuronx-distributed-inference", "tnx": "transformers-neuronx"}
     states = {name: installed.get(key, "missing") for key, name in names.items()}
     states["neuronx-cc"] = "missing"
@@ -470,12 +461,11 @@ def test_which_loader_is_planned_for(
     assert any(str(needed) in line for line in told) == missing
 
 
-def test_what_no_served_library_knows_is_planned_for_the_one_that_does(tmp_path, laptop):
+def test_what_one_library_knows_is_planned_for_it(tmp_path, laptop):
     config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
     report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
     assert report.findings.messages("error") == ()
     assert report.prepared.planned.backend == "nxdi"
-    assert "this version cannot load with nxdi yet" in report.lacking
 
 
 @pytest.mark.parametrize(

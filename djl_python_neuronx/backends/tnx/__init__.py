@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.faults import of_load
+from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.model import (
-    ADVICE,
     CACHE_CALL,
     CLASSES,
     construct,
     model_type_of,
     refusal,
 )
-from djl_python_neuronx.errors import (
-    BackendError,
-    BackendUnavailableError,
-    IncompatibleOptionsError,
-)
+from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
+
+__all__ = ["compile", "compiler_version", "load", "supports", "uncompilable"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +36,6 @@ _PRESHARDED = "is_presharded_checkpoint"
 def supports(config: Mapping[str, Any]) -> str | None:
     """Return why a model with this `config.json` cannot be served; None if it can."""
     return refusal(config.get("model_type"))
-
-
-def compiler_version() -> str:
-    """Return the version of the compiler's package. Graphs of one version do not run with another.
-
-    Raises:
-        BackendUnavailableError: it is missing.
-    """
-    try:
-        return metadata.version("neuronx-cc")
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        return str(importlib.import_module("neuronxcc").__version__)
-    except ImportError as error:
-        message = f"neuronx-cc, the compiler, cannot be imported: {error}. {ADVICE}"
-        raise BackendUnavailableError(message) from error
 
 
 def uncompilable(config: Mapping[str, Any]) -> str | None:
@@ -141,7 +119,7 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
     try:
         with env.applied(plan.arguments, max(plan.tensor_parallel_degree, plan.process_cores)):
             model = construct(_weights_of(plan, compiled))
-            _limit_threads()
+            limit_threads()
             for method, keywords in plan.arguments.calls.items():
                 if method == "to_neuron" and compiled is not None:
                     model.load(str(compiled))
@@ -150,16 +128,6 @@ def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
     except Exception as error:
         raise of_load(error, f"the model in {plan.model_dir}") from error
     return model
-
-
-def _limit_threads() -> None:
-    """Limit torch to the cores that the process is granted, whatever OMP_NUM_THREADS and the host's size are.
-
-    A step waits for threads that wait for a core: handing over 8 rows of 128 256 logits takes 0.2 to 0.4 ms with 1 or 2
-    threads on 2 vCPU, 1.1 to 1.5 with 4 or 8 (torch 2.13, 2026-11-22).
-    """
-    torch = importlib.import_module("torch")
-    torch.set_num_threads(min(torch.get_num_threads(), count_cores()))
 
 
 def _weights_of(plan: LoadPlan, compiled: Path | None) -> LoadPlan:

@@ -10,21 +10,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from djl_python_neuronx.backends import neuron
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
-    BackendUnavailableError,
     IncompatibleOptionsError,
     did_you_mean,
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
 from djl_python_neuronx.planning.fields import rope_type
 
 PACKAGE = "transformers-neuronx"
-ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
 
 CLASSES: Mapping[str, str] = MappingProxyType(
     {
@@ -54,18 +52,7 @@ def import_library() -> Any:  # noqa: ANN401  (a module without types)
     Raises:
         BackendUnavailableError: it is missing, PyPI's placeholder, or cannot be imported.
     """
-    found = libraries()
-    fakes = [library.name for library in found.values() if library.state == "placeholder"]
-    if PACKAGE in fakes or (fakes and found[PACKAGE].state == "installed"):
-        message = (
-            f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {ADVICE}"
-        )
-        raise BackendUnavailableError(message)
-    try:
-        return importlib.import_module("transformers_neuronx")
-    except Exception as error:
-        message = f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}. {ADVICE}"
-        raise BackendUnavailableError(message) from error
+    return neuron.import_library(PACKAGE, "transformers_neuronx")
 
 
 def model_type_of(model_dir: Path) -> str:

@@ -41,7 +41,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         torch_dtype=None if options.dtype == "auto" else options.dtype,
         on_device_sampling_config=_sampling(options),
     )
-    config.update(_lengths(options))
+    config.update(_lengths(options, _prompts(case)))
     config.update(_batches(options, case.continuous_batching))
     config.update(_quantization(options))
     if options.enable_prefix_caching:
@@ -71,21 +71,32 @@ def graphs(case: Case) -> Iterator[Graph]:
     rows = 1 if case.continuous_batching else slots
     prefixes = (0, *(options.prefix_buckets or ())) if options.enable_prefix_caching else (0,)
     decode: Kind = "speculation" if case.options.speculating else "decode"
-    for prompt in options.context_length_estimate or ():
+    for prompt in _prompts(case):
         yield from (Graph("prefill", prompt, rows) for _ in prefixes)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
         lengths = options.token_buckets or make_buckets(options.max_model_len or 0)
         yield from (Graph(decode, length, size) for length in lengths)
 
 
-def _lengths(options: ServingOptions) -> dict[str, object]:
-    limit, prompts = options.max_model_len, options.context_length_estimate
+def _prompts(case: Case) -> tuple[int, ...]:
+    """Return the prompt lengths to compile for.
+
+    A static batch prefills all its sequences again when one joins: as long as they are by then.
+    """
+    prompts, limit = case.effective.context_length_estimate or (), case.effective.max_model_len
+    if not prompts or limit is None or case.continuous_batching or case.slots == 1:
+        return prompts
+    return (*(length for length in prompts if length < limit), limit)
+
+
+def _lengths(options: ServingOptions, prompts: tuple[int, ...]) -> dict[str, object]:
+    limit = options.max_model_len
     lengths = put(
         {},
         seq_len=limit,
         max_length=limit,
         max_context_length=prompts[-1] if prompts else limit,
-        context_encoding_buckets=plain(prompts),
+        context_encoding_buckets=plain(prompts or None),
         token_generation_buckets=plain(options.token_buckets),
     )
     if prompts or options.token_buckets:

@@ -1,0 +1,153 @@
+"""NxD Inference: continuous batching, and static batches where the options ask for them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from djl_python_neuronx.backends import env
+from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.backends.faults import of_load
+from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
+from djl_python_neuronx.backends.nxdi.model import CONFIG, GRAPHS, RANKS, construct, refusal
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.errors import ArtifactNotFoundError
+
+__all__ = ["compile", "compiler_version", "load", "supports", "uncompilable"]
+
+logger = logging.getLogger(__name__)
+
+_WORK = "work"
+_WORK_VARIABLE = "BASE_COMPILE_WORK_DIR"
+_WHOLE = ("*.safetensors", "*.bin")
+
+
+def supports(config: Mapping[str, Any]) -> str | None:
+    """Return why a model with this `config.json` cannot be served; None if it can."""
+    return refusal(config.get("model_type"))
+
+
+def uncompilable(config: Mapping[str, Any]) -> str | None:  # noqa: ARG001
+    """Return None: the library stores the graphs of every architecture."""
+    return None
+
+
+def compile(plan: LoadPlan, target: Path) -> None:
+    """Write the compiled graphs of a plan into `target`, an existing folder. Takes minutes, and needs no device.
+
+    With `presharded` the weights too; graphs of the plan that are there are used.
+
+    Raises:
+        BackendUnavailableError: the library or its compiler is missing.
+        IncompatibleOptionsError: the installed library has no keyword that the options need.
+        ArtifactError: the model's files cannot be used.
+        CompileError: the compiler failed.
+        BackendError: anything else.
+    """
+    # The library empties its work folder when a compile begins, and its default is one for all.
+    work = target / _WORK
+    with _translated(plan), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
+        try:
+            application = construct(plan, save_sharded_checkpoint=plan.presharded)
+            if plan.presharded and (target / GRAPHS).is_file():
+                application.config.save(str(target))
+                application.shard_weights(str(target))
+            else:
+                application.compile(str(target))
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    if plan.presharded:
+        shutil.copyfile(plan.model_dir / CONFIG, target / CONFIG)
+
+
+def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
+    """Load a model. `compiled`: the folder that `compile` has filled for the same plan; nothing is compiled then.
+
+    Raises:
+        BackendUnavailableError: the library or its cores are missing.
+        IncompatibleOptionsError: the installed library has no keyword that the options need.
+        ArtifactError: graphs or weights are absent or cannot be used.
+        DeviceMemoryError: the model does not fit.
+        BackendError: anything else.
+    """
+    if compiled is None:
+        with tempfile.TemporaryDirectory(prefix="nxdi-") as made:
+            compile(plan, Path(made))
+            return load(plan, Path(made))
+    began = time.monotonic()
+    presharded = _are_divided(plan, compiled)
+    with _translated(plan):
+        with _environment(plan):
+            application = construct(plan, compiled, save_sharded_checkpoint=presharded)
+            limit_threads()
+            # The engine's own warm-up runs every graph, and its errors count.
+            application.load(str(compiled), skip_warmup=True)
+        # Not at the top: it imports torch, and check must not.
+        from djl_python_neuronx.backends.nxdi.batching import ContinuousBackend, StaticBackend
+
+        continuous = application.neuron_config.is_continuous_batching or plan.num_slots == 1
+        backend = (ContinuousBackend if continuous else StaticBackend)(application, plan)
+    logger.info(
+        "loaded backend=nxdi model=%s joins=%s presharded=%s tp_degree=%d seconds=%.1f",
+        type(application).__name__,
+        backend.spec.joins,
+        presharded,
+        plan.tensor_parallel_degree,
+        time.monotonic() - began,
+    )
+    return backend
+
+
+def _are_divided(plan: LoadPlan, compiled: Path) -> bool:
+    """Return whether the weights to load are those that lie divided beside the graphs.
+
+    Raises:
+        ArtifactNotFoundError: graphs or weights are absent.
+    """
+    if not (compiled / GRAPHS).is_file():
+        message = f"there is no {GRAPHS} in {compiled}; expected what NxD Inference has compiled. Compile it again"
+        raise ArtifactNotFoundError(message)
+    folder = compiled / RANKS
+    if not folder.is_dir():
+        if not any(any(plan.model_dir.glob(pattern)) for pattern in _WHOLE):
+            message = (
+                f"the graphs in {compiled} have no weights: neither {folder} nor a checkpoint in {plan.model_dir}. "
+                "Put the model's safetensors files there, or compile it again with its weights"
+            )
+            raise ArtifactNotFoundError(message)
+        return False
+    absent = [
+        name
+        for rank in range(plan.tensor_parallel_degree)
+        if not (folder / (name := f"tp{rank}_sharded_checkpoint.safetensors")).is_file()
+    ]
+    if absent:
+        message = f"{folder} lacks {', '.join(absent)}; expected a file for each core. Compile or copy it again"
+        raise ArtifactNotFoundError(message)
+    return True
+
+
+@contextmanager
+def _translated(plan: LoadPlan) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise of_load(error, f"the model in {plan.model_dir}") from error
+
+
+@contextmanager
+def _environment(plan: LoadPlan, more: Mapping[str, str] = {}) -> Iterator[None]:
+    arguments, degrees = plan.arguments, plan.arguments.neuron_config
+    num_cores = (
+        plan.tensor_parallel_degree * degrees.get("pp_degree", 1) * degrees.get("ep_degree", 1)
+    )
+    arguments = replace(arguments, environment={**arguments.environment, **more})
+    with env.applied(arguments, max(num_cores, plan.process_cores)):
+        yield

@@ -1,0 +1,274 @@
+"""The steps of NxD Inference: continuous batching, and static batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from djl_python_neuronx.backends.base import (
+    DeviceTokens,
+    HostLogits,
+    Int32Array,
+    ModelSpec,
+    PartKind,
+    Rows,
+    Step,
+    StepOutput,
+    Want,
+)
+from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.shapes import choose_bucket, refuse
+from djl_python_neuronx.backends.slots import SlotBackend
+
+_GREEDY = (1.0, 1.0, 1.0)
+_FREE = 1
+"""Position of a free slot in a decode: position 0 would make a prefill of the call."""
+
+
+class ContinuousBackend(SlotBackend):
+    """Each slot has a position of its own; prompts run one at a time.
+
+    A decode names every slot up to the highest live one, in order. A row that the library adds itself would write the
+    first row's keys and values, and with fewer rows than compiled for it takes row i for slot i. So the arrays hold
+    each slot's last token and position, which are written again unchanged; a free slot's go to a position that its next
+    sequence overwrites.
+
+    The library takes the smallest bucket that is longer than the attention mask. The masks here are one column shorter
+    than the bucket that is meant: a prompt's is not read if it is padded on the right, and the token of a decode is not
+    in it.
+    """
+
+    name = "nxdi"
+
+    def __init__(self, application: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Every slot is empty. `application`: loaded."""
+        super().__init__(_make_spec(application, plan))
+        self._application = application
+        self._prompt_buckets = _lengths(application.context_encoding_model)
+        self._batches = _batches(application.token_generation_model, plan.num_slots)
+        self._ids = np.zeros((plan.num_slots, 1), np.int32)
+        self._positions = np.full((plan.num_slots, 1), _FREE, np.int32)
+        self._default = self.spec.fixed_sampling or _GREEDY
+        self._sampling = np.tile(np.array(self._default, np.float32), (plan.num_slots, 1))
+        self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
+        self._columns = np.arange(plan.max_model_len, dtype=np.int32)
+
+    def run(self, step: Step) -> StepOutput:
+        """Run a step.
+
+        Raises:
+            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
+            DeviceMemoryError: the device is out of memory.
+        """
+        if self._application is None:
+            raise self._closed()
+        if step.kind == "mixed":
+            refuse("a mixed step", "a prefill or a decode")
+        [(kind, rows)] = step.parts
+        self._check(kind, rows)
+        try:
+            with torch.inference_mode():
+                output = (self._decode if kind == "decode" else self._prefill)(rows)
+        except Exception as error:
+            # The cache of these rows is undefined from their starts on.
+            self._filled[rows.slots] = rows.starts
+            raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
+        self._filled[rows.slots] = rows.starts + rows.lens
+        return output
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        """Return 0: no prefix is ever reused."""
+        self._forget([slot])
+        return super().acquire(slot, prompt_ids, adapter)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty these slots."""
+        super().release(slots)
+        self._forget(slots)
+
+    def close(self) -> None:
+        """Drop the application: the runtime frees the device's memory with the last reference."""
+        self._application = None
+        gc.collect()  # its parts refer to one another
+
+    def _check(self, kind: PartKind, rows: Rows) -> None:
+        """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
+        super()._check(kind, rows)
+        if kind == "decode" and rows.input_ids.shape[1] != 1:
+            refuse(f"a decode of {rows.input_ids.shape[1]} columns", "one for each row")
+        if (most := self.spec.largest_top_k) is not None:
+            top_k = rows.sampling[:, 0]
+            if top_k.min() < 1 or top_k.max() > most:
+                refuse(f"top_k {top_k.astype(int).tolist()}", f"1 to {most} on the device")
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        chosen = list(slots)
+        self._ids[chosen], self._positions[chosen], self._sampling[chosen] = 0, _FREE, self._default
+
+    def _remember(
+        self, slots: Int32Array, ids: Int32Array, positions: Int32Array, rows: Rows
+    ) -> None:
+        """Keep the newest token of these slots, its position, and the parameters of their rows."""
+        self._ids[slots, 0] = ids
+        # Position 0 is no decode's: the first one will write position 1.
+        self._positions[slots, 0] = np.maximum(positions, _FREE)
+        if self.spec.largest_top_k is not None:
+            self._sampling[slots] = rows.sampling
+
+    def _prefill(self, rows: Rows) -> StepOutput:
+        """Run each row alone, as the graphs of continuous batching take it."""
+        if rows.starts.any():
+            refuse(f"prompts from {rows.starts.tolist()} on", "prompts from their first token on")
+        slots, ids, lens = rows.slots, rows.input_ids, rows.lens
+        self._remember(slots, ids[np.arange(len(lens)), lens - 1], lens - 1, rows)
+        answers = [
+            self._encode([slot], ids[row : row + 1], lens[row : row + 1])
+            for row, slot in enumerate(slots.tolist())
+        ]
+        return self._answer(answers, rows)
+
+    def _encode(self, slots: Sequence[int], ids: Int32Array, lens: Int32Array) -> Any:  # noqa: ANN401
+        """Return the library's output for prompts of `lens` tokens, one row per slot; `ids`: int32[B, >= lens]."""
+        bucket = choose_bucket(int(lens.max()), self._prompt_buckets)
+        columns, ends = np.arange(bucket, dtype=np.int32), lens[:, None]
+        # As the library pads, which finds a prompt's end by its largest position.
+        inside = columns < ends
+        positions = np.where(inside, columns, 1)
+        tokens = np.zeros((len(lens), bucket), np.int32)
+        width = min(bucket, ids.shape[1])
+        tokens[:, :width] = np.where(inside[:, :width], ids[:, :width], 0)
+        # One token would have two largest positions. The same one everywhere at position 0 gives the same output in
+        # every column; the next tokens overwrite the others.
+        alone = lens <= 1
+        tokens[alone], positions[alone] = tokens[alone, :1], 0
+        return self._application(
+            input_ids=torch.from_numpy(tokens),
+            attention_mask=torch.from_numpy(inside[:, : bucket - 1].astype(np.int32)),
+            position_ids=torch.from_numpy(positions),
+            seq_ids=torch.tensor(slots, dtype=torch.int32),
+            sampling_params=torch.from_numpy(self._sampling[list(slots)]),
+        )
+
+    def _decode(self, rows: Rows) -> StepOutput:
+        slots = rows.slots
+        self._remember(slots, rows.input_ids[:, 0], rows.starts, rows)
+        num_rows = choose_bucket(int(slots[-1]) + 1, self._batches)
+        positions = self._positions[:num_rows]
+        width = choose_bucket(int(positions.max()) + 1, self.spec.token_buckets) - 1
+        mask = (self._columns[:width] < positions).astype(np.int32)
+        # The library changes parameters in place: it gets copies.
+        output = self._application(
+            input_ids=torch.from_numpy(self._ids[:num_rows]),
+            attention_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions),
+            seq_ids=self._slots[:num_rows],
+            sampling_params=torch.from_numpy(self._sampling[:num_rows].copy()),
+        )
+        return self._answer([output], rows, None if len(slots) == num_rows else slots)
+
+    def _answer(
+        self, outputs: Sequence[Any], rows: Rows, chosen: Int32Array | None = None
+    ) -> StepOutput:
+        """Return arrays that the caller owns, of the rows `chosen` or of all."""
+        columns, vocab_size = int(rows.wants != Want.NOTHING), self.spec.vocab_size
+        if Want.TOKENS in self.spec.outputs:
+            found = _joined([output.tokens for output in outputs], chosen)
+            ids = found.reshape(len(rows.slots), -1)[:, :columns].astype(np.int32)
+            # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
+            return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32))
+        logits = _joined([output.logits for output in outputs], chosen)
+        return HostLogits(np.ascontiguousarray(logits[:, :columns, :vocab_size], np.float32))
+
+
+class StaticBackend(ContinuousBackend):
+    """Static batches that sequences can join and leave: prompts run together, in one call for all slots.
+
+    The call writes every slot anew, so each slot's tokens are kept, and when a sequence joins all of them prefill
+    again. A sequence that leaves costs nothing. Free slots are rows of one token.
+    """
+
+    def __init__(self, application: Any, plan: LoadPlan) -> None:  # noqa: ANN401
+        """Every slot is empty. `application`: loaded."""
+        super().__init__(application, plan)
+        self._spec = replace(self._spec, max_prefill_batch=plan.num_slots, joins="reprefill")
+        self._history = np.zeros((plan.num_slots, plan.max_model_len), np.int32)
+        self._stale = False
+        """A prefill has failed: the cache of every slot is undefined."""
+        self._num_reprefilled = 0
+
+    def run(self, step: Step) -> StepOutput:
+        """Run a step as `ContinuousBackend.run` does, and count the tokens that were prefilled again."""
+        self._num_reprefilled = 0
+        output = super().run(step)
+        output.num_reprefilled = self._num_reprefilled
+        return output
+
+    def _prefill(self, rows: Rows) -> StepOutput:
+        """Prefill all sequences from their first tokens on."""
+        slots, lens = rows.slots, self._filled.astype(np.int32)
+        lens[slots] = rows.starts + rows.lens
+        for row, slot in enumerate(slots.tolist()):
+            count = rows.lens[row]
+            self._history[slot, rows.starts[row] : lens[slot]] = rows.input_ids[row, :count]
+        self._remember(slots, self._history[slots, lens[slots] - 1], lens[slots] - 1, rows)
+        self._stale = True  # until the call has succeeded
+        output = self._encode(range(len(lens)), self._history, lens)
+        self._stale = False
+        self._num_reprefilled = int(lens.sum() - rows.lens.sum())
+        return self._answer([output], rows, slots)
+
+    def _decode(self, rows: Rows) -> StepOutput:
+        self._history[rows.slots, rows.starts] = rows.input_ids[:, 0]
+        return self._prefill(rows) if self._stale else super()._decode(rows)
+
+
+def _joined(parts: Sequence[torch.Tensor], chosen: Int32Array | None) -> Any:  # noqa: ANN401
+    arrays = [part.numpy() for part in parts]
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return whole if chosen is None else whole[chosen]
+
+
+def _lengths(wrapper: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the lengths that graphs of a submodel exist for, ascending."""
+    buckets = wrapper.neuron_config.buckets
+    return tuple(sorted({b[1] if isinstance(b, list) else b for b in buckets}))
+
+
+def _batches(wrapper: Any, num_slots: int) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the numbers of rows that decode graphs exist for, ascending."""
+    buckets = wrapper.neuron_config.buckets
+    return tuple(sorted({num_slots, *(b[0] for b in buckets if isinstance(b, list))}))
+
+
+def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
+    config, limit = application.neuron_config, plan.max_model_len
+    sampling = config.on_device_sampling_config
+    dynamic = sampling is not None and sampling.dynamic
+    vocab_size = int(application.config.vocab_size)
+    largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
+    lengths = _lengths(application.token_generation_model)
+    return ModelSpec(
+        num_slots=plan.num_slots,
+        max_model_len=limit,
+        prefill_buckets=plan.prefill_buckets,
+        token_buckets=(*(length for length in lengths if length < limit), limit),
+        vocab_size=vocab_size,
+        eos_ids=plan.eos_ids,
+        outputs=Want.LOGITS if sampling is None else Want.TOKENS,
+        largest_top_k=largest,
+        default_top_k=largest if plan.default_top_k else None,
+        fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
+    )
+
+
+def _fixed(sampling: Any) -> tuple[float, float, float]:  # noqa: ANN401
+    """Return the top_k, top_p and temperature that every row is sampled with."""
+    if not sampling.do_sample:
+        return _GREEDY
+    return float(sampling.top_k), float(sampling.top_p), float(sampling.temperature)

@@ -1,0 +1,176 @@
+"""A model of NxD Inference: its class, and its construction from plain arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from djl_python_neuronx.backends.neuron import import_library
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
+    BackendError,
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+    did_you_mean,
+)
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+
+PACKAGE = "neuronx-distributed-inference"
+_LIBRARY = "neuronx_distributed_inference"
+CONFIG, NEURON_CONFIG, GRAPHS, RANKS = "config.json", "neuron_config.json", "model.pt", "weights"
+"""Files of a folder that the library has compiled, and the folder of the weights that it has divided."""
+
+_CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "NeuronLlamaForCausalLM",
+        "mistral": "NeuronMistralForCausalLM",
+        "mixtral": "NeuronMixtralForCausalLM",
+        "qwen2": "NeuronQwen2ForCausalLM",
+        "qwen3": "NeuronQwen3ForCausalLM",
+    }
+)
+"""`model_type` to its class in `models/<model_type>/modeling_<model_type>.py`: the library's registry imports every
+model, and torchvision for those with images."""
+_WITH_IMAGES = frozenset({"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"})
+_LATER = (
+    "chunked_prefill_config",
+    "enable_eagle_speculation",
+    "enable_fused_speculation",
+    "is_block_kv_layout",
+    "is_medusa",
+    "is_prefix_caching",
+    "lora_config",
+    "quantized",
+    "speculation_length",
+)
+_NESTED = MappingProxyType(
+    {
+        "hybrid_sharding_config": "HybridShardingConfig",
+        "on_device_sampling_config": "OnDeviceSamplingConfig",
+    }
+)
+"""Keywords whose value the library makes an object of, which drops what it does not know."""
+_TAKEN = re.compile(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']")
+
+
+def refusal(model_type: str | None) -> str | None:
+    """Return why this backend cannot serve an architecture; None if it can."""
+    able = [name for name in NXDI if name not in _WITH_IMAGES]
+    if model_type in able:
+        return None
+    if model_type in _WITH_IMAGES:
+        return f"the class of {PACKAGE} for model_type {model_type!r} takes images, which is not served yet"
+    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(able)}"
+
+
+def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) -> Any:  # noqa: ANN401
+    """Return the library's application for a plan. Nothing is compiled, loaded or written.
+
+    `compiled`: the folder of its graphs, if there is one. `keywords`: of `NeuronConfig`, above those of the plan.
+
+    Raises:
+        BackendUnavailableError: the library is missing or cannot be imported.
+        BackendError: it has no class for the model.
+        IncompatibleOptionsError: the installed library has no such keyword, or it is not served.
+    """
+    import_library(PACKAGE, _LIBRARY)
+    configuration = _read_config(plan, compiled)
+    made = find_class(configuration.model_type)
+    neuron_config = _neuron_config(made, {**plan.arguments.neuron_config, **keywords})
+    adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
+    config = made.get_config_cls()(
+        neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)
+    )
+    # The library prefers this place to the one that it is given, and writes it beside the graphs.
+    config._name_or_path = ""
+    return made(str(plan.model_dir), config)
+
+
+def find_class(model_type: str) -> Any:  # noqa: ANN401
+    """Return the installed library's class for an architecture.
+
+    Raises:
+        BackendError: it has none.
+        BackendUnavailableError: its registry cannot be imported.
+    """
+    if name := _CLASSES.get(model_type):
+        try:
+            module = importlib.import_module(
+                f"{_LIBRARY}.models.{model_type}.modeling_{model_type}"
+            )
+            return getattr(module, name)
+        except (ImportError, AttributeError):
+            pass  # another version has it elsewhere: its registry decides
+    try:
+        registry = importlib.import_module(f"{_LIBRARY}.utils.constants").MODEL_TYPES
+    except ImportError as error:
+        message = f"the registry of {PACKAGE} cannot be imported: {error}"
+        raise BackendUnavailableError(message) from error
+    found = registry.get(model_type, {}).get("causal-lm")
+    if found is None:
+        message = (
+            f"the installed {PACKAGE} has no class for model_type {model_type!r}; it has "
+            f"{', '.join(sorted(registry))}{did_you_mean(model_type, registry)}"
+        )
+        raise BackendError(message)
+    return found
+
+
+def _read_config(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401  (of transformers)
+    """Return the model's configuration; weights that are divided have none beside them, their graphs do."""
+    auto = importlib.import_module("transformers").AutoConfig
+    for folder in (plan.model_dir, compiled):
+        if folder is not None and (folder / CONFIG).is_file():
+            return auto.from_pretrained(
+                str(folder), trust_remote_code=plan.trust_remote_code, revision=plan.revision
+            )
+    if compiled is None or not (compiled / NEURON_CONFIG).is_file():
+        message = f"there is no {CONFIG} in {plan.model_dir}; expected the model's. Copy it there"
+        raise ArtifactNotFoundError(message)
+    fields = json.loads((compiled / NEURON_CONFIG).read_text())
+    return auto.for_model(**{key: value for key, value in fields.items() if key != "neuron_config"})
+
+
+def _neuron_config(made: Any, keywords: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return a `NeuronConfig` of the class that the model takes.
+
+    Raises:
+        IncompatibleOptionsError: there is no such keyword, which the library would only log, or it is not served.
+    """
+    for name in _LATER:
+        if keywords.get(name):
+            message = (
+                f"{name}={keywords[name]!r}: the nxdi backend does not serve it yet; leave out the option that sets "
+                "it, or remove it in option.override_neuron_config"
+            )
+            raise IncompatibleOptionsError(message)
+    kind = made.get_neuron_config_cls()
+    _check_keywords(kind, keywords)
+    module = importlib.import_module(f"{_LIBRARY}.models.config")
+    for name, nested in _NESTED.items():
+        if isinstance(value := keywords.get(name), Mapping):
+            _check_keywords(getattr(module, nested), value, f"{name}.")
+    # New objects: the library sorts and completes some of them.
+    return kind(**json.loads(json.dumps(keywords)))
+
+
+def _check_keywords(kind: type, keywords: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse keywords that no class of `kind` and its bases takes out of its keywords, as its source shows."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
+    known.update(*(_TAKEN.findall(inspect.getsource(base)) for base in bases))
+    for name, value in keywords.items():
+        if name not in known:
+            hint = did_you_mean(name, known) or ";"
+            message = (
+                f"{prefix}{name}={value!r}: the {kind.__name__} of the installed {PACKAGE} has no such keyword{hint} "
+                "correct or remove it in option.override_neuron_config, or leave out the option that sets it"
+            )
+            raise IncompatibleOptionsError(message)
