@@ -69,6 +69,17 @@ def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None
     return backends.get("tnx").load(plan)
 
 
+def load_nxdi(directory: Path, *, continuous: bool = True) -> Backend:
+    """On the rig or a device; padding is a token like any other there, so it has to be a number."""
+    from tests.backends.nxdi_plans import nxdi_plan
+    from tests.tiny_models import poison, save_tiny_model
+
+    save_tiny_model("llama", directory)
+    poison(directory / "model.safetensors", POISON)
+    shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
+    return backends.get("nxdi").load(nxdi_plan(directory, *shapes, continuous=continuous))
+
+
 LOADERS: dict[str, Callable[[Path], Backend]] = {
     "toy": load_toy,
     "cpu": load_cpu,
@@ -76,10 +87,13 @@ LOADERS: dict[str, Callable[[Path], Backend]] = {
     "tnx": load_tnx,
     "tnx-static": lambda directory: load_tnx(directory, continuous=False),
     "tnx-paged": lambda directory: load_tnx(directory, block_size=8),
+    "nxdi": load_nxdi,
+    "nxdi-static": lambda directory: load_nxdi(directory, continuous=False),
 }
 PARAMETERS = [
-    pytest.param(name, marks=[pytest.mark.tnx] if name.startswith("tnx") else [])
+    pytest.param(name, marks=[getattr(pytest.mark, library)] if library in {"nxdi", "tnx"} else [])
     for name in LOADERS
+    for library in [name.partition("-")[0]]
 ]
 
 

@@ -114,7 +114,8 @@ def choose_backend(
     }
     candidates = [[name for name, obstacle in obstacles.items() if obstacle is None]]
     if dry_run:
-        candidates.append([*NEURON_BACKENDS])
+        served = [name for name, facts in NEURON_BACKENDS.items() if facts.served]
+        candidates += [served, [*NEURON_BACKENDS]]
     for names in candidates:
         if chosen := preferred(options, model_type, names):
             return chosen
