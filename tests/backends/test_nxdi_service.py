@@ -1,4 +1,4 @@
-"""From the options of a deployment to text: the model of the quick start on NxD Inference, over HTTP and through Java."""
+"""From options to text: the model of the quick start on NxD Inference, over HTTP and through DJL's Java."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,9 @@ def workers(variables: Mapping[str, str]) -> list[str]:
     """Command lines of the living processes that have these variables, which no other run has."""
     mark, found = f"NXDI_RIG_LOG={variables['NXDI_RIG_LOG']}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended, or is another user's
             if process.name != str(os.getpid()) and mark in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_text())
-        except OSError:
-            continue  # it has ended, or is another user's
     return [line for line in found if line]
 
 
@@ -86,7 +85,11 @@ def test_known_answers_come_through_the_server_and_a_second_start_compiles_nothi
         assert workers(variables)
 
         def answer(i: int, check: dict[str, Any], url: str = server.url) -> str:
-            payload = {"inputs": check["prompt"], "parameters": check["parameters"], "stream": i % 2}
+            payload = {
+                "inputs": check["prompt"],
+                "parameters": check["parameters"],
+                "stream": i % 2,
+            }
             response = httpx.post(url + "/invocations", json=payload, timeout=120)
             assert response.status_code == 200, response.text
             text: str = json.loads(response.text.splitlines()[-1])["generated_text"]

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
-from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput, Want  # noqa: E402
-from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant  # noqa: E402
-from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
-from tests.tiny_models import load_reference  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput
+from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
+from tests.backends.tnx_engine import assert_like_alone
+from tests.tiny_models import load_reference
 
 pytestmark = pytest.mark.nxdi
 
@@ -108,7 +108,9 @@ def test_the_library_runs_what_the_slots_need_and_no_more(
             continue
         assert line["model"] == "token_generation_model"
         slots = line["seq_ids"]
-        assert len(set(slots)) == len(slots) == rows == min(n for n in batches if max(call.live) < n)
+        assert (
+            len(set(slots)) == len(slots) == rows == min(n for n in batches if max(call.live) < n)
+        )
         positions = dict(zip(slots, (row[0] for row in line["pos"]), strict=True))
         assert call.live.items() <= positions.items()
         assert length == min(bucket for bucket in lengths if max(call.live.values()) < bucket)
