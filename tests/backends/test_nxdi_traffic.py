@@ -21,7 +21,7 @@ from tests.tiny_models import load_reference
 
 pytestmark = pytest.mark.nxdi
 
-WAYS = {"continuous": {}, "static": {"rolling_batch": "disable"}}
+WAYS = {"continuous": {}, "static": {"rolling_batch_strategy": "naive_rolling_batch"}}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
