@@ -159,9 +159,9 @@ def _add_compile(commands: Commands) -> None:
     command.add_argument(
         "--weights",
         choices=["none", "link", "copy", "presharded"],
-        default="link",
-        help="how the weights get into the output: as hard links if on the same disk (default), as copies, not at all, "
-        "or cut for each core (tnx, on a machine with its cores; turns on_device_embedding on)",
+        help="how the weights get into the output: as hard links if on the same disk (default with tnx and cpu), as "
+        "copies, not at all, or cut for each core (default with nxdi; with tnx it needs the machine's cores and turns "
+        "on_device_embedding on)",
     )
     command.add_argument(
         "--overwrite", action="store_true", help="replace the output folder whatever its content"

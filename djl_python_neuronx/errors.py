@@ -168,14 +168,24 @@ class UnknownFormatError(ArtifactError, code="unknown_format"):
 
 
 class ArtifactMismatchError(ArtifactError, code="artifact_mismatch"):
-    """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted)."""
+    """A compiled model for other settings than the current ones; `differences` maps key to (compiled, wanted).
 
-    def __init__(self, differences: Mapping[str, tuple[object, object]], where: str) -> None:
+    `origins`: of the options that are set.
+    """
+
+    def __init__(
+        self,
+        differences: Mapping[str, tuple[object, object]],
+        where: str,
+        origins: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        listed = describe_differences(differences, origins)
         super().__init__(
-            f"the artifact at {where} was compiled for other settings: {describe_differences(differences)}. "
+            f"the artifact at {where} was compiled for other settings: {listed}. "
             "Serve with the compiled values, or set option.on_mismatch=recompile."
         )
         self.differences = dict(differences)
+        self.where = where
 
 
 class BackendError(ServingError, code="backend_error"):

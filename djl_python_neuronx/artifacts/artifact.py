@@ -50,9 +50,12 @@ class Artifact:
     compiled: Path | None = None
     """Folder of the compiled graphs; None if there are none that can be used."""
     compiled_for: Mapping[str, object] = field(default_factory=dict)
-    """Options that the graphs were compiled for, as far as they are recorded, and `compiler_version`.
-
-    tensor_parallel_degree, max_rolling_batch_size, n_positions, dtype (torch's names), context_length_estimate."""
+    """Options that the graphs were compiled for, as far as they are recorded, and `compiler_version`."""
+    neuron_config: Mapping[str, Any] = field(default_factory=dict)
+    """NxD Inference's own record of that: all keywords of its `NeuronConfig`. It decides where another program compiled
+    the graphs."""
+    unused: str = ""
+    """Why graphs in the folder are not used; empty if they are, or if there are none."""
     weights_source: str | None = None
     """Hub id (with @revision) or path of the weights that were compiled, if the folder has none."""
     eos_ids: frozenset[int] = frozenset()
@@ -87,9 +90,15 @@ class Artifact:
                 return weights
         wanted = " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
         if not self.weights:
+            advice = "put them into the folder"
+            if backend == "nxdi" and self.compiled:
+                advice = (
+                    f"put them into the folder, or set option.model_id to that checkpoint and "
+                    f"option.compiled_graph_path to {self.compiled}"
+                )
             msg = (
                 f"{self.path} holds a compiled model ({self.format}) without weights; expected {wanted} for the "
-                f"{backend} backend. The compilation took them from {self.weights_source}: put them into the folder."
+                f"{backend} backend. The compilation took them from {self.weights_source}: {advice}."
             )
             raise ArtifactNotFoundError(msg)
         held = " and ".join(_KINDS[weights.kind] for weights in self.weights)

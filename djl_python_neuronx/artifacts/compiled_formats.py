@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from djl_python_neuronx.artifacts.weights import (
     read_ranks,
     read_whole,
 )
-from djl_python_neuronx.config.values import long_dtype
+from djl_python_neuronx.config.values import long_dtype, shortened
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.links import AGAIN
+from djl_python_neuronx.planning.nxdi.recorded import as_options
 
 _JUMPSTART_FOLDER = "PRE_COMPILED_NEURON_GRAPH_INFER"
 _CACHE_FOLDER = re.compile(rf"{_JUMPSTART_FOLDER}|neuronxcc-.+")
 _NEURON_CONFIG = "neuron_config.json"
 _MODEL = "model.pt"
-_OPTIMUM_MODEL = re.compile(r"model(_[\w-]+)?\.pt")
+_VLLM = "neuron-compiled-artifacts"
+_GRAPH_FOLDERS = frozenset({_VLLM, "compiled"})
 _MAX_RANKS = 4096
 
 _TP = "tensor_parallel_degree"
@@ -45,29 +48,18 @@ _SECTION = {
     "auto_cast_type": "dtype",
     "compiler_version": "compiler_version",
 }
-# Source: neuronx-distributed-inference, models/config.py, NeuronConfig.
-_NXDI = {
-    "tp_degree": _TP,
-    "batch_size": "max_rolling_batch_size",
-    "seq_len": "n_positions",
-    "torch_dtype": "dtype",
-    "context_encoding_buckets": "context_length_estimate",
-}
-# Source: Optimum Neuron 0.3, models/inference/backend/config.py and configuration_utils.py.
-_OPTIMUM = {
-    "tp_degree": _TP,
-    "batch_size": "max_rolling_batch_size",
-    "sequence_length": "n_positions",
-    "torch_dtype": "dtype",
-    "neuronxcc_version": "compiler_version",
-}
+_SAME_MODEL = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
+)
+"""Keys of config.json that NxD Inference records, and that no graph can differ in."""
 
 
-def holds_graphs(path: Path) -> bool:
-    """True if a local folder holds graphs saved by transformers-neuronx, none of which is damaged.
+def graphs_in(path: Path) -> str | None:
+    """The backend whose saved graphs a local folder holds, none of them damaged; None if it holds none.
 
-    False for anything else, such as a folder that does not exist yet, or a compiler's cache: its graphs are checked
-    too, and saved graphs in it do not count.
+    None for anything else too, such as a folder that does not exist yet, or a compiler's cache: its graphs are checked,
+    and saved graphs in it do not count.
 
     Raises:
         ArtifactAccessError: the folder cannot be read, or a link in it leads out of it.
@@ -75,11 +67,34 @@ def holds_graphs(path: Path) -> bool:
     """
     with reading(path):
         if not path.is_dir():
-            return False
+            return None
         folder = Folder.open(path)
         _check_cache(folder)
-        is_cache = any(map(_CACHE_FOLDER.fullmatch, folder.folders))
-        return _count_graphs(folder) > 0 and not is_cache
+        if any(map(_CACHE_FOLDER.fullmatch, folder.folders)):
+            return None
+        if _count_graphs(folder):
+            return "tnx"
+        return "nxdi" if saved_by_nxdi(folder.names) else None
+
+
+def saved_by_nxdi(names: Collection[str]) -> bool:
+    """True if a folder with these names holds what NxD Inference's `compile` writes."""
+    return {_NEURON_CONFIG, _MODEL} <= set(names)
+
+
+def with_graphs(artifact: Artifact, path: Path) -> Artifact:
+    """The model of `artifact` with the graphs that another program saved with NxD Inference in the folder `path`.
+
+    The model's own weights come first: those beside the graphs may be another training's.
+
+    Raises:
+        ArtifactError: see `Nxdi.read`; or the graphs are of another model.
+    """
+    with reading(path):
+        folder = Folder.open(path)
+    graphs = _read_graphs(folder, artifact.config, whole_elsewhere=bool(artifact.weights))
+    graphs["weights"] = (*artifact.weights, *graphs["weights"])
+    return replace(artifact, backend=Nxdi.backend, unused="", **graphs)
 
 
 def _check_cache(folder: Folder) -> None:
@@ -208,6 +223,10 @@ class OptimumTnx(Format):
             weights,
             compiled=None if own else compiled,
             compiled_for={} if own else _compiled_for(config["neuron"], _SECTION),
+            unused=f"what Optimum Neuron compiled in {folder.path} with its own copy of transformers-neuronx is not "
+            "used: the original does not find those graphs"
+            if own
+            else "",
             weights_source=source,
         )
 
@@ -242,6 +261,7 @@ class Nxdi(Format):
 
     name = "nxdi"
     looks_for = "model.pt and neuron_config.json (NxD Inference)"
+    over = frozenset({"huggingface", "nxdi_beside"})
     backend = "nxdi"
 
     def matches(self, folder: Folder) -> bool:
@@ -251,52 +271,57 @@ class Nxdi(Format):
         return _MODEL in folder.names and not has_whole(folder)
 
     def read(self, folder: Folder) -> Artifact:
-        """Graphs, and the saved weights of each rank, else whole ones or the place that they came from."""
+        """Graphs, and the saved weights of each rank, else whole ones or the place that they came from.
+
+        Raises:
+            ArtifactError: see `Format.read`; or config.json is another model's.
+        """
         whole = folder.json(folder.file(_NEURON_CONFIG).name)
-        recorded = whole.get("neuron_config")
-        if not isinstance(recorded, dict):
-            msg = (
-                f"{folder.path / _NEURON_CONFIG} has no section neuron_config; expected the one that NxD Inference "
-                "writes. Compile the model again."
-            )
-            raise ArtifactError(msg)
-        if _MODEL not in folder.names:
-            msg = (
-                f"{folder.path / _MODEL} is missing although {_NEURON_CONFIG} is there: the compilation was cut short. "
-                f"Compile again, or remove {_NEURON_CONFIG} to serve the checkpoint."
-            )
-            raise ArtifactNotFoundError(msg)
-        check_archive(folder, _MODEL)
         if "config.json" in folder.names:
             config = read_config(folder)
         else:
             rest = {key: value for key, value in whole.items() if key != "neuron_config"}
             config = require_model_type(rest, folder, _NEURON_CONFIG)
-        cut = (_read_ranks(folder, recorded),) if recorded.get("save_sharded_checkpoint") else ()
-        weights = (*cut, *_read_beside(folder, config))
-        source = whole.get("_name_or_path") or None
-        if not weights and source is None:
-            msg = (
-                f"{folder.path} has no weights: expected weights/, or the checkpoint beside {_MODEL}; found "
-                f"{some(sorted(folder.names))}. Put the model's safetensors files into it."
+        graphs = _read_graphs(folder, config, whole_elsewhere=has_whole(folder))
+        return self.artifact(folder, config, **_with_whole(folder, config, graphs))
+
+
+class NxdiBeside(Format):
+    """A model with NxD Inference's graphs in a sub-folder: vLLM's, or an output of this package with cut weights."""
+
+    name = "nxdi_beside"
+    looks_for = "neuron-compiled-artifacts/ (vLLM, NxD Inference)"
+    over = frozenset({"huggingface", "lmi_aot"})
+
+    def matches(self, folder: Folder) -> bool:
+        """True if a sub-folder has both files that the library writes; what a killed compile left does not count."""
+        return bool(_beside(folder))
+
+    def read(self, folder: Folder) -> Artifact:
+        """The model, with the graphs if they are of one compile."""
+        config, found = read_config(folder), _beside(folder)
+        if len(found) > 1:
+            unused = (
+                f"{folder.path} holds {len(found)} compiled models: {some(found)}. None is used: name the "
+                "folder of one in option.compiled_graph_path"
             )
-            raise ArtifactNotFoundError(msg)
-        return self.artifact(
-            folder,
-            config,
-            weights,
-            compiled=folder.path,
-            compiled_for=_compiled_for(recorded, _NXDI),
-            weights_source=None if weights else str(source),
-        )
+            return self.artifact(folder, config, _read_beside(folder, config), unused=unused)
+        inner = folder
+        for name in found[0].split("/"):
+            inner = inner.sub(name)
+        graphs = _read_graphs(inner, config, whole_elsewhere=has_whole(folder))
+        artifact = self.artifact(folder, config, **_with_whole(folder, config, graphs))
+        return replace(artifact, backend=Nxdi.backend)
 
 
 class OptimumNxd(Format):
-    """Optimum Neuron from 0.3 on: as NxD Inference's, with a configuration and places of its own."""
+    """Optimum Neuron from 0.3 on: its own modelling code on NxD, whose graphs take and hold other tensors.
+
+    Source: Optimum Neuron 0.3.0 and 0.4.0, models/inference/backend: five inputs, modules of its own.
+    """
 
     name = "optimum_nxd"
     looks_for = "model.pt and Optimum's neuron_config.json"
-    backend = "nxdi"
 
     def matches(self, folder: Folder) -> bool:
         """True if neuron_config.json is Optimum's for NxD."""
@@ -304,24 +329,20 @@ class OptimumNxd(Format):
         return _is_optimum(recorded) and not _is_hlo(recorded)
 
     def read(self, folder: Folder) -> Artifact:
-        """Graphs, and weights in `checkpoint/`, sharded or whole, or the place that they came from."""
+        """Whole weights, or the place that they came from."""
         config, recorded = read_config(folder), folder.json(_NEURON_CONFIG)
-        graphs = sorted(name for name in folder.names if _OPTIMUM_MODEL.fullmatch(name))
-        for name in graphs or [_MODEL]:
-            check_archive(folder, name)
-        weights: tuple[Weights, ...]
+        source: str | None
+        unused = (
+            f"what Optimum Neuron {shortened(recorded.get('optimum_neuron_version'))} compiled in {folder.path} is not "
+            "used: its graphs are of modelling code of its own, which NxD Inference does not load"
+        )
         if "checkpoint" in folder.folders and "weights" in folder.sub("checkpoint").names:
-            weights, source = (_read_ranks(folder.sub("checkpoint"), recorded),), None
+            unused += ", nor the weights in checkpoint/weights, which are cut for it"
+            weights = _read_beside(folder, config)
+            source = _checkpoint_id(folder, recorded) if not weights else None
         else:
             weights, source = _read_checkpoint(folder, config, recorded)
-        return self.artifact(
-            folder,
-            config,
-            weights,
-            compiled=folder.path,
-            compiled_for=_compiled_for(recorded, _OPTIMUM),
-            weights_source=source,
-        )
+        return self.artifact(folder, config, weights, unused=unused, weights_source=source)
 
 
 def _is_hlo(recorded: Mapping[str, Any]) -> bool:
@@ -384,6 +405,15 @@ def _read_checkpoint(
         return (read_whole(folder.sub("checkpoint"), config),), None
     if weights := _read_beside(folder, config):
         return weights, None
+    return (), _checkpoint_id(folder, recorded)
+
+
+def _checkpoint_id(folder: Folder, recorded: Mapping[str, Any]) -> str:
+    """The Hub id that Optimum took the weights from.
+
+    Raises:
+        ArtifactNotFoundError: none is recorded.
+    """
     source, revision = recorded.get("checkpoint_id"), recorded.get("checkpoint_revision")
     if not isinstance(source, str):
         msg = (
@@ -391,7 +421,7 @@ def _read_checkpoint(
             f"{some(sorted(folder.names))}. Copy the whole folder again."
         )
         raise ArtifactNotFoundError(msg)
-    return (), f"{source}@{revision}" if revision else source
+    return f"{source}@{revision}" if revision else source
 
 
 def _read_beside(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights, ...]:
@@ -410,6 +440,102 @@ def _read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights
         )
         raise ArtifactError(msg)
     return found
+
+
+def _beside(folder: Folder) -> list[str]:
+    """The sub-folders with what NxD Inference has compiled, by their paths in a folder.
+
+    Source: vllm-neuron 0.2, neuronx_distributed_model_loader.py: a folder named after the configuration's digest. The
+    old LMI container had the library write into `neuron-compiled-artifacts` itself.
+    """
+    candidates = [folder.path / name for name in sorted(_GRAPH_FOLDERS & folder.folders)]
+    with reading(folder.path):
+        candidates += sorted((folder.path / _VLLM).glob("*/"))
+        return [
+            path.relative_to(folder.path).as_posix()
+            for path in candidates
+            if all((path / name).is_file() for name in (_NEURON_CONFIG, _MODEL))
+        ]
+
+
+def _read_graphs(
+    folder: Folder, config: Mapping[str, Any], *, whole_elsewhere: bool
+) -> dict[str, Any]:
+    """The fields of `Artifact` about what NxD Inference has compiled into a folder for a model with this config.json.
+
+    Weights that it has cut must be there if it recorded so, unless there are whole ones.
+
+    Raises:
+        ArtifactNotFoundError: the graphs or a rank's weights are missing.
+        ArtifactError: a file is damaged, or the graphs are of another model or have a draft model in them.
+    """
+    path = folder.path / _NEURON_CONFIG
+    whole = folder.json(folder.file(_NEURON_CONFIG).name)
+    recorded = whole.get("neuron_config")
+    if not isinstance(recorded, dict):
+        msg = (
+            f"{path} has no section neuron_config; expected the one that NxD Inference "
+            "writes. Compile the model again."
+        )
+        raise ArtifactError(msg)
+    if _MODEL not in folder.names:
+        msg = (
+            f"{folder.path / _MODEL} is missing although {_NEURON_CONFIG} is there: the compilation was cut short. "
+            f"Compile again, or remove {_NEURON_CONFIG} to serve the checkpoint."
+        )
+        raise ArtifactNotFoundError(msg)
+    check_archive(folder, _MODEL)
+    different = [
+        f"{key} {shortened(whole[key])!r} instead of {shortened(config[key])!r}"
+        for key in _SAME_MODEL
+        if whole.get(key) is not None and config.get(key) not in (None, whole[key])
+    ]
+    if different:
+        msg = (
+            f"{path} is of another model than config.json: it has {', '.join(different)}. "
+            "Compile this model, or serve the one that was compiled."
+        )
+        raise ArtifactError(msg)
+    if whole.get("fused_spec_config"):
+        msg = (
+            f"{path} has a fused draft model (fused_spec_config), which this version does not serve. Compile the model "
+            "without a draft model."
+        )
+        raise ArtifactError(msg)
+    try:
+        compiled_for = as_options(recorded)
+    except (TypeError, ValueError) as error:
+        msg = f"{path} has a neuron_config that the library cannot have written: {error}. Compile the model again."
+        raise ArtifactError(msg) from error
+    source = whole.get("_name_or_path")
+    lost = recorded.get("save_sharded_checkpoint") and not whole_elsewhere
+    has_cut = "weights" in folder.names or lost
+    return {
+        "weights": (_read_ranks(folder, recorded),) if has_cut else (),
+        "weights_source": str(shortened(source)) if source else None,
+        "compiled": folder.path,
+        "compiled_for": compiled_for,
+        "neuron_config": recorded,
+    }
+
+
+def _with_whole(
+    folder: Folder, config: Mapping[str, Any], graphs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The result of `_read_graphs`, with the whole weights of the model's folder.
+
+    Raises:
+        ArtifactNotFoundError: there are no weights, and their source is not recorded.
+    """
+    weights = (*graphs["weights"], *_read_beside(folder, config))
+    if not weights and graphs["weights_source"] is None:
+        msg = (
+            f"{folder.path} has no weights: expected weights/, or the checkpoint beside {_MODEL}; found "
+            f"{some(sorted(folder.names))}. Put the model's safetensors files into it."
+        )
+        raise ArtifactNotFoundError(msg)
+    source = None if weights else graphs["weights_source"]
+    return {**graphs, "weights": weights, "weights_source": source}
 
 
 def _read_ranks(folder: Folder, recorded: Mapping[str, Any]) -> Weights:

@@ -17,6 +17,7 @@ from djl_python_neuronx.artifacts.compiled_formats import (
     LmiAot,
     NeffCache,
     Nxdi,
+    NxdiBeside,
     OptimumNxd,
     OptimumTnx,
     Presharded,
@@ -75,6 +76,7 @@ _LAYOUTS: dict[str, Format] = {
         OptimumTnx(),
         OptimumNxd(),
         Nxdi(),
+        NxdiBeside(),
         NeffCache(),
     )
 }
@@ -120,7 +122,10 @@ class OwnOutput(Format):
             format=self.name,
             backend=backend if isinstance(backend, str) else artifact.backend,
             compiled=artifact.compiled or graphs,
-            compiled_for={**artifact.compiled_for, **recorded},
+            # The manifest has the options themselves, and NxD Inference's own record follows from them.
+            compiled_for=recorded
+            if artifact.neuron_config
+            else {**artifact.compiled_for, **recorded},
         )
 
 

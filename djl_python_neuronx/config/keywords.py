@@ -152,6 +152,18 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
     ]
 
 
+def options_of(keywords: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
+    """The options that keywords of a `NeuronConfig` stand for, with values as a source has them, and what is left."""
+    found, left = _divided(_combined(keywords, None), Setting(OVERRIDE, None, "", OVERRIDE, False))
+    return {setting.name: setting.value for setting in reversed(found)}, left
+
+
+def explained(keyword: str, values: tuple[object, object]) -> tuple[str, tuple[object, object]]:
+    """A keyword by the name of its option, if it has one, and its values as the option has them."""
+    first, second = (_MEANINGS.get(keyword, {}).get(truth(value), value) for value in values)
+    return OPTIONS.get(keyword, keyword), (first, second)
+
+
 def _is_override(setting: Setting) -> bool:
     return NAMES.get(setting.name) == OVERRIDE and not setting.unused
 

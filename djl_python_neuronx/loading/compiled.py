@@ -12,7 +12,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
     Hashes,
@@ -119,7 +119,8 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
         ServingError: the start would end with it before a compile.
     """
     compiler = backends.compiler(prepared.backend)
-    if compiler is None or prepared.fits or prepared.weights is None:
+    has_fitting = prepared.fits and prepared.artifact.compiled is not None
+    if compiler is None or has_fitting or prepared.weights is None:
         return
     if reason := compiler.uncompilable(prepared.artifact.config):
         _check_allowed(prepared, reason)
@@ -167,8 +168,10 @@ def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
     if place is None:
         return None, False
     if not fetch.uri_scheme(place):
-        return place, holds_graphs(Path(place))
+        return place, graphs_in(Path(place)) == prepared.backend
     listed = fetch.list_names(place, prepared.environ, origin=_OPTION)
+    if prepared.backend == "nxdi":
+        return place, saved_by_nxdi(listed)
     return place, any(name.endswith(".neff") and "/" not in name for name in listed)
 
 
@@ -187,14 +190,15 @@ def _named_graphs(
     root = fetch.download_root(environ)
     folder = fetch.fetch(place, environ=environ, root=root, everything=True, origin=_OPTION)
     if not (folder / manifests.FILE_NAME).is_file():
-        return folder
+        # NxD Inference's own record was compared before (`prepare`): they are for other settings.
+        return None if prepared.backend == "nxdi" else folder
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, hashes=hashes, exact=False)
     found = differences(facts, manifest.facts)
     for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
         found.pop(name, None)
     if found and prepared.options.on_mismatch == "error":
-        raise ArtifactMismatchError(found, where=place)
+        raise ArtifactMismatchError(found, place, prepared.resolved.origins)
     if found:
         listed = describe_differences(found, prepared.resolved.origins)
         logger.warning("compiled_graphs_not_used place=%s %s", place, listed)

@@ -18,7 +18,8 @@ from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options
+from djl_python_neuronx.planning.nxdi.recorded import differences
+from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options, library_arguments
 
 FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
@@ -54,13 +55,18 @@ def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resol
     except ValidationError as error:
         first = error.errors()[0]
         msg = (
-            f"{artifact.path} records for {first['loc'][0]!s} what it cannot be: {first['msg']}. "
+            f"{_compiled_place(artifact)} records for {first['loc'][0]!s} what it cannot be: {first['msg']}. "
             "Copy or compile the model again."
         )
         raise ArtifactError(msg) from error
-    origin = f"what {artifact.path} was compiled for"
+    origin = f"what {_compiled_place(artifact)} was compiled for"
     origins = {**resolved.origins, **dict.fromkeys(taken, origin)}
     return replace(resolved, options=filled, origins=MappingProxyType(origins))
+
+
+def _compiled_place(artifact: Artifact) -> Path:
+    """The folder of the graphs where an option may have named another than the model's."""
+    return artifact.compiled if artifact.neuron_config and artifact.compiled else artifact.path
 
 
 def graph_target(machine: DeviceInfo, backend: str) -> str:
@@ -76,7 +82,11 @@ def find_mismatch(
     `surroundings`: compiler flags (see `plan.flag_facts`) and, of the machine that will serve, `target` (see
     `graph_target`), `compiler_version` and those of `plan.library_facts`. One that is left out is unknown and not
     compared, nor is a package's version that the folder does not record. Only an output of this package records flags.
+    Of NxD Inference's own folders every keyword of `NeuronConfig` is compared, and no surroundings are recorded.
     """
+    if artifact.neuron_config and artifact.format != OwnOutput.name:
+        found = differences(artifact.neuron_config, library_arguments(case).neuron_config)
+        return ArtifactMismatchError(found, str(artifact.compiled)) if found else None
     recorded: dict[str, object] = dict(artifact.compiled_for)
     wanted: dict[str, object] = {**graph_options(case.options, case.backend), **surroundings}
     if artifact.format == OwnOutput.name:

@@ -16,9 +16,9 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import READS, WHOLE, Artifact
+from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
-from djl_python_neuronx.artifacts.compiled_formats import LmiAot
+from djl_python_neuronx.artifacts.compiled_formats import LmiAot, NxdiBeside
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
@@ -58,14 +58,15 @@ def compile_model(
     environ: Mapping[str, str],
     overrides: Mapping[str, str] = MappingProxyType({}),
     machine: DeviceInfo | None = None,
-    weights: WeightsInOutput = "link",
+    weights: WeightsInOutput | None = None,
     overwrite: bool = False,
     progress: LoadProgress = SILENT,
 ) -> Manifest:
     """Compile the model folder, hub id or URI `model` and write the result to `output`, a folder or ``s3://…``.
 
-    `machine`: the one that will serve; None: this one. A killed compile resumes at the next graph. For the cpu
-    backend, which compiles nothing, the output adds a manifest and the options to the model.
+    `machine`: the one that will serve; None: this one. `weights`: None for what the backend loads fastest, cut weights
+    with nxdi and links with the others. A killed compile resumes at the next graph. For the cpu backend, which compiles
+    nothing, the output adds a manifest and the options to the model.
 
     Raises:
         ServingError: the settings, the model, the machine or the output do not allow it.
@@ -84,6 +85,7 @@ def compile_model(
         ahead=True,
         progress=progress,
     )
+    weights = weights or _usual_weights(prepared)
     if weights == "presharded":
         _check_presharded(prepared)
     return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
@@ -111,7 +113,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
             "library writes them. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
         )
         raise ArtifactError(msg)
-    weights: WeightsInOutput = "none" if schema == "compile_only" else "link"
+    weights = "none" if schema == "compile_only" else _usual_weights(prepared)
     writer = _Writer(prepared.load_tokenizer(), weights, own_properties=False)
     return writer.write(prepared, options.save_mp_checkpoint_path)
 
@@ -192,7 +194,7 @@ class _Writer:
             facts=compiled.facts,
             options=options,
             packages=compiled.packages,
-            layout=LmiAot.name if self.weights == "presharded" else _layout(prepared.artifact),
+            layout=_layout(prepared, cut=self.weights == "presharded"),
             compiled=compiled.folder,
             write_weights=partial(_preshard, prepared, compiled)
             if self.weights == "presharded"
@@ -205,12 +207,17 @@ class _Writer:
         )
 
 
+def _usual_weights(prepared: Prepared) -> WeightsInOutput:
+    """NxD Inference divides whole weights anew at each start, on the host and for minutes."""
+    return "presharded" if prepared.backend == "nxdi" else "link"
+
+
 def _check_presharded(prepared: Prepared) -> None:
     found = stored_findings(replace(prepared.case, presharded=True))
     problem = next((finding.problem for finding in found if finding.level == "error"), None)
-    if "presharded" not in READS.get(prepared.backend, WHOLE):
+    if CUT.isdisjoint(READS.get(prepared.backend, WHOLE)):
         problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
-    elif not prepared.options.on_device_embedding:
+    elif prepared.backend == "tnx" and not prepared.options.on_device_embedding:
         problem = "override_neuron_config sets on_device_embedding=false; leave it out"
     if problem is not None:
         msg = f"{problem} (--weights presharded), or name link, copy or none"
@@ -277,8 +284,13 @@ def _text(value: object) -> object:
     return json.dumps(value) if is_json else value
 
 
-def _layout(artifact: Artifact) -> str:
-    """The format that the model had before this package compiled it."""
+def _layout(prepared: Prepared, *, cut: bool) -> str:
+    """The format that the model had before this package compiled it, or that of cut weights beside the graphs."""
+    artifact = prepared.artifact
+    if prepared.backend == "nxdi" and (cut or artifact.neuron_config):
+        return NxdiBeside.name
+    if cut:
+        return LmiAot.name
     if artifact.format == OwnOutput.name:
         return manifests.read(artifact.path).layout or "huggingface"
     return artifact.format

@@ -19,7 +19,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
 from djl_python_neuronx.artifacts.cache import Progress
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, load_tokenizer, no_tokenizer
@@ -65,7 +65,7 @@ from djl_python_neuronx.planning.plan import (
     make_plan,
     stored_findings,
 )
-from djl_python_neuronx.planning.rules import library_conflicts
+from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -253,6 +253,7 @@ class Preparation:
         try:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
             if model is not None:
+                model = self._with_named_graphs(model, settings)
                 backend = choose_backend(
                     options,
                     self.machine,
@@ -356,6 +357,37 @@ class Preparation:
             path = folder / fetch.CONFIG
             return _without_weights(folder, name, str(path), read_json(path))
 
+    def _with_named_graphs(self, model: _Model, settings: Resolved) -> _Model:
+        """Return the model, with the graphs that NxD Inference has saved in `compiled_graph_path`, if it has.
+
+        Those that this package has stored there have a manifest, which `loading.compiled` reads.
+
+        Raises:
+            ArtifactError: they cannot be fetched or read, or are of another model.
+        """
+        place = settings.options.place("compiled_graph_path")
+        if place is None or settings.options.model_loader not in {*OPEN, "nxdi"}:
+            return model
+        folder = Path(place)
+        if fetch.uri_scheme(place):
+            origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
+            if not self.fetch_weights or not saved_by_nxdi(
+                fetch.list_names(place, self.environ, origin=origin)
+            ):
+                return model
+            folder = fetch.fetch(
+                place,
+                environ=self.environ,
+                root=fetch.download_root(self.environ),
+                everything=True,
+                progress=self.progress.transfer,
+                origin=origin,
+            )
+        is_foreign = try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
+        if not is_foreign or graphs_in(folder) != "nxdi":
+            return model
+        return replace(model, artifact=with_graphs(model.artifact, folder))
+
     def _check_support(self, backend: str, artifact: Artifact) -> None:
         """Refuse a model that the backend's own code rules out. A dry run skips it: it imports the library."""
         if self.fetch_weights and (obstacle := backends.get(backend).supports(artifact.config)):
@@ -437,11 +469,11 @@ class Preparation:
         """
         resolved, case = assess(settings, case, self.problems)
         self._judge_places(resolved, case)
-        weights, fits = self._judge_graphs(model.artifact, case)
+        weights, fits = self._judge_graphs(model.artifact, case, resolved.origins)
         compiled = model.artifact.compiled if fits else None
         case = replace(
             case,
-            presharded=weights is not None and weights.kind == "presharded",
+            presharded=weights is not None and weights.kind in CUT,
             foreign_graphs=compiled is not None and not has_own_graphs(compiled),
         )
         resolved.report(stored_findings(case), self.problems)
@@ -475,14 +507,21 @@ class Preparation:
                 resolved.report([Finding((name,), problem, level)], self.problems)
                 continue
             with self.problems.catch():
-                holds_graphs(Path(place))
+                held = graphs_in(Path(place))
+                if held not in {None, case.backend}:
+                    problem = f"it holds graphs of the backend {held}; name another folder, or set model_loader={held}"
+                    resolved.report([Finding((name,), problem, level)], self.problems)
 
-    def _judge_graphs(self, artifact: Artifact, case: Case) -> tuple[Weights | None, bool]:
+    def _judge_graphs(
+        self, artifact: Artifact, case: Case, origins: Mapping[str, str]
+    ) -> tuple[Weights | None, bool]:
         """Choose the weights, and compare what the folder was compiled for with the settings.
 
         Returns the weights, and whether the folder's graphs can be used.
         """
         weights, fits = None, False
+        if artifact.unused and not case.on_cpu:
+            self.problems.add("warning", artifact.unused)
         with self.problems.catch():
             flags = {} if case.on_cpu else flag_facts(self.environ)
             others: set[str] = set()
@@ -495,23 +534,25 @@ class Preparation:
                     # Flags are the machine's, not the folder's: a draft model is compiled again for them.
                     own_flags = case.is_draft and not others
                     refused = case.options.on_mismatch == "error" and not own_flags
-                    self._report_mismatch(mismatch, artifact, refused=refused)
+                    self._report_mismatch(mismatch, origins, refused=refused)
             if not (refused and others) and (artifact.weights or self.fetch_weights):
                 kinds = READS.get(case.backend, WHOLE)
-                # Weights that are cut were cut for the graphs beside them.
-                weights = artifact.weights_for(case.backend, kinds - CUT if others else kinds)
+                # Weights that are cut were cut for the graphs beside them; NxD Inference's lie in their folder.
+                cut_fit = fits if case.backend == "nxdi" else not others
+                weights = artifact.weights_for(case.backend, kinds if cut_fit else kinds - CUT)
                 _check_beside(artifact, weights)
         return weights, fits
 
     def _report_mismatch(
-        self, mismatch: ArtifactMismatchError, artifact: Artifact, *, refused: bool
+        self, mismatch: ArtifactMismatchError, origins: Mapping[str, str], *, refused: bool
     ) -> None:
         names = tuple(sorted(mismatch.differences))
         if refused:
-            self.problems.add_error(mismatch, names)
+            error = ArtifactMismatchError(mismatch.differences, mismatch.where, origins)
+            self.problems.add_error(error, names)
         else:
             message = (
-                f"what is compiled in {artifact.path} is not used: it differs in {', '.join(names)}, so that the "
+                f"what is compiled in {mismatch.where} is not used: it differs in {', '.join(names)}, so that the "
                 "model is compiled again"
             )
             self.problems.add("warning", message, names)
@@ -572,7 +613,8 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         msg = f"the weights of {artifact.path} are not here; prepare the model with fetch_weights"
         raise ArtifactNotFoundError(msg)
     return LoadPlan(
-        model_dir=weights.folder,
+        # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
+        model_dir=artifact.path if weights.kind == "ranks" else weights.folder,
         kind=weights.kind,
         num_slots=num_slots,
         max_model_len=max_model_len,

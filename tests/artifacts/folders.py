@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 import random
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -195,44 +196,81 @@ def optimum_hlo(path: Path) -> Path:
     return path
 
 
-def optimum_nxd(path: Path) -> Path:
-    """Optimum Neuron from 0.3 on."""
+def optimum_nxd(path: Path, version: str = "0.4.0") -> Path:
+    """Optimum Neuron 0.3 and 0.4, with the checkpoint's files copied; by its `NxDNeuronConfig` and `save`."""
     write_json(path / "config.json", CONFIG)
     recorded = {
         "_serialized_key": "NxDNeuronConfig",
-        "optimum_neuron_version": "0.3.0",
+        "optimum_neuron_version": version,
         "neuronxcc_version": COMPILER,
-        "batch_size": 4,
-        "sequence_length": 64,
+        **dict.fromkeys(("batch_size", "max_batch_size"), 4),
+        **dict.fromkeys(("sequence_length", "n_active_tokens", "max_context_length"), 64),
+        **dict.fromkeys(("pp_degree", "ep_degree"), 1),
         "tp_degree": TP,
         "torch_dtype": "bfloat16",
+        "continuous_batching": True,
+        "on_device_sampling": True,
+        "max_topk": 256,
+        "fused_qkv": True,
+        "glu_mlp": True,
+        "output_logits": False,
+        "enable_bucketing": False,
+        "speculation_length": 0,
+        "capacity_factor": None,
+        "target": None,
         "start_rank_id": 0,
         "local_ranks_size": TP,
         "checkpoint_id": "org/model",
         "checkpoint_revision": "0a1b",
     }
+    if version < "0.4":
+        recorded |= {"padding_side": "right", "logical_nc_config": 1, "num_cores_per_group": 1}
     write_json(path / "neuron_config.json", recorded)
     torchscript(path / "model.pt")
+    huggingface(path / "checkpoint")
+    return path
+
+
+def optimum_cut(path: Path) -> Path:
+    """The same with the weights cut for each rank, as `save(path, weight_path)` leaves them."""
+    shutil.rmtree(optimum_nxd(path) / "checkpoint")
     _ranks(path / "checkpoint")
     return path
 
 
-def nxdi(path: Path) -> Path:
-    """NxD Inference with save_sharded_checkpoint."""
-    recorded = {
-        "tp_degree": TP,
-        "batch_size": 4,
-        "seq_len": 64,
-        "torch_dtype": "bfloat16",
-        "context_encoding_buckets": [32, 64],
-        "start_rank_id": 0,
-        "local_ranks_size": TP,
-        "save_sharded_checkpoint": True,
-    }
+NXDI_RECORD = json.loads((Path(__file__).parent / "nxdi_neuron_config.json").read_text("utf-8"))
+"""The `NeuronConfig` as NxD Inference 0.9.0 writes it for `NXDI_KEYWORDS`."""
+NXDI_KEYWORDS = {
+    "tp_degree": TP,
+    "batch_size": 4,
+    "ctx_batch_size": 1,
+    "is_continuous_batching": True,
+    "seq_len": 64,
+    "torch_dtype": "bfloat16",
+    "enable_bucketing": True,
+    "context_encoding_buckets": [32, 64],
+    "save_sharded_checkpoint": True,
+}
+
+
+def nxdi(path: Path, **keywords: object) -> Path:
+    """NxD Inference with save_sharded_checkpoint; `keywords` change its record."""
+    recorded = {**NXDI_RECORD, **keywords}
     whole = {**CONFIG, "neuron_config": recorded, "_name_or_path": "/models/original"}
     write_json(path / "neuron_config.json", whole)
     torchscript(path / "model.pt")
     _ranks(path)
+    return path
+
+
+def vllm(path: Path, *digests: str, **keywords: object) -> Path:
+    """A checkpoint that vllm-neuron has served: graphs without weights, for each configuration by its digest."""
+    huggingface(path)
+    for digest in digests or ("0cc175b9c0f1b6a831c399e269772661",):
+        inner = nxdi(
+            path / "neuron-compiled-artifacts" / digest, save_sharded_checkpoint=False, **keywords
+        )
+        shutil.rmtree(inner / "weights")
     return path
 
 
@@ -291,6 +329,7 @@ BUILDERS = {
     "optimum_tnx": optimum_tnx,
     "optimum_nxd": optimum_nxd,
     "nxdi": nxdi,
+    "nxdi_beside": vllm,
     "djl_neuronx": own_output,
 }
 """Name of the format → its builder, for each that can be served."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
@@ -467,8 +467,8 @@ def optimum_without_weights_or_source(path):
     return "checkpoint_id", ArtifactNotFoundError
 
 
-def optimum_with_absurd_ranks(path):
-    folders.edit_json(folders.optimum_nxd(path) / "neuron_config.json", local_ranks_size=10**12)
+def nxdi_with_absurd_ranks(path):
+    folders.nxdi(path, local_ranks_size=10**12)
     return "local_ranks_size", ArtifactError
 
 
@@ -526,22 +526,22 @@ def wrong_tp(path):
 
 
 def wrong_n_positions(path):
-    folders.nxdi(path)
+    folders.lmi_aot(path)
     return "n_positions", ArtifactMismatchError, {**WANTED, "n_positions": 4096}
 
 
 def wrong_batch(path):
-    folders.optimum_nxd(path)
+    folders.lmi_aot(path)
     return "max_rolling_batch_size", ArtifactMismatchError, {**WANTED, "max_rolling_batch_size": 1}
 
 
 def wrong_dtype_of_the_graphs(path):
-    folders.optimum_nxd(path)
+    folders.lmi_aot(path)
     return "dtype", ArtifactMismatchError, {**WANTED, "dtype": "float32"}
 
 
 def cut_weights_on_the_cpu(path):
-    folders.nxdi(path)
+    folders.lmi_aot(path)
     return "cpu", ArtifactError
 
 
@@ -586,7 +586,7 @@ def fail(name, path):
 def look(name, path, wanted):
     """All that is asked of a folder before the cpu backend loads it."""
     if name in GRAPHS:
-        holds_graphs(path)
+        graphs_in(path)
         return
     artifact = detect(path)
     artifact.check_fit(wanted)

@@ -12,7 +12,8 @@ import pytest
 
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts.artifact import READS
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in, with_graphs
+from djl_python_neuronx.artifacts.folder import SERVING, file_names
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header, torch_name
 from djl_python_neuronx.artifacts.weights import check_tensors
@@ -75,9 +76,24 @@ FACTS = {
     "lmi_compile_only": ("lmi_compile_only", "tnx", "presharded", "bfloat16", ".", "."),
     "lmi_aot": ("lmi_aot", "tnx", "presharded", "bfloat16", "compiled", "compiled"),
     "optimum_tnx": ("optimum_tnx", "tnx", "split", None, "checkpoint", "compiled"),
-    "optimum_nxd": ("optimum_nxd", "nxdi", "ranks", "bfloat16", "checkpoint/weights", "."),
+    "optimum_nxd": ("optimum_nxd", None, "safetensors", "bfloat16", "checkpoint", None),
     "nxdi": ("nxdi", "nxdi", "ranks", "bfloat16", "weights", "."),
+    "nxdi_beside": (
+        *("nxdi_beside", "nxdi", "safetensors", "bfloat16", "."),
+        "neuron-compiled-artifacts/0cc175b9c0f1b6a831c399e269772661",
+    ),
     "djl_neuronx": ("djl_neuronx", "tnx", "presharded", "bfloat16", "compiled", "compiled"),
+}
+OF_NXDI = {
+    "tensor_parallel_degree": 2,
+    "max_rolling_batch_size": 4,
+    "rolling_batch_strategy": "continuous_batching",
+    "n_positions": [64],
+    "context_length_estimate": [32, 64],
+    "dtype": "bfloat16",
+    "async_execution": False,
+    "output_logits": False,
+    "logical_nc_config": 1,
 }
 RECORDED = {
     "huggingface": {},
@@ -86,8 +102,9 @@ RECORDED = {
     "lmi_compile_only": without("max_rolling_batch_size", "n_positions", "dtype"),
     "lmi_aot": COMPILED_FOR,
     "optimum_tnx": {**COMPILED_FOR, "dtype": "float16"},
-    "optimum_nxd": COMPILED_FOR,
-    "nxdi": {**without("compiler_version"), "context_length_estimate": (32, 64)},
+    "optimum_nxd": {},
+    "nxdi": OF_NXDI,
+    "nxdi_beside": OF_NXDI,
     "djl_neuronx": {**COMPILED_FOR, "context_length_estimate": (32, 64)},
 }
 
@@ -185,7 +202,7 @@ def test_a_compiled_folder_with_the_checkpoint_beside_has_both(tmp_path, name, c
     assert artifact.weights_for(artifact.backend, {cut, *WHOLE}).kind == cut
 
 
-@pytest.mark.parametrize("name", ["tnx_presharded", "lmi_aot", "nxdi", "optimum_nxd"])
+@pytest.mark.parametrize("name", ["tnx_presharded", "lmi_aot", "nxdi"])
 def test_cut_weights_alone_cannot_run_on_the_cpu(tmp_path, name):
     artifact = detect(BUILDERS[name](tmp_path))
     with pytest.raises(
@@ -234,6 +251,101 @@ def test_a_manifest_over_a_plain_model_adds_graphs_and_backend(folder):
 def test_a_neuron_section_with_whole_weights_and_nothing_compiled_is_a_plain_model(folder):
     folders.edit_json(folder / "config.json", neuron={"num_cores": 2})
     assert detect(folder).format == "huggingface"
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_download_has_every_file_of_a_format(tmp_path, name):
+    BUILDERS[name](tmp_path)
+    assert set(SERVING.choose(file_names(tmp_path))) == file_names(tmp_path)
+
+
+# NxD Inference's, of every program that uses it.
+
+
+def test_of_several_compiles_beside_a_model_none_is_chosen(tmp_path):
+    artifact = detect(folders.vllm(tmp_path, "0" * 32, "1" * 32))
+    assert facts(artifact) == ("nxdi_beside", None, "safetensors", "bfloat16", ".", None)
+    assert f"neuron-compiled-artifacts/{'0' * 32}" in artifact.unused
+    assert "option.compiled_graph_path" in artifact.unused
+
+
+def test_what_a_killed_compile_leaves_is_not_counted(tmp_path):
+    """vllm-neuron makes the folder first, and the library writes the configuration before the graphs."""
+    path = folders.vllm(tmp_path, "0" * 32, "1" * 32)
+    (path / "neuron-compiled-artifacts" / ("1" * 32) / "model.pt").unlink()
+    assert detect(path).compiled == path / "neuron-compiled-artifacts" / ("0" * 32)
+    (path / "neuron-compiled-artifacts" / ("0" * 32) / "model.pt").unlink()
+    assert detect(path).format == "huggingface"
+
+
+def test_the_old_lmi_container_named_no_digest(tmp_path):
+    """NEURON_COMPILED_ARTIFACTS was a folder, the model's own or the one of its partition."""
+    folders.huggingface(tmp_path)
+    folders.nxdi(tmp_path / "neuron-compiled-artifacts")
+    artifact = detect(tmp_path)
+    assert artifact.compiled == tmp_path / "neuron-compiled-artifacts"
+    assert [one.kind for one in artifact.weights] == ["ranks", "safetensors"]
+    folders.nxdi(folders.huggingface(tmp_path / "partition"))
+    assert detect(tmp_path / "partition").format == "nxdi"
+
+
+def test_graphs_that_are_named_serve_the_models_own_weights(tmp_path):
+    """Those beside the graphs may be of another training."""
+    model = folders.huggingface(tmp_path / "model")
+    graphs = folders.nxdi(tmp_path / "graphs")
+    artifact = with_graphs(detect(model), graphs)
+    assert [one.kind for one in artifact.weights] == ["safetensors", "ranks"]
+    assert (artifact.path, artifact.compiled, artifact.backend) == (model, graphs, "nxdi")
+    assert dict(artifact.compiled_for) == OF_NXDI
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_graphs_of_another_model_are_refused(tmp_path, named):
+    path = folders.huggingface(tmp_path, num_hidden_layers=2, head_dim=None, rope_theta=10000)
+    graphs = folders.nxdi(tmp_path / "neuron-compiled-artifacts")
+    folders.edit_json(graphs / "neuron_config.json", head_dim=64, rope_theta=10000.0)
+    assert detect(path).compiled == graphs
+    folders.edit_json(graphs / "neuron_config.json", vocab_size=32000)
+    with pytest.raises(ArtifactError, match=r"another model.*vocab_size 32000 instead of 16"):
+        with_graphs(detect(folders.huggingface(tmp_path / "x")), graphs) if named else detect(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": [64]}, r"cannot have written: seq_len is \[64\]"),
+        ({"max_length": -1}, "max_length is -1, expected a number of at least 1"),
+        ({"batch_size": "many"}, "batch_size is 'many'"),
+        ({"context_encoding_buckets": [64, "32"]}, "cannot have written"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(tmp_path, changes, message):
+    with pytest.raises(ArtifactError, match=message):
+        detect(folders.nxdi(tmp_path, **changes))
+
+
+def test_a_fused_draft_model_is_not_served(tmp_path):
+    """The library would import the classes that the folder names."""
+    path = folders.nxdi(tmp_path)
+    hostile = {"worker_cls": {"__module__": "os", "__name__": "system"}}
+    folders.edit_json(path / "neuron_config.json", fused_spec_config=hostile)
+    with pytest.raises(ArtifactError, match="fused draft model"):
+        detect(path)
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.4.0"])
+def test_optimums_graphs_on_nxd_are_explained(tmp_path, version):
+    artifact = detect(folders.optimum_nxd(tmp_path, version))
+    assert facts(artifact) == FACTS["optimum_nxd"]
+    assert f"what Optimum Neuron {version} compiled in {tmp_path} is not used" in artifact.unused
+
+
+def test_optimums_cut_weights_are_refused(tmp_path):
+    artifact = detect(folders.optimum_cut(tmp_path))
+    assert "cut for it" in artifact.unused
+    assert (artifact.weights, artifact.weights_source) == ((), "org/model@0a1b")
+    with pytest.raises(ArtifactNotFoundError, match=r"without weights.*org/model@0a1b"):
+        artifact.weights_for("nxdi", READS["nxdi"])
 
 
 def test_optimums_own_library_gives_weights_and_no_graphs(tmp_path):
@@ -288,13 +400,13 @@ def test_a_compile_cache_is_no_model_and_says_what_it_is_for(tmp_path):
     path = folders.neff_cache(tmp_path)
     with pytest.raises(UnknownFormatError, match=r"compile cache.*NEURON_COMPILE_CACHE_URL"):
         detect(path)
-    assert not holds_graphs(path)
+    assert not graphs_in(path)
 
 
 def test_a_cache_may_hold_unfinished_modules(tmp_path):
     path = folders.neff_cache(tmp_path)
     (path / f"neuronxcc-{folders.COMPILER}" / "MODULE_unfinished").mkdir()
-    assert not holds_graphs(path)
+    assert not graphs_in(path)
 
 
 def test_a_jumpstart_cache_is_no_model_either(tmp_path):
@@ -304,11 +416,12 @@ def test_a_jumpstart_cache_is_no_model_either(tmp_path):
 
 
 def test_saved_graphs(tmp_path):
-    assert holds_graphs(folders.presharded(tmp_path))
+    assert graphs_in(folders.presharded(tmp_path / "tnx")) == "tnx"
+    assert graphs_in(folders.nxdi(tmp_path / "nxdi")) == "nxdi"
 
 
 def test_a_cache_with_saved_graphs_beside_is_a_cache(tmp_path):
-    assert not holds_graphs(folders.neff_cache(folders.presharded(tmp_path)))
+    assert not graphs_in(folders.neff_cache(folders.presharded(tmp_path)))
 
 
 def test_a_model_with_a_cache_beside_is_a_model(folder):
@@ -319,7 +432,7 @@ def test_a_model_with_a_cache_beside_is_a_model(folder):
 @pytest.mark.parametrize("make", [lambda path: None, folders.huggingface, Path.touch])
 def test_no_folder_of_graphs(tmp_path, make):
     make(tmp_path / "graphs")
-    assert not holds_graphs(tmp_path / "graphs")
+    assert not graphs_in(tmp_path / "graphs")
 
 
 # Links.

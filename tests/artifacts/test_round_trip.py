@@ -30,6 +30,7 @@ BUILDERS = {
     "sharded": folders.sharded,
     "pickled": pickled,
     "optimum_hlo": folders.optimum_hlo,
+    "optimum_cut": folders.optimum_cut,
 }
 KINDS = ("reset", "error", "cut", "lie")
 
@@ -53,6 +54,7 @@ def facts(folder):
         path=None,
         weights=[replace(one, folder=one.folder.relative_to(folder)) for one in found.weights],
         compiled=found.compiled and found.compiled.relative_to(folder),
+        unused=found.unused.replace(str(folder), ""),
     )
 
 

@@ -496,7 +496,10 @@ _NO_PLACES = ("https://host/x", "s3://", "s3:///key", "s3:/bucket/key", "gs://b/
 _CACHE = {"environment": {"NEURON_COMPILE_CACHE_URL": "/opt/graphs"}}
 
 ARTIFACTS = {
-    "compiled_graph_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD), _CACHE, _CACHE),
+    "compiled_graph_path": Row(
+        *(_PATHS, ("", *_NO_PLACES, *TEXT_BAD), _CACHE, _CACHE),
+        env=("NEURON_COMPILED_ARTIFACTS",),
+    ),
     "draft_model_compiled_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD), BACKEND, LEFT_OUT),
     "save_mp_checkpoint_path": Row(_PATHS, ("", *_NO_PLACES, *TEXT_BAD)),
     "partition_schema": choice("optimum", "safetensors", "compile_only", also_bad=("split",)),

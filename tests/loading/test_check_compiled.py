@@ -7,8 +7,11 @@ import pytest
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.artifact import READS
+from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.artifacts.store import CompileStore
+from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import compiled as compiled_module
 from djl_python_neuronx.loading import prepare as prepare_module
@@ -109,7 +112,7 @@ def test_an_output_that_was_changed_is_an_error(tmp_path, at_hand):
     assert "changed tokenizer_config.json" in error
 
 
-@pytest.mark.parametrize("name", ["optimum_tnx", "presharded", "optimum_nxd", "nxdi"])
+@pytest.mark.parametrize("name", ["optimum_tnx", "presharded", "nxdi"])
 @pytest.mark.parametrize("machine", ["inf2.48xlarge", None], ids=["instance", "no-device"])
 def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand, name, machine):
     at_hand(LAPTOP)
@@ -133,6 +136,119 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
         "is not used: it differs in tensor_parallel_degree" in w
         for w in again.findings.messages("warning")
     )
+
+
+INSTANCE = "inf2.48xlarge"
+
+
+def nxdi_model(path, **keywords):
+    """A checkpoint that vllm-neuron has served, and its graphs."""
+    folders.vllm(path, "0" * 32, **keywords)
+    (path / "tokenizer.json").touch()
+    return path, path / "neuron-compiled-artifacts" / ("0" * 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_rolling_batch_size": "8"}, "max_rolling_batch_size: compiled 4, wanted 8"),
+        ({"n_positions": "32,64"}, "n_positions: compiled [64], wanted [32, 64]"),
+        ({"context_length_estimate": "64"}, "compiled [32, 64], wanted [64]"),
+        ({"dtype": "fp32"}, "dtype: compiled 'bfloat16', wanted 'float32'"),
+        (
+            {"output_logits": "true", "on_device_generation": "true"},
+            "output_logits: compiled False",
+        ),
+        ({"fuse_qkv": "true"}, "fuse_qkv: compiled None, wanted True"),
+        ({"rolling_batch_strategy": "naive_rolling_batch"}, "rolling_batch_strategy: compiled"),
+        ({"override_neuron_config": '{"attn_cls": "X"}'}, "attn_cls: compiled"),
+    ],
+)
+def test_each_option_that_nxdis_record_contradicts_is_named(tmp_path, at_hand, settings, told):
+    """The library would load the graphs and fail at the first call, or never."""
+    at_hand(LAPTOP)
+    path, graphs = nxdi_model(tmp_path)
+    assert run(path, machine=INSTANCE).findings.messages("error") == ()
+    (error,) = run(path, machine=INSTANCE, **settings).findings.messages("error")
+    assert f"the artifact at {graphs} was compiled for other settings" in error
+    assert told in error
+    again = run(path, machine=INSTANCE, on_mismatch="recompile", **settings)
+    assert again.findings.messages("error") == ()
+    assert not again.prepared.fits
+    assert f"what is compiled in {graphs} is not used" in "".join(
+        again.findings.messages("warning")
+    )
+
+
+def test_nxdis_record_is_served_as_it_was_compiled(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    sampled = {"dynamic": True, "do_sample": True, "global_topk": 8, "top_k_kernel_enabled": True}
+    path, graphs = nxdi_model(
+        tmp_path, on_device_sampling_config=sampled, fused_qkv=True, a_later_flag=True
+    )
+    report = run(path, machine=INSTANCE)
+    assert report.findings.messages("error") == ()
+    assert report.prepared.fits
+    assert report.prepared.planned.backend == "nxdi"
+    config = report.prepared.planned.arguments.neuron_config
+    assert (config["fused_qkv"], config["a_later_flag"]) == (True, True)
+    assert config["on_device_sampling_config"]["global_topk"] == 8
+    assert report.resolved.origins["fuse_qkv"] == f"what {graphs} was compiled for"
+
+
+@pytest.mark.parametrize("way", ["option", "variable"])
+def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way):
+    at_hand(LAPTOP)
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    graphs = folders.nxdi(tmp_path / "graphs")
+    named = {"compiled_graph_path": str(graphs)}
+    environ = {"NEURON_COMPILED_ARTIFACTS": str(graphs)} if way == "variable" else {}
+    settings = {} if way == "variable" else named
+    report = run(model, environ, INSTANCE, **settings)
+    assert report.findings.messages("error") == ()
+    assert report.prepared.fits
+    assert report.prepared.artifact.compiled == graphs
+    assert report.resolved.options.max_rolling_batch_size == 4
+    assert report.prepared.weights.kind == "safetensors"
+    (error,) = run(model, environ, INSTANCE, n_positions="32", **settings).findings.messages(
+        "error"
+    )
+    assert "n_positions: compiled 64, wanted 32 (command line)" in error
+
+
+def test_graphs_of_the_other_library_are_an_error(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    graphs = {"compiled_graph_path": str(folders.nxdi(tmp_path / "graphs"))}
+    at_hand(INF2, "0.13", "2.0")
+    (error,) = run(model, model_loader="tnx", **graphs).findings.messages("error")
+    assert "it holds graphs of the backend nxdi" in error
+
+
+def test_a_compiled_folder_without_weights_names_the_fix(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    path = folders.nxdi(tmp_path, save_sharded_checkpoint=False)
+    shutil.rmtree(path / "weights")
+    with pytest.raises(ArtifactNotFoundError, match="/models/original") as caught:
+        detect(path).weights_for("nxdi", READS["nxdi"])
+    assert f"option.compiled_graph_path to {path}" in str(caught.value)
+
+
+@pytest.mark.parametrize("build", [folders.optimum_nxd, folders.optimum_hlo])
+def test_graphs_that_no_library_loads_are_warned_of(tmp_path, at_hand, build):
+    at_hand(LAPTOP)
+    path = build(tmp_path)
+    (path / "tokenizer.json").touch()
+    loader = "tnx" if build is folders.optimum_hlo else "nxdi"
+    report = run(path, machine=INSTANCE, model_loader=loader)
+    assert report.findings.messages("error") == ()
+    assert report.prepared.artifact.compiled is None
+    (warning,) = [m for m in report.findings.messages("warning") if "Optimum Neuron" in m]
+    assert "is not used" in warning
+    warnings = run(path, model_loader="cpu").findings.messages("warning")
+    assert not any("Optimum Neuron" in warning for warning in warnings)
 
 
 def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):

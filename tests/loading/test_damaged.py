@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from djl_python_neuronx.artifacts.compiled_formats import holds_graphs
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.prepare import prepare_or_raise
@@ -52,7 +52,7 @@ def test_check_refuses_damaged_graphs_as_a_start_does(tmp_path, name):
     overrides = {"model_loader": "tnx", "compiled_graph_path": str(path)}
     report = check(str(model), environ={}, overrides=overrides, machine=named("inf2.xlarge"))
     with pytest.raises(error) as caught:
-        holds_graphs(path)
+        graphs_in(path)
     assert str(caught.value) in report.findings.messages("error")
     assert named_file in str(caught.value)
 

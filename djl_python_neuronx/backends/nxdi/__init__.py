@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -16,7 +17,7 @@ from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.faults import of_load
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
-from djl_python_neuronx.backends.nxdi.model import CONFIG, GRAPHS, RANKS, construct, refusal
+from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct, refusal
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
 
@@ -63,8 +64,6 @@ def compile(plan: LoadPlan, target: Path) -> None:
                 application.compile(str(target))
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    if plan.presharded:
-        shutil.copyfile(plan.model_dir / CONFIG, target / CONFIG)
 
 
 def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
@@ -82,7 +81,8 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
             compile(plan, Path(made))
             return load(plan, Path(made))
     began = time.monotonic()
-    presharded = _are_divided(plan, compiled)
+    _check_files(plan, compiled)
+    presharded = plan.kind == "ranks"
     with _translated(plan):
         with _environment(plan):
             application = construct(plan, compiled, save_sharded_checkpoint=presharded)
@@ -105,8 +105,8 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     return backend
 
 
-def _are_divided(plan: LoadPlan, compiled: Path) -> bool:
-    """Return whether the weights to load are those that lie divided beside the graphs.
+def _check_files(plan: LoadPlan, compiled: Path) -> None:
+    """Refuse a folder without graphs, and graphs without weights, before the device is touched.
 
     Raises:
         ArtifactNotFoundError: graphs or weights are absent.
@@ -115,23 +115,25 @@ def _are_divided(plan: LoadPlan, compiled: Path) -> bool:
         message = f"there is no {GRAPHS} in {compiled}; expected what NxD Inference has compiled. Compile it again"
         raise ArtifactNotFoundError(message)
     folder = compiled / RANKS
-    if not folder.is_dir():
-        if not any(any(plan.model_dir.glob(pattern)) for pattern in _WHOLE):
-            message = (
-                f"the graphs in {compiled} have no weights: neither {folder} nor a checkpoint in {plan.model_dir}. "
-                "Put the model's safetensors files there, or compile it again with its weights"
-            )
-            raise ArtifactNotFoundError(message)
-        return False
-    absent = [
-        name
-        for rank in range(plan.tensor_parallel_degree)
-        if not (folder / (name := f"tp{rank}_sharded_checkpoint.safetensors")).is_file()
-    ]
+    if plan.kind != "ranks":
+        if any(any(plan.model_dir.glob(pattern)) for pattern in _WHOLE):
+            return
+        message = (
+            f"the graphs in {compiled} have no weights: {plan.model_dir} has no checkpoint. Put the model's "
+            "safetensors files there, or compile it again with its weights"
+        )
+        raise ArtifactNotFoundError(message)
+    names = [f"tp{rank}_sharded_checkpoint.safetensors" for rank in range(_world(plan))]
+    absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         message = f"{folder} lacks {', '.join(absent)}; expected a file for each core. Compile or copy it again"
         raise ArtifactNotFoundError(message)
-    return True
+
+
+def _world(plan: LoadPlan) -> int:
+    """Return the number of ranks, each of which takes a core."""
+    degrees = plan.arguments.neuron_config
+    return math.prod(int(degrees.get(f"{kind}_degree", 1)) for kind in ("tp", "pp", "ep"))
 
 
 @contextmanager
@@ -144,10 +146,7 @@ def _translated(plan: LoadPlan) -> Iterator[None]:
 
 @contextmanager
 def _environment(plan: LoadPlan, more: Mapping[str, str] = {}) -> Iterator[None]:
-    arguments, degrees = plan.arguments, plan.arguments.neuron_config
-    num_cores = (
-        plan.tensor_parallel_degree * degrees.get("pp_degree", 1) * degrees.get("ep_degree", 1)
-    )
+    arguments = plan.arguments
     arguments = replace(arguments, environment={**arguments.environment, **more})
-    with env.applied(arguments, max(num_cores, plan.process_cores)):
+    with env.applied(arguments, max(_world(plan), plan.process_cores)):
         yield

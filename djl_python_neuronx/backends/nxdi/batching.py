@@ -12,6 +12,7 @@ import torch
 
 from djl_python_neuronx.backends.base import (
     DeviceTokens,
+    Float32Array,
     HostLogits,
     Int32Array,
     ModelSpec,
@@ -51,7 +52,7 @@ class ContinuousBackend(SlotBackend):
         super().__init__(_make_spec(application, plan))
         self._application = application
         self._prompt_buckets = _lengths(application.context_encoding_model)
-        self._batches = _batches(application.token_generation_model, plan.num_slots)
+        self._batches = self.spec.decode_slots or (plan.num_slots,)
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
         self._positions = np.full((plan.num_slots, 1), _FREE, np.int32)
         self._default = self.spec.fixed_sampling or _GREEDY
@@ -177,13 +178,17 @@ class ContinuousBackend(SlotBackend):
     ) -> StepOutput:
         """Return arrays that the caller owns, of the rows `chosen` or of all."""
         columns, vocab_size = int(rows.wants != Want.NOTHING), self.spec.vocab_size
-        if Want.TOKENS in self.spec.outputs:
-            found = _joined([output.tokens for output in outputs], chosen)
-            ids = found.reshape(len(rows.slots), -1)[:, :columns].astype(np.int32)
-            # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
-            return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32))
-        logits = _joined([output.logits for output in outputs], chosen)
-        return HostLogits(np.ascontiguousarray(logits[:, :columns, :vocab_size], np.float32))
+        logits: Float32Array | None = None
+        on_host = self.spec.outputs == Want.LOGITS
+        if on_host or Want.LOGITS in rows.wants:
+            found = _joined([output.logits for output in outputs], chosen)
+            logits = np.ascontiguousarray(found[:, :columns, :vocab_size], np.float32)
+            if on_host:
+                return HostLogits(logits)
+        ids = _joined([output.tokens for output in outputs], chosen)
+        ids = ids.reshape(len(rows.slots), -1)[:, :columns]
+        # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
+        return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32), logits=logits)
 
 
 class StaticBackend(ContinuousBackend):
@@ -253,6 +258,10 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
     vocab_size = int(application.config.vocab_size)
     largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
     lengths = _lengths(application.token_generation_model)
+    batches = _batches(application.token_generation_model, plan.num_slots)
+    outputs = Want.LOGITS if sampling is None else Want.TOKENS
+    if config.output_logits:
+        outputs |= Want.LOGITS
     return ModelSpec(
         num_slots=plan.num_slots,
         max_model_len=limit,
@@ -260,7 +269,8 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         token_buckets=(*(length for length in lengths if length < limit), limit),
         vocab_size=vocab_size,
         eos_ids=plan.eos_ids,
-        outputs=Want.LOGITS if sampling is None else Want.TOKENS,
+        decode_slots=batches if len(batches) > 1 else (),
+        outputs=outputs,
         largest_top_k=largest,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
