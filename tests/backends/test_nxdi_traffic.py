@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
-from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput
+from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput, Want
 from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
 from tests.backends.tnx_engine import assert_like_alone
 from tests.tiny_models import load_reference
@@ -35,6 +35,19 @@ def test_any_traffic_gives_what_transformers_gives(
     with loaded(made.plan, made.folder) as backend:
         assert backend.spec.joins == ("reprefill" if way == "static" else "free")
         assert assert_like_alone(backend, load_reference(folder), seed=tp, num_requests=20) > 200
+
+
+@pytest.mark.parametrize("more", [{}, {"async_execution": "true"}], ids=["one by one", "ahead"])
+def test_tokens_that_the_device_chooses_are_transformers_too(
+    tmp_path: Path, more: dict[str, str]
+) -> None:
+    folder = save_variant("llama", tmp_path / "model")
+    made = obtained(
+        folder, tmp_path, tensor_parallel_degree="2", on_device_generation="true", **more
+    )
+    with loaded(made.plan, made.folder) as backend:
+        assert backend.spec.outputs == Want.TOKENS
+        assert assert_like_alone(backend, load_reference(folder), seed=5, num_requests=40) > 400
 
 
 @dataclass
