@@ -102,6 +102,7 @@ def nxdi_plan(
 SETTINGS: Mapping[str, str] = {
     "model_loader": "nxdi",
     "dtype": "fp32",
+    "tensor_parallel_degree": "1",
     "n_positions": "24,48",
     "context_length_estimate": "8,20",
     "max_rolling_batch_size": "4",
