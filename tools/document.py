@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,10 @@ from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
-from djl_python_neuronx.planning.capabilities import TNX, Capability
+from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.fields import Field
+from djl_python_neuronx.planning.nxdi.rules import LATER
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 _OPTIONS_HEAD = """\
@@ -95,20 +97,21 @@ option.async_mode=true
 
 
 _ARCHITECTURES_HEAD = """\
-# Architectures of transformers-neuronx
+# Architectures
 
-Generated from `djl_python_neuronx/planning/capabilities.py` and `djl_python_neuronx/planning/tnx/fields.py` by `make
+Generated from `capabilities.py` and `fields.py` of `djl_python_neuronx/planning/`, its `tnx/` and its `nxdi/` by `make
 docs`. Edit those files, not this one.
 
-Features of version 0.13 of the library for each `model_type`, compared with Hugging Face's logits on tiny models with
-random weights and an emulated device. An option that an architecture does not support is an error or, if it only
-changes speed or memory, ignored with a note: see `djl-neuronx check`. [options.md](options.md) explains the options.
+Features of each library for each `model_type`, compared with Hugging Face's logits on tiny models with random weights
+and an emulated device; architectures in italics were read, but not run. An option that an architecture does not support
+is an error or, if it only changes speed or memory, ignored with a note: see `djl-neuronx check`.
+[options.md](options.md) explains the options.
 """
 
 _FIELDS_HEAD = """\
 ## Fields of config.json
 
-Every field that changes a number, as each class of the library treats it; tests compare a value of each with Hugging
+Every field that changes a number, as each class of a library treats it; tests compare a value of each with Hugging
 Face's logits. *read*: as transformers does. *translated*: into the names that the library reads, whichever version of
 transformers wrote the file. Otherwise the library computes what is listed, whatever the value is: values at which it
 would *stop* are refused, and those that it gets *wrong* unless `allow_known_defects=true`; a warning names what is
@@ -145,24 +148,41 @@ _ACCEPTED = "refused unless `allow_known_defects=true`"
 
 def architectures_page() -> str:
     """Text of docs/architectures.md."""
-    columns = list(TNX)
-    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    parts = [_ARCHITECTURES_HEAD]
+    tables = [_FIELDS_HEAD]
+    for backend in ("tnx", "nxdi"):
+        facts = NEURON_BACKENDS[backend]
+        # Those without fields are not served: they take images.
+        served = {name: entry for name, entry in facts.architectures.items() if entry.fields}
+        whose: dict[str, list[str]] = {}
+        for name, entry in served.items():
+            for note in _notes(entry):
+                whose.setdefault(note, []).append(name)
+        notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
+        parts += [f"## {facts.library}", "", *_features(backend, served), "", notes]
+        tables += [f"### {facts.library}", "", *_fields(served), ""]
+    return "\n".join([*parts, *tables])
+
+
+def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
+    """Lines of the table of features, without those that only the other library has."""
+    heads = (name if entry.verified else f"*{name}*" for name, entry in columns.items())
+    yield f"| | {' | '.join(heads)} |"
+    yield f"| --- |{' --- |' * len(columns)}"
     for title, can in _CAPABILITIES.items():
-        cells = ["yes" if can(TNX[name]) else "–" for name in columns]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    whose: dict[str, list[str]] = {}
-    for name in columns:
-        for note in _notes(name):
-            whose.setdefault(note, []).append(name)
-    notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
-    fields = [_FIELDS_HEAD, *_fields(), ""]
-    return "\n".join([_ARCHITECTURES_HEAD, *lines, "", "## Limits and defects", "", notes, *fields])
+        named = re.search(r"`(\w+)", title)
+        if named is None or backend in option(named[1]).to:
+            later = backend == "nxdi" and named is not None and named[1] in LATER
+            able = (
+                "later" if later else "yes" if can(entry) else "–" for entry in columns.values()
+            )
+            yield f"| {title} | {' | '.join(able)} |"
 
 
-def _fields() -> Iterator[str]:
+def _fields(architectures: Mapping[str, Capability]) -> Iterator[str]:
     """Lines of the table of fields; a line for all architectures that make the same of one."""
     whose: dict[tuple[str, str], list[str]] = {}
-    for name, entry in TNX.items():
+    for name, entry in architectures.items():
         for field, treatment in entry.fields.items():
             whose.setdefault((field, _treatment(treatment)), []).append(name)
     yield "| field | library computes | other values | architectures |"
@@ -197,9 +217,8 @@ def metrics_page() -> str:
     return "\n".join([_METRICS_HEAD, *lines, ""])
 
 
-def _notes(name: str) -> Iterator[str]:
+def _notes(entry: Capability) -> Iterator[str]:
     """Limits and defects of an architecture."""
-    entry = TNX[name]
     if not entry.continuous_batching:
         yield "static batches: when a sequence joins, all are prefilled again"
     for defect in entry.defects:

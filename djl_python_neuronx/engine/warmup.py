@@ -25,24 +25,35 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
     """
     spec, speculates = engine.spec, engine.speculates
     for length, max_new_tokens in _runs(spec, speculates=speculates):
-        name, prompt_ids = f"warm-up-{length}-{max_new_tokens}", [0] * length
-        engine.add(
-            GenerationRequest(name, prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
-        )
-        while engine.has_work:
-            outputs, info = engine.step(min_drafts=1)
-            errors = [output.error for output in outputs]
-            for error in [*errors, info and info.draft_error]:
-                if error is not None:
-                    raise error
-        if engine.dead is not None:
-            raise engine.dead
+        _generate(engine, length, max_new_tokens)
     if spec.cache_buckets:
         _fill_caches(engine.runner)
+    if spec.joins == "reprefill":
+        # When a sequence joins, the others are prompts as long as they have become.
+        _fill(engine.runner, 0, spec.max_model_len)
+        engine.runner.backend.release([0])
     for count in spec.decode_slots[1:]:
         _decode_in(engine.runner, count - 1)
     wanted = _graphs(spec, speculates=speculates)
     return tuple(graph for graph in wanted if graph not in engine.runner.graphs_run)
+
+
+def _generate(engine: Engine, length: int, max_new_tokens: int) -> None:
+    """Run a sequence of its own.
+
+    Raises:
+        ServingError: a graph does not run.
+    """
+    name, prompt_ids = f"warm-up-{length}-{max_new_tokens}", [0] * length
+    engine.add(GenerationRequest(name, prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True))
+    while engine.has_work:
+        outputs, info = engine.step(min_drafts=1)
+        errors = [output.error for output in outputs]
+        for error in [*errors, info and info.draft_error]:
+            if error is not None:
+                raise error
+    if engine.dead is not None:
+        raise engine.dead
 
 
 def _decodes(spec: ModelSpec) -> tuple[int, ...]:
@@ -102,21 +113,29 @@ def _fill_caches(runner: Runner) -> None:
         ServingError: a graph does not run.
     """
     backend, spec = runner.backend, runner.backend.spec
-    slots, most = list(range(spec.num_slots)), spec.prefill_buckets[-1]
+    slots = list(range(spec.num_slots))
     steps = sorted({_step_of(graph, spec) for graph in _mixed_graphs(spec)}, reverse=True)
     longest, *_ = steps[0]
-    ends = (*range(most, longest, most), longest)
-    logger.info(
-        "warm_up_cache slots=%d tokens=%d calls=%d", spec.num_slots, longest, len(ends) * len(slots)
-    )
+    calls = -(-longest // spec.prefill_buckets[-1]) * len(slots)
+    logger.info("warm_up_cache slots=%d tokens=%d calls=%d", len(slots), longest, calls)
     for slot in slots:
-        backend.acquire(slot, [0] * longest, 0)
-        for start, end in pairwise((0, *ends)):
-            _write(runner, [slot], end, [end - start])
+        _fill(runner, slot, longest)
     for end, num_rows, num_tokens in steps:
         lens = [(num_tokens + row) // num_rows for row in range(num_rows)]
         _write(runner, slots[:num_rows], end, lens)
     backend.release(slots)
+
+
+def _fill(runner: Runner, slot: int, end: int) -> None:
+    """Write `end` tokens into a free slot, in chunks of the longest prompt.
+
+    Raises:
+        ServingError: a graph does not run.
+    """
+    most = runner.backend.spec.prefill_buckets[-1]
+    runner.backend.acquire(slot, [0] * end, 0)
+    for start, stop in pairwise((*range(0, end, most), end)):
+        _write(runner, [slot], stop, [stop - start])
 
 
 def _decode_in(runner: Runner, slot: int) -> None:

@@ -34,13 +34,44 @@ class Field:
     stops: bool = False
     """At other values the library fails. Otherwise its answers are wrong."""
     backends: tuple[str, ...] = ("cpu",)
-    """Backends that compute all values."""
+    """Backends that compute all values, beside the libraries whose own table has this one."""
 
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""
         if self.right is not None:
             return self.right(value, model)
         return not self.computes or value in self.computes
+
+
+TRANSLATED: Final = Field("translated")
+ROTARY: Final = ("rope_scaling", "rope_parameters")
+"""Names of one field, in transformers 4 and from 5 on."""
+LIBRARY_ONLY: Final = "reads it, which transformers does not"
+
+
+def read(names: str) -> dict[str, Field]:
+    """Return the fields of these names, separated by blanks, that a library reads as transformers does."""
+    return dict.fromkeys(names.split(), Field("read"))
+
+
+def rotary(*types: str, stops: bool = False) -> dict[str, Field]:
+    """Return the fields of rotary positions, of which a library scales these types."""
+    does = f"scales positions as {', '.join(types[1:])} or not at all"
+    field = Field(
+        does if types[1:] else "scales no positions",
+        right=lambda value, _model: rope_type(value) in types,
+        stops=stops,
+    )
+    return {**dict.fromkeys(ROTARY, field), "rope_theta": TRANSLATED}
+
+
+def _same_size(value: object, model: ModelFacts) -> bool:
+    return value is None or value == (model.hidden_size or 0) // (model.num_heads or 1)
+
+
+SAME_HEAD_DIM: Final = Field(
+    "takes heads of hidden_size / num_attention_heads", right=_same_size, stops=True
+)
 
 
 def _is_number(value: object) -> bool:
@@ -63,8 +94,8 @@ def rope_type(value: object) -> str | None:
 
 def unusual_fields(
     fields: Mapping[str, Field], model: ModelFacts
-) -> Iterator[tuple[str, Field, bool]]:
-    """Yield what is not computed as a model's `config.json` has it: the words for it, its field, and whether nearly."""
+) -> Iterator[tuple[str, str, object, Field]]:
+    """Yield what is not computed as a model's `config.json` has it: the words for it, its name, value and field."""
     for name, field in fields.items():
         given = model.config.get(name)
         value = field.default if given is None else given
@@ -73,4 +104,4 @@ def unusual_fields(
             origin = f"config.json has {name}={shown}"
             if given is None:
                 origin = f"config.json has no {name}, which means {shown}"
-            yield origin, field, value in field.near
+            yield origin, name, value, field

@@ -14,6 +14,7 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_o
 from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
+from djl_python_neuronx.planning.nxdi.rules import LATER
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
 from djl_python_neuronx.planning.tnx.rules import shape_findings
 from djl_python_neuronx.sampling import SamplingParams
@@ -88,6 +89,7 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
         and other in option(name).to
         and (capability := capability_of(other, model_type)) is not None
         and capability.supports(name)
+        and not (other == "nxdi" and name in LATER)
     ]
     more = ", and use more cores if the model then does not fit" if name == "quantize" else ""
     return use_backend(*able, other=f"remove it{more}")
@@ -406,15 +408,24 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
     for defect in capability.defects:
         if defect.applies(case.options, case.model):
             yield _defect(case, defect)
-    for has, field, near in unusual_fields(capability.fields, case.model):
+    for has, name, value, field in unusual_fields(capability.fields, case.model):
         problem = f"{has}, and {case.library} {field.does}"
-        if near:
+        if value in field.near:
             yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
         else:
             fix = "" if field.backends else "correct config.json"
-            yield _defect(
-                case, Defect(problem, fix=fix, backends=field.backends, stops=field.stops)
-            )
+            able = (*_computed_by(case, name, value), *field.backends)
+            yield _defect(case, Defect(problem, fix=fix, backends=able, stops=field.stops))
+
+
+def _computed_by(case: Case, name: str, value: object) -> Iterator[str]:
+    """Yield the other backends whose library computes a field of the model's `config.json` as transformers does."""
+    for other in NEURON_BACKENDS:
+        capability = capability_of(other, case.model.model_type)
+        if other != case.backend and capability is not None and capability.fields:
+            field = capability.fields.get(name)
+            if field is None or field.takes(value, case.model):
+                yield other
 
 
 def _defect(case: Case, defect: Defect) -> Finding:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +21,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Backend, Float32Array, Step  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Float32Array, HostLogits, Step  # noqa: E402
+from djl_python_neuronx.backends.nxdi import model as nxdi  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError, BackendError  # noqa: E402
@@ -26,6 +30,8 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_o
 from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.planning.model_rules import findings  # noqa: E402
+from tests.backends.nxdi_plans import VARIANTS as NXDI_VARIANTS  # noqa: E402
+from tests.backends.nxdi_plans import nxdi_plan  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import logits_of, make_rows  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
@@ -54,23 +60,32 @@ GEMMA2 = {
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "_remove_final_layer_norm": (True,),
     "activation_function": ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "quick_gelu"),
     "apply_residual_connection_post_layernorm": (True,),
     "attention_bias": (True, False),
+    "attention_chunk_size": (6,),
     "do_layer_norm_before": (False,),
     "enable_bias": (False,),
     "ffn_dim": (128, 48),
     "head_dim": (8, 16),
-    "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast"),
+    "hidden_act": ("silu", "swish", "relu", "gelu", "gelu_fast", "sigmoid", "tanh", "leaky_relu"),
     "hidden_size": (64,),
     "intermediate_size": (80,),
+    "layer_types": (["sliding_attention", "full_attention"],),
     "layer_norm_elementwise_affine": (),  # transformers fails to initialise such a model
     "layer_norm_eps": (0.1,),
     "layer_norm_epsilon": (0.1,),
     "max_position_embeddings": (80,),
+    "max_window_layers": (0,),
     "mlp_bias": (True,),
     "multi_query": (False,),
     "n_embd": (64,),
@@ -85,11 +100,12 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (4, 1),
     "num_local_experts": (2,),
     "position_interpolation_factor": (2.0,),
+    "original_hidden_size": (16,),
     "pruned_heads": ({0: [1]},) if VERSION < 5 else (),  # version 5 prunes none
     "quantization_config": (),  # transformers needs packages for it: tests/planning/test_model_rules.py
     "rms_norm_eps": (0.1,),
-    "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC),
-    "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC),
+    "rope_parameters": (LINEAR, LLAMA3, YARN, DYNAMIC, LONGROPE),
+    "rope_scaling": (LINEAR, LLAMA3, YARN, DYNAMIC, LONGROPE),
     "rope_theta": (500000.0,),
     "rotary_dim": (8, 6),  # transformers fails at others: tests/planning/test_model_rules.py
     "rotary_emb_base": (500000,),
@@ -100,6 +116,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (5,),
     "tie_word_embeddings": (True, False),
     "use_parallel_residual": (False,),
+    "use_sliding_window": (True,),
     "vocab_size": (101,),
     "word_embed_proj_dim": (16,),
 }
@@ -143,7 +160,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def base(model_type: str) -> dict[str, Any]:
-    return dict(VARIANTS[model_type][1])
+    return {**VARIANTS.get(model_type, ("", {}))[1], **NXDI_VARIANTS.get(model_type, ("", {}))[1]}
 
 
 def save(directory: Path, model_type: str, name: str, value: object) -> None:
@@ -154,7 +171,9 @@ def save(directory: Path, model_type: str, name: str, value: object) -> None:
         settings["head_dim"] = 8  # without it transformers 4.57 fails to scale positions
     if (model_type, name) == ("opt", "hidden_size"):
         settings["word_embed_proj_dim"] = value
-    if value == DYNAMIC:  # which scales beyond these only
+    if name in {"layer_types", "max_window_layers"}:  # which count with a window only
+        settings["use_sliding_window"] = True
+    if value in (DYNAMIC, LONGROPE):  # which scale beyond these only, or in another way
         settings["max_position_embeddings"] = 8
     if name == "rope_parameters":
         settings["rope_scaling"] = settings.pop(name)
@@ -199,7 +218,49 @@ def load_cpu(directory: Path) -> Backend:
     return backends.get("cpu").load(LoadPlan(directory, 4, 48, (8, 20), (24, 48), dtype="float32"))
 
 
-LOADERS: Mapping[str, Callable[[Path], Backend]] = {"cpu": load_cpu, "tnx": load_tnx}
+class OnCpu:
+    """Modules and weights of NxD Inference as it runs them on a CPU: in this process, one sequence, no graphs."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["NXD_CPU_MODE"] = "1"
+        plan = nxdi_plan(directory, 1, 48, (48,), (48,), continuous=False)
+        try:
+            self.application: Any = nxdi.construct(plan, on_cpu=True)
+            self.application.to_cpu()
+        except Exception as error:
+            self.close()
+            raise BackendError(str(error)) from error
+
+    def acquire(self, *_request: object) -> None:
+        """Nothing to do: the one sequence has the one slot."""
+
+    def run(self, step: Step) -> HostLogits:
+        rows = step.prefill or step.decode
+        assert rows is not None
+        ids = torch.tensor(rows.input_ids)
+        positions = torch.tensor(rows.starts)[:, None] + torch.arange(ids.shape[1])
+        with torch.inference_mode():
+            output = self.application(ids, position_ids=positions, sampling_params=torch.ones(1, 3))
+        return HostLogits(output.logits.float().numpy())
+
+    def close(self) -> None:
+        importlib.import_module(
+            "neuronx_distributed.parallel_layers.parallel_state"
+        ).destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        del os.environ["NXD_CPU_MODE"]
+
+
+LOADERS: Mapping[str, Callable[[Path], Any]] = {
+    "cpu": load_cpu,
+    "nxdi": OnCpu,
+    "tnx": load_tnx,
+}
+"""Loader to what loads it for the walk: of NxD Inference, which has a rig of several processes, the library alone."""
 MARKS = {"tnx": pytest.mark.tnx, "nxdi": pytest.mark.nxdi}
 WALK = [
     pytest.param(
@@ -208,6 +269,7 @@ WALK = [
     )
     for loader, facts in NEURON_BACKENDS.items()
     for model_type, capability in facts.architectures.items()
+    if capability.verified
     for name in capability.fields
     for value in VALUES[name]
 ]  # fmt: skip
@@ -219,8 +281,14 @@ def test_a_value_is_computed_or_refused(
 ) -> None:
     save(tmp_path, model_type, name, value)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
-    case = Case(ServingOptions(), facts, named("trn1.32xlarge"), loader)
-    told = [entry for entry in findings(case) if f"config.json has {name}=" in entry.problem]
+    options = ServingOptions(n_positions=(48,)) if loader == "nxdi" else ServingOptions()
+    case = Case(options, facts, named("trn1.32xlarge"), loader)
+    told = [
+        entry
+        for entry in findings(case)
+        if f"config.json has {name}=" in entry.problem
+        or "beyond the model's window" in entry.problem
+    ]
     field = capability_of(loader, model_type).fields[name]
     if field.stops and told:
         assert "it would stop" in told[0].problem
@@ -248,7 +316,7 @@ FIELDS = {
     (loader, name): capability.fields
     for loader, facts in NEURON_BACKENDS.items()
     for name, capability in facts.architectures.items()
-    if capability.fields
+    if capability.verified and capability.fields
 }
 
 
@@ -308,17 +376,26 @@ def written_by_5(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "rope_parameters": rope}
 
 
+SCALED = [
+    # model type, settings, who computes it
+    ("llama", {"rope_theta": 500000.0}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": LINEAR}, ("cpu", "tnx", "nxdi")),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": YARN}, ("nxdi",)),
+    ("mistral", {"rope_theta": 1000000.0}, ("cpu", "tnx", "nxdi")),
+    ("mixtral", {"rope_theta": 500.0, "rope_scaling": LINEAR}, ("cpu", "tnx")),
+    ("qwen3", {"rope_theta": 1000000.0}, ("nxdi",)),
+    ("gpt_neox", {"rotary_emb_base": 500000, "rotary_pct": 0.75}, ("cpu", "tnx")),
+]
+
+
 @pytest.mark.parametrize("write", [written_by_4, written_by_5])
-@pytest.mark.parametrize("loader", ["cpu", pytest.param("tnx", marks=pytest.mark.tnx)])
 @pytest.mark.parametrize(
-    ("model_type", "settings"),
+    ("loader", "model_type", "settings"),
     [
-        ("llama", {"rope_theta": 500000.0}),
-        ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
-        ("llama", {"rope_theta": 500000.0, "rope_scaling": LINEAR}),
-        ("mistral", {"rope_theta": 1000000.0}),
-        ("mixtral", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
-        ("gpt_neox", {"rotary_emb_base": 500000, "rotary_pct": 0.75}),
+        pytest.param(loader, model_type, settings, marks=MARKS.get(loader, ()))
+        for model_type, settings, able in SCALED
+        for loader in able
     ],
 )
 def test_rotary_positions_are_right_whichever_version_wrote_them(

@@ -674,6 +674,15 @@ def test_warm_up_runs_every_graph_that_a_prompt_reaches(
     assert_clean(engine, backend)
 
 
+def test_warm_up_of_static_batches_prefills_a_sequence_as_long_as_its_slot() -> None:
+    backend = ToyBackend(replace(TOY_SPEC, joins="reprefill", max_prefill_batch=4))
+    engine = Engine(backend)
+    warm_up(engine)
+    prefills = [step for step in backend.steps if step.kind == "prefill"]
+    assert max(step.starts[0] + step.lens[0] for step in prefills) == 128
+    assert_clean(engine, backend)
+
+
 @pytest.mark.parametrize(
     ("decode", "cold"), [((32, 96, 128), {(128, 1), (128, 2), (128, 4)}), ((), set())]
 )

@@ -49,15 +49,16 @@ def test_ways(monkeypatch, served, loaders, other, expected):
 @pytest.mark.parametrize(
     ("name", "model_type", "loader", "expected"),
     [
-        ("quantize", "mixtral", "tnx", MORE_CORES + LATER),
+        ("quantize", "mixtral", "tnx", MORE_CORES),
         ("quantize", "gpt_neox", "tnx", MORE_CORES),
         ("bf16_rms_norm", "llama", "nxdi", "remove it, or set model_loader=tnx"),
-        ("enable_prefix_caching", "llama", "tnx", f"remove it{LATER}"),
+        ("enable_prefix_caching", "llama", "tnx", "remove it"),
+        ("pipeline_parallel_degree", "llama", "tnx", f"remove it{LATER}"),
         # the other library has the option, and not the model, or not for this model
         ("bf16_rms_norm", "qwen2", "nxdi", "remove it"),
         ("bf16_rms_norm", "gpt2", "nxdi", "remove it"),
-        ("enable_prefix_caching", "gpt2", "tnx", "remove it"),
-        ("enable_prefix_caching", None, "tnx", "remove it"),
+        ("pipeline_parallel_degree", "gpt2", "tnx", "remove it"),
+        ("pipeline_parallel_degree", None, "tnx", "remove it"),
     ],
 )
 def test_without_an_option(name, model_type, loader, expected):

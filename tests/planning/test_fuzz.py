@@ -275,7 +275,6 @@ ALONE = [
     ("nxdi", {"cp_degree": "8"}),
     ("nxdi", {"token_generation_batches": "64,256"}),
     ("nxdi", {"ep_dispatch_cc_option": "RS_AG"}),
-    ("nxdi", {"enable_prefix_caching": "true"}),
     ("nxdi", {"attention_dtype": "fp32"}),
 ]
 LLAMA = json.loads((Path(__file__).parent / "models" / "llama-3-8b.json").read_text())

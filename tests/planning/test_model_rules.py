@@ -238,13 +238,6 @@ EQUIVALENTS = [
         {"quantize": None},
     ),
     (
-        "quantize",
-        "error",
-        "(NxD Inference supports it, but this version cannot load with it yet)",
-        {"facts": of("mixtral"), "quantize": "static_int8"},
-        {"loader": "nxdi"},
-    ),
-    (
         "compiled_graph_path",
         "warning",
         "cannot use graphs that transformers-neuronx compiled: all would be compiled again. If they are graphs of "
@@ -275,11 +268,11 @@ EQUIVALENTS = [
         {"loader": "tnx"},
     ),
     (
-        "enable_prefix_caching",
+        "pipeline_parallel_degree",
         "error",
         "remove it (NxD Inference supports it",
-        {"enable_prefix_caching": True},
-        {"loader": "nxdi", "prefix_buckets": (512,)},
+        {"pipeline_parallel_degree": 2},
+        {"loader": "nxdi"},
     ),
     (
         "enable_saturate_infinity",
@@ -1076,6 +1069,17 @@ class TestDefects:
         assert bool(found) == wrong
 
 
+# What the published models have, and their library's code takes for granted.
+PUBLISHED = {
+    "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt_oss": {
+        "initial_context_length": 4096,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+
+
 class TestEveryModel:
     @pytest.mark.parametrize("device", [SMALL, INF2, TRN1, TRN2, NOWHERE, UNSAID])
     @pytest.mark.parametrize("loader", ["cpu", *CAPABILITIES])
@@ -1084,7 +1088,7 @@ class TestEveryModel:
         sorted({None, "phi3"} | {name for its in CAPABILITIES.values() for name in its}, key=str),
     )
     def test_has_an_answer_with_every_loader(self, model_type, loader, device):
-        facts = of(model_type)
+        facts = of(model_type, config=PUBLISHED.get(model_type, {}))
         options = ServingOptions(model_id="m")
         filled = defaults.fill(Case(options, facts, device, loader))
         options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
@@ -1189,16 +1193,16 @@ TRAITS = [
     ("llama", {"mlp_bias": True}, True, "nxdi"),
     ("llama", {"hidden_act": "gelu"}, True, "nxdi"),
     ("llama", {"head_dim": 64}, False, "nxdi"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False, "cpu"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, False, "cpu"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False, "nxdi"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, False, "nxdi"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, False, "cpu"),
     ("llama", {"rope_scaling": {"type": "linear"}}, False, "cpu"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, False, "cpu"),
     ("llama", {"rope_scaling": "linear"}, False, "cpu"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, False, "cpu"),
-    ("llama", {"rotary_percentage": 0.5}, True, "cpu"),
+    ("llama", {"rotary_percentage": 0.5}, True, "nxdi"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, True, "cpu"),
-    ("mistral", {"head_dim": 160}, False, "nxdi"),
+    ("mistral", {"head_dim": 160}, False, "cpu"),
     ("mistral", {"rope_scaling": {"rope_type": "llama3"}}, True, "cpu"),
     ("mixtral", {"hidden_act": "relu"}, True, "nxdi"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, True, "cpu"),

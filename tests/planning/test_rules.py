@@ -429,6 +429,17 @@ TNX = [
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
 PREFIXES = {"enable_prefix_caching": True, "context_length_estimate": (128, 512)}
+LATER = {
+    "quantize": "static_int8",
+    "quantized_mlp_kernel_enabled": True,
+    "activation_quantization_type": "dynamic",
+    "speculative_draft_model": "draft",
+    "enable_eagle_speculation": True,
+    "is_medusa": True,
+    "token_tree_config": {"0": [1]},
+    "enable_prefix_caching": True,
+    "is_block_kv_layout": True,
+}
 NXDI = [
     (
         "fuse_qkv",
@@ -672,6 +683,7 @@ NXDI = [
         {"enable_eagle_speculation": True},
     ),
 ]
+LEFT_OUT = {name: ServingOptions.model_fields[name].default for name in LATER}
 LISTED = [
     *(("", *row) for row in GENERAL),
     *(("tnx", *row) for row in TNX),
@@ -699,6 +711,17 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, bro
     assert told(loader, {**broken, **mended}).count((name, level)) == before - 1
 
 
+@pytest.mark.parametrize("name", LATER)
+def test_what_a_later_version_serves_is_refused(name):
+    chosen = options(**{name: LATER[name]})
+    found = [
+        entry.problem
+        for entry in broken_rules(BACKEND_RULES["nxdi"], chosen)
+        if entry.names == (name,)
+    ]
+    assert any("later version" in problem for problem in found)
+
+
 @pytest.mark.parametrize(
     ("loader", "rule"),
     [
@@ -712,6 +735,7 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, bro
 )
 def test_every_rule_is_in_the_table(loader, rule):
     rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
+    rows += [({name: value}, {name: LEFT_OUT[name]}) for name, value in LATER.items()]
     assert any(
         rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
         for broken, mended in rows

@@ -23,6 +23,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.nxdi.nan import Doubts
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket, refuse
 from djl_python_neuronx.backends.slots import SlotBackend
@@ -59,6 +60,9 @@ class ContinuousBackend(SlotBackend):
         self._sampling = np.tile(np.array(self._default, np.float32), (plan.num_slots, 1))
         self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
         self._columns = np.arange(plan.max_model_len, dtype=np.int32)
+        self._doubts = Doubts(plan.num_slots)
+        self._bucket = 0
+        """Columns that the last prefill has written."""
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
@@ -81,11 +85,22 @@ class ContinuousBackend(SlotBackend):
             self._filled[rows.slots] = rows.starts
             raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
         self._filled[rows.slots] = rows.starts + rows.lens
+        ends = rows.starts + 1 if kind == "decode" else np.full(len(rows.slots), self._bucket)
+        self._doubts.note(rows, ends, output)
         return output
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Return 0: no prefix is ever reused."""
         self._forget([slot])
+        length = min(len(prompt_ids), self._prompt_buckets[-1])
+        bucket = choose_bucket(length, self._prompt_buckets)
+        if doubtful := self._doubts.of(slot, bucket):
+            try:
+                with torch.inference_mode():
+                    self._mend(slot, doubtful)
+            except Exception as error:
+                raise of_step(error, f"clearing slot {slot}") from error
+        self._doubts.forget(slot)
         return super().acquire(slot, prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -112,6 +127,52 @@ class ContinuousBackend(SlotBackend):
         chosen = list(slots)
         self._ids[chosen], self._positions[chosen], self._sampling[chosen] = 0, _FREE, self._default
 
+    def _mend(self, slot: int, doubtful: range) -> None:
+        """Write the doubtful positions of a free slot anew if one of them is NaN.
+
+        No call clears a slot. A prompt reads none of it; a decode reads its graph's columns and writes anywhere. If it
+        reads what it writes, each round makes numbers of one layer more.
+        """
+        longest = self._prompt_buckets[-1]
+        for turn in range(int(self._application.config.num_hidden_layers) + 1):
+            if not self._is_spoiled(slot, doubtful.stop):
+                return
+            if turn == 0:
+                self._blank(slot, longest)
+            for position in range(max(doubtful.start, longest), doubtful.stop):
+                self._decode_in(slot, 0, position, 1)
+
+    def _is_spoiled(self, slot: int, end: int) -> bool:
+        """Return whether a free slot's cache holds NaN before `end`, or may do so."""
+        first, second = (self._decode_in(slot, token, _FREE, end) for token in (0, 1))
+        if Want.TOKENS in self.spec.outputs:
+            return bool((first == second).all())
+        return not bool(first.isfinite().all())
+
+    def _blank(self, slot: int, length: int) -> None:
+        """Write the first columns of a free slot."""
+        self._encode([slot], np.zeros((1, length), np.int32), np.array([length], np.int32))
+
+    def _decode_in(self, slot: int, token_id: int, position: int, length: int) -> torch.Tensor:
+        """Return the output for a token of a free slot that attends to position 0, with a graph for `length` columns.
+
+        All other rows write where their next token does.
+        """
+        num_rows, most = choose_bucket(slot + 1, self._batches), self.spec.max_model_len - 1
+        ids, positions = self._ids[:num_rows].copy(), np.clip(self._filled[:num_rows], _FREE, most)
+        ids[slot], positions[slot] = token_id, position
+        mask = np.zeros((num_rows, choose_bucket(length, self.spec.token_buckets) - 1), np.int32)
+        mask[:, 0] = 1
+        output = self._application(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions[:, None].astype(np.int32)),
+            seq_ids=self._slots[:num_rows],
+            sampling_params=torch.ones(num_rows, 3),
+        )
+        found: torch.Tensor = output.tokens if Want.TOKENS in self.spec.outputs else output.logits
+        return found[slot]
+
     def _remember(
         self, slots: Int32Array, ids: Int32Array, positions: Int32Array, rows: Rows
     ) -> None:
@@ -125,7 +186,9 @@ class ContinuousBackend(SlotBackend):
     def _prefill(self, rows: Rows) -> StepOutput:
         """Run each row alone, as the graphs of continuous batching take it."""
         if rows.starts.any():
-            refuse(f"prompts from {rows.starts.tolist()} on", "prompts from their first token on")
+            if len(rows.slots) > 1:
+                refuse(f"prompts from {rows.starts.tolist()} on", "one at a time")
+            return self._continue(rows)
         slots, ids, lens = rows.slots, rows.input_ids, rows.lens
         self._remember(slots, ids[np.arange(len(lens)), lens - 1], lens - 1, rows)
         answers = [
@@ -134,9 +197,17 @@ class ContinuousBackend(SlotBackend):
         ]
         return self._answer(answers, rows)
 
+    def _continue(self, rows: Rows) -> StepOutput:
+        """Run a row's tokens behind those in the cache, one decode each: no graph reads a prompt from there on."""
+        self._bucket = int(rows.starts[0] + rows.lens[0])
+        for column in range(int(rows.lens[0])):
+            ids = rows.input_ids[:, column : column + 1]
+            output = self._decode(replace(rows, input_ids=ids, starts=rows.starts + column))
+        return output
+
     def _encode(self, slots: Sequence[int], ids: Int32Array, lens: Int32Array) -> Any:  # noqa: ANN401
         """Return the library's output for prompts of `lens` tokens, one row per slot; `ids`: int32[B, >= lens]."""
-        bucket = choose_bucket(int(lens.max()), self._prompt_buckets)
+        self._bucket = bucket = choose_bucket(int(lens.max()), self._prompt_buckets)
         columns, ends = np.arange(bucket, dtype=np.int32), lens[:, None]
         # As the library pads, which finds a prompt's end by its largest position.
         inside = columns < ends
@@ -187,6 +258,10 @@ class ContinuousBackend(SlotBackend):
                 return HostLogits(logits)
         ids = _joined([output.tokens for output in outputs], chosen)
         ids = ids.reshape(len(rows.slots), -1)[:, :columns]
+        if Want.LOGITS in self.spec.outputs:
+            # One column is enough: the output layer spreads NaN over the whole vocabulary.
+            shown = _joined([output.logits[:, 0, :1] for output in outputs], chosen)
+            ids = np.where(np.isfinite(shown), ids, -1)
         # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
         return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32), logits=logits)
 
@@ -227,6 +302,14 @@ class StaticBackend(ContinuousBackend):
         self._stale = False
         self._num_reprefilled = int(lens.sum() - rows.lens.sum())
         return self._answer([output], rows, slots)
+
+    def _blank(self, slot: int, length: int) -> None:  # noqa: ARG002  (all at once)
+        """Write the first columns of every slot: the next step prefills all sequences again."""
+        shape = (self.spec.num_slots, length)
+        self._stale = True
+        self._encode(
+            range(shape[0]), np.zeros(shape, np.int32), np.full(shape[0], length, np.int32)
+        )
 
     def _decode(self, rows: Rows) -> StepOutput:
         self._history[rows.slots, rows.starts] = rows.input_ids[:, 0]

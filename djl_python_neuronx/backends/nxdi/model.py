@@ -13,6 +13,7 @@ from typing import Any
 
 from djl_python_neuronx.backends.neuron import import_library
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     BackendError,
@@ -20,6 +21,7 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
     did_you_mean,
 )
+from djl_python_neuronx.planning.fields import rope_type
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI
 
 PACKAGE = "neuronx-distributed-inference"
@@ -78,10 +80,12 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     Raises:
         BackendUnavailableError: the library is missing or cannot be imported.
         BackendError: it has no class for the model.
+        ValueError: rotary positions that differ from layer to layer.
         IncompatibleOptionsError: the installed library has no such keyword, or it is not served.
     """
     import_library(PACKAGE, _LIBRARY)
     configuration = _read_config(plan, compiled)
+    _translate(configuration)
     made = find_class(configuration.model_type)
     neuron_config = _neuron_config(made, {**plan.arguments.neuron_config, **keywords})
     adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
@@ -91,6 +95,25 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     # The library prefers this place to the one that it is given, and writes it beside the graphs.
     config._name_or_path = ""
     return made(str(plan.model_dir), config)
+
+
+def _translate(configuration: Any) -> None:  # noqa: ANN401
+    """Give a configuration of any version of transformers the names and values that the library reads."""
+    fields = rotary_fields(configuration)
+    scaling = fields.get("rope_scaling") or {}
+    if rope_type(scaling) == "linear":
+        # The library's own positions for llama3 stay in float32; those of transformers, which it takes for linear, are
+        # cast to the dtype of the weights. From a wavelength of 1 on, and none is shorter, both are the same.
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling["factor"],
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1,
+        }
+    if getattr(configuration, "hidden_act", None) == "swish":
+        fields["hidden_act"] = "silu"
+    vars(configuration).update(fields)
 
 
 def find_class(model_type: str) -> Any:  # noqa: ANN401

@@ -6,11 +6,25 @@ Source: neuronx-distributed-inference 0.9.0, `utils/constants.py` (MODEL_TYPES) 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
-from djl_python_neuronx.planning.capabilities import Capability, window_ignored
+from djl_python_neuronx.planning.capabilities import Capability, Defect, window_ignored
+from djl_python_neuronx.planning.fields import ROTARY, rope_type
+from djl_python_neuronx.planning.nxdi.fields import NXDI_FIELDS
 
 _WINDOW_IGNORED = window_ignored("NxD Inference")
+# Source: models/model_wrapper.py: it casts the buffers of transformers' rotary classes too, and has its own for others.
+_YARN_ROUNDED = Defect(
+    "NxD Inference rounds the frequencies of positions that are scaled as yarn to dtype",
+    lambda options, model: (
+        options.dtype != "float32"
+        and "yarn" in (rope_type(model.config.get(name)) for name in ROTARY)
+    ),
+    ("dtype",),
+    "set dtype=float32",
+    backends=("cpu",),
+)
 _IMAGES = "NxD Inference does not have it for models with images"
 _NOT_WITH_IMAGES = dict.fromkeys(
     ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
@@ -36,7 +50,7 @@ def _with_images(
     )
 
 
-NXDI: Final[Mapping[str, Capability]] = {
+_OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": Capability(
         verified=False, degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING
     ),
@@ -44,7 +58,7 @@ NXDI: Final[Mapping[str, Capability]] = {
         verified=False, degree_divides=("hidden_size",), ignored_options=_NO_FLASH_DECODING
     ),
     "gpt_oss": Capability(verified=False),
-    "llama": Capability(),
+    "llama": Capability(defects=(_YARN_ROUNDED,)),
     "llama4": _with_images(),
     "mistral": Capability(window_cache=True, ignored_options=_NO_FLASH_DECODING),
     "mixtral": Capability(
@@ -63,5 +77,8 @@ NXDI: Final[Mapping[str, Capability]] = {
         defects=(_WINDOW_IGNORED,),
     ),
     "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
+}
+NXDI: Final[Mapping[str, Capability]] = {
+    name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""

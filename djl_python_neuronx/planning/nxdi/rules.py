@@ -11,6 +11,18 @@ from collections.abc import Callable
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Rule, above, when
 from djl_python_neuronx.config.options import ServingOptions
 
+LATER = (
+    "quantize",
+    "quantized_mlp_kernel_enabled",
+    "activation_quantization_type",
+    "speculative_draft_model",
+    "enable_eagle_speculation",
+    "is_medusa",
+    "token_tree_config",
+    "enable_prefix_caching",
+    "is_block_kv_layout",
+)
+"""Options of the library that this version does not serve."""
 _MEDUSA_PARTS = ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
 
 
@@ -300,5 +312,19 @@ _SPECULATION = (
         "prefix caching with a draft model other than EAGLE's waits for the host; leave one of the three out"
     ),
 )
-NXDI_RULES: tuple[Rule, ...] = (*_DEGREES, *_PRECISION, *_KERNELS, *_BATCHES, *_SPECULATION)
+_LATER = tuple(
+    when(**{name: SET}).refuse(
+        "served with NxD Inference in a later version; leave it out, or serve a model that transformers-neuronx has "
+        "with model_loader=tnx"
+    )
+    for name in LATER
+)
+NXDI_RULES: tuple[Rule, ...] = (
+    *_LATER,
+    *_DEGREES,
+    *_PRECISION,
+    *_KERNELS,
+    *_BATCHES,
+    *_SPECULATION,
+)
 """Checked in this order."""

@@ -6,24 +6,21 @@ transformers 4.57 and 5.23. Fields that are not here change none. tests/backends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
-from djl_python_neuronx.planning.fields import Field, rope_type
+from djl_python_neuronx.planning.fields import (
+    LIBRARY_ONLY,
+    SAME_HEAD_DIM,
+    TRANSLATED,
+    Field,
+    read,
+    rotary,
+)
 from djl_python_neuronx.planning.model import ModelFacts
 
-_TRANSLATED = Field("translated")
-_NXDI = ("nxdi", "cpu")
 _ROTARY_DIM = 64
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-
-
-def _read(names: str) -> dict[str, Field]:
-    return dict.fromkeys(names.split(), Field("read"))
-
-
-def _same_size(value: object, model: ModelFacts) -> bool:
-    return value is None or value == (model.hidden_size or 0) // (model.num_heads or 1)
 
 
 def _as_wide(value: object, model: ModelFacts) -> bool:
@@ -37,52 +34,33 @@ def _in_pairs(_value: object, model: ModelFacts) -> bool:
     return isinstance(given, int) and given % 2 == 0 and 0 < given <= size
 
 
-def _scaled(*types: str) -> Callable[[Any, ModelFacts], bool]:
-    def right(value: object, _model: ModelFacts) -> bool:
-        return rope_type(value) in types
-
-    return right
-
-
-def _rotary(*types: str, stops: bool = False) -> dict[str, Field]:
-    does = f"scales positions as {', '.join(types[1:])} or not at all"
-    field = Field(does if types[1:] else "scales no positions", right=_scaled(*types), stops=stops)
-    return {"rope_scaling": field, "rope_parameters": field, "rope_theta": _TRANSLATED}
-
-
 _EPSILON = Field("computes 1e-05", (1e-5,), 1e-5)
 _GELU = Field("computes gelu's tanh form", _TANH, "gelu_new", near=("gelu",))
 _SCALES = Field("scales attention", (True,), default=True)
-_LIBRARY_ONLY = "reads it, which transformers does not"
 _GROUPED = {
-    **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
-    **_read("num_key_value_heads rms_norm_eps tie_word_embeddings vocab_size"),
-    "hidden_act": Field("computes silu", ("silu", "swish"), "silu", backends=_NXDI),
-    "head_dim": Field(
-        "takes heads of hidden_size / num_attention_heads",
-        right=_same_size,
-        stops=True,
-        backends=_NXDI,
-    ),
-    "rotary_percentage": Field(_LIBRARY_ONLY, (1,), 1),
-    "position_interpolation_factor": Field(_LIBRARY_ONLY, (None,)),
+    **read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
+    **read("num_key_value_heads rms_norm_eps tie_word_embeddings vocab_size"),
+    "hidden_act": Field("computes silu", ("silu", "swish"), "silu"),
+    "head_dim": SAME_HEAD_DIM,
+    "rotary_percentage": Field(LIBRARY_ONLY, (1,), 1),
+    "position_interpolation_factor": Field(LIBRARY_ONLY, (None,)),
 }
-_MISTRAL = {**_GROUPED, **_read("sliding_window"), **_rotary("default", "linear")}
+_MISTRAL = {**_GROUPED, **read("sliding_window"), **rotary("default", "linear")}
 
 _OF_ALL = {"quantization_config": Field("ignores it", (None,))}
 _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     "bloom": {
-        **_read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
+        **read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
         "apply_residual_connection_post_layernorm": Field(
             "adds what goes into the norm", (False,), default=False
         ),
         "layer_norm_epsilon": _EPSILON,
     },
     "gpt2": {
-        **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
+        **read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
-        "n_kv_head": Field(_LIBRARY_ONLY, (None,), stops=True),
+        "n_kv_head": Field(LIBRARY_ONLY, (None,), stops=True),
         "pruned_heads": Field("prunes none", ({},), default={}),
         "scale_attn_by_inverse_layer_idx": Field(
             "scales all layers alike", (False,), default=False
@@ -90,28 +68,28 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
         "scale_attn_weights": _SCALES,
     },
     "gpt_bigcode": {
-        **_read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
+        **read("n_embd n_head n_inner n_layer n_positions tie_word_embeddings vocab_size"),
         "activation_function": Field(_GELU.does, _TANH, "gelu_pytorch_tanh", near=_GELU.near),
         "layer_norm_epsilon": _EPSILON,
-        "multi_query": _TRANSLATED,
+        "multi_query": TRANSLATED,
         "scale_attn_weights": _SCALES,
     },
     "gpt_neox": {
-        **_read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
-        **_read("tie_word_embeddings vocab_size"),
-        **_rotary("default"),
-        "rotary_emb_base": _TRANSLATED,
-        "rotary_pct": _TRANSLATED,
+        **read("hidden_size intermediate_size num_attention_heads num_hidden_layers"),
+        **read("tie_word_embeddings vocab_size"),
+        **rotary("default"),
+        "rotary_emb_base": TRANSLATED,
+        "rotary_pct": TRANSLATED,
         "attention_bias": Field("has no layers without biases", (True,), default=True, stops=True),
         "hidden_act": Field(_GELU.does, _TANH, "gelu", near=_GELU.near),
         "layer_norm_eps": _EPSILON,
         "use_parallel_residual": Field("has no such layers", (True,), default=True, stops=True),
     },
     "gptj": {
-        **_read("n_embd n_head n_layer tie_word_embeddings vocab_size"),
+        **read("n_embd n_head n_layer tie_word_embeddings vocab_size"),
         "activation_function": _GELU,
         "layer_norm_epsilon": _EPSILON,
-        "n_inner": _TRANSLATED,
+        "n_inner": TRANSLATED,
         "rotary_dim": Field(
             "needs an even number within a head, as transformers does",
             right=_in_pairs,
@@ -122,15 +100,15 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     },
     "llama": {
         **_GROUPED,
-        **_rotary("default", "linear", "llama3", stops=True),
-        "attention_bias": Field("drops these biases", (False,), default=False, backends=_NXDI),
-        "mlp_bias": Field("drops these biases", (False,), default=False, backends=_NXDI),
+        **rotary("default", "linear", "llama3", stops=True),
+        "attention_bias": Field("drops these biases", (False,), default=False),
+        "mlp_bias": Field("drops these biases", (False,), default=False),
     },
     "mistral": _MISTRAL,
-    "mixtral": {**_MISTRAL, **_read("num_experts_per_tok num_local_experts")},
+    "mixtral": {**_MISTRAL, **read("num_experts_per_tok num_local_experts")},
     "opt": {
-        **_read("ffn_dim hidden_size max_position_embeddings num_attention_heads"),
-        **_read("num_hidden_layers tie_word_embeddings vocab_size"),
+        **read("ffn_dim hidden_size max_position_embeddings num_attention_heads"),
+        **read("num_hidden_layers tie_word_embeddings vocab_size"),
         "activation_function": Field(
             "has no such activation", ("relu", "gelu_new", "silu", "sigmoid"), "relu", stops=True
         ),

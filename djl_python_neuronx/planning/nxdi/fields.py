@@ -1,0 +1,163 @@
+"""Every field of `config.json` that changes a number, for each class of NxD Inference.
+
+Source: neuronx-distributed-inference 0.9, `models/*/modeling_*.py`, models/config.py and modules/; the modelling code
+of transformers 4.57 and 5.23. Fields that are not here change none. tests/backends/test_fields.py compares those of the
+architectures that the rig runs; dbrx, gemma3, gpt_oss and qwen3_moe were read only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from djl_python_neuronx.planning.fields import (
+    LIBRARY_ONLY,
+    ROTARY,
+    SAME_HEAD_DIM,
+    TRANSLATED,
+    Field,
+    read,
+    rope_type,
+    rotary,
+)
+from djl_python_neuronx.planning.model import ModelFacts
+
+_WINDOW = Field("attends to all tokens: see above")
+_NO_BIAS = Field("drops these biases", (False,), default=False)
+_UNTIED = Field("ties no embeddings", (False,), default=False, stops=True)
+_SEVERAL = Field(
+    "needs at least 2 experts for a token",
+    right=lambda value, _model: value is None or value > 1,
+    stops=True,
+)
+_NUMBERS = read("hidden_size intermediate_size num_attention_heads num_hidden_layers") | read(
+    "num_key_value_heads rms_norm_eps vocab_size"
+)
+_DENSE = {**_NUMBERS, **read("hidden_act tie_word_embeddings"), **rotary("default")}
+_OTHERS_MLP = {"mlp_bias": Field(LIBRARY_ONLY, (False,), default=False)}
+_QWEN = {
+    **_DENSE,
+    **_OTHERS_MLP,
+    **dict.fromkeys(
+        ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"), _WINDOW
+    ),
+}
+
+
+_MOE = {
+    **_NUMBERS,
+    **rotary("default"),
+    "hidden_act": Field(
+        "has no such activation",
+        ("silu", "swish", "gelu", "relu", "leaky_relu", "sigmoid", "tanh"),
+        "silu",
+        stops=True,
+    ),
+    "num_experts_per_tok": _SEVERAL,
+    "sliding_window": _WINDOW,
+    "tie_word_embeddings": _UNTIED,
+}
+
+
+def _full_every(step: int) -> Field:
+    def right(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
+        kinds = [kind == "full_attention" for kind in value or ()]
+        return kinds == [number % step == 0 for number in range(1, len(kinds) + 1)]
+
+    return Field(f"has a window in all but each layer {step}, {2 * step} ...", right=right)
+
+
+def _scaled_by_8(_value: object, model: ModelFacts) -> bool:
+    value = next(filter(None, map(model.config.get, ROTARY)), None)
+    given = value.get("full_attention", value) if isinstance(value, Mapping) else {}
+    return rope_type(given) == "linear" and given["factor"] == 8
+
+
+def _untruncated(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
+    return value is None or (rope_type(value) == "yarn" and value.get("truncate") is False)
+
+
+def _has_method(name: str) -> Field:
+    return Field(
+        f"takes weights in {name} alone",
+        right=lambda value, _model: (
+            isinstance(value, Mapping) and value.get("quant_method") == name
+        ),
+        stops=True,
+    )
+
+
+_GEMMA_ROPE = Field(
+    "scales positions as linear by 8, in layers without a window", right=_scaled_by_8
+)
+_GPT_OSS_ROPE = Field("scales positions as yarn, without rounding its bounds", right=_untruncated)
+_OF_ALL = {"quantization_config": Field("ignores it", (None,))}
+_OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
+    "dbrx": {
+        **read("attn_config d_model n_heads n_layers vocab_size"),
+        "ffn_config": Field(
+            "scales the experts' weights to a sum of 1",
+            right=lambda value, _model: (value or {}).get("moe_normalize_expert_weights", 1) == 1,
+        ),
+        "tie_word_embeddings": _UNTIED,
+    },
+    "gemma3": {
+        **read("head_dim hidden_size intermediate_size num_attention_heads num_hidden_layers"),
+        **read("num_key_value_heads query_pre_attn_scalar sliding_window tie_word_embeddings"),
+        "attention_bias": _NO_BIAS,
+        "attn_logit_softcapping": Field("caps no logits", (None,)),
+        "final_logit_softcapping": Field("caps no logits", (None,)),
+        "hidden_activation": Field("has one", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        "layer_types": _full_every(6),
+        "rms_norm_eps": Field("computes 1e-06", (1e-6,), 1e-6),
+        "rope_local_base_freq": Field("computes 10000", (1e4,), 1e4),
+        **dict.fromkeys(ROTARY, _GEMMA_ROPE),
+        "rope_theta": Field("computes 1000000", (1e6,), 1e6),
+        "sliding_window_pattern": Field("computes 6", (6,), 6),
+        "use_bidirectional_attention": Field("looks back only", (False,), default=False),
+        "vocab_size": Field(
+            "has the vocabulary of the published models", (262208,), 262208, stops=True
+        ),
+    },
+    "gpt_oss": {
+        **_NUMBERS,
+        **read("head_dim num_experts_per_tok num_local_experts sliding_window tie_word_embeddings"),
+        "attention_bias": Field("has no layers without biases", (True,), default=True, stops=True),
+        "initial_context_length": Field(
+            "needs the length before scaling", right=lambda value, _model: bool(value), stops=True
+        ),
+        "layer_types": _full_every(2),
+        "quantization_config": _has_method("mxfp4"),
+        "rms_norm_eps": Field("computes 1e-05", (1e-5,), 1e-5),
+        **dict.fromkeys(ROTARY, _GPT_OSS_ROPE),
+        "rope_theta": TRANSLATED,
+    },
+    "llama": {
+        **_DENSE,
+        **read("attention_bias head_dim mlp_bias"),
+        **rotary("default", "linear", "llama3", "yarn"),
+        "attention_chunk_size": Field(LIBRARY_ONLY, (None,)),
+        "original_hidden_size": Field(LIBRARY_ONLY, (None,), stops=True),
+        "sliding_window": Field(LIBRARY_ONLY, (None,)),
+    },
+    "mistral": {**_DENSE, **_OTHERS_MLP, **read("sliding_window"), "head_dim": SAME_HEAD_DIM},
+    "mixtral": {**_MOE, **read("num_local_experts"), "head_dim": SAME_HEAD_DIM},
+    "qwen2": {**_QWEN, "head_dim": SAME_HEAD_DIM},
+    "qwen3": {**_QWEN, **read("head_dim"), "attention_bias": _NO_BIAS},
+    "qwen3_moe": {
+        **_MOE,
+        **read("head_dim moe_intermediate_size num_experts"),
+        "attention_bias": _NO_BIAS,
+        "decoder_sparse_step": Field("has experts in each layer", (1,), 1, stops=True),
+        "layer_types": _WINDOW,
+        "mlp_only_layers": Field("has experts in each layer", ([],), default=[], stops=True),
+        "norm_topk_prob": Field(
+            "scales the experts' weights to a sum of 1", (True,), default=False
+        ),
+        "use_sliding_window": _WINDOW,
+    },
+}
+NXDI_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+    name: {**_OF_ALL, **fields} for name, fields in _OF_ONE.items()
+}
+"""`model_type` to its fields; models with images are not served."""

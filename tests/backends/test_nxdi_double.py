@@ -1,0 +1,219 @@
+"""The adapter of NxD Inference where the library is not: how it drives it, and that the stand-in is like it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
+pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends.base import Backend, Step, Want
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.warmup import warm_up
+from djl_python_neuronx.types import GenerationRequest
+from tests.backends import nxdi_double
+from tests.backends.nxdi_plans import loaded, nxdi_plan
+from tests.backends.test_tnx_double import assert_expected, folder_of
+from tests.device_driver import make_rows
+from tests.tiny_models import poison, save_tiny_model
+
+POISON = 96
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_text("")
+    return folder_of(tmp_path, "llama")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return nxdi_double.install(monkeypatch)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "continuous": {},
+    "static": {"continuous": False},
+    "few rows": {"token_generation_batches": [1, 2]},
+    "one slot": {"num_slots": 1},
+}
+DYNAMIC = {"do_sample": True, "dynamic": True, "global_topk": 8}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", WAYS)
+def test_any_traffic_gives_what_each_gets_alone(
+    folder: Path, made: list[Any], name: str, seed: int
+) -> None:
+    with loaded(nxdi_plan(folder, **WAYS[name])) as backend:
+        assert_expected(backend, seed)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_tokens_of_the_device_are_taken_as_they_are(
+    folder: Path, made: list[Any], name: str
+) -> None:
+    with loaded(nxdi_plan(folder, on_device_sampling_config=DYNAMIC, **WAYS[name])) as backend:
+        assert (backend.spec.outputs, backend.spec.largest_top_k) == (Want.TOKENS, 8)
+        assert_expected(backend, 1)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_warm_up_runs_every_graph_once_and_the_library_s_does_not_run(
+    folder: Path, made: list[Any], name: str
+) -> None:
+    with loaded(nxdi_plan(folder, prefill_buckets=(8, 47), **WAYS[name])) as backend:
+        assert warm_up(Engine(backend)) == ()
+    application = made[-1]
+    assert not application.warmed
+    assert {call[1] for call in application.calls} == set(range(len(application.graphs)))
+
+
+def test_the_environment_is_left_as_it_was(folder: Path, made: list[Any]) -> None:
+    before = dict(os.environ)
+    backends.get("nxdi").load(nxdi_plan(folder))
+    assert dict(os.environ) == before
+
+
+@pytest.fixture(params=["double", pytest.param("rig", marks=pytest.mark.nxdi)])
+def poisoned(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A llama with a token that is not a number."""
+    if request.param == "rig":
+        save_tiny_model("llama", tmp_path)
+        poison(tmp_path / "model.safetensors", POISON)
+        return tmp_path
+    nxdi_double.install(request.getfixturevalue("monkeypatch"), POISON)
+    return request.getfixturevalue("folder")
+
+
+def tokens_of(backend: Any, slot: int, prompt: list[int], fed: list[int]) -> list[int]:
+    """One greedy request whose decodes are fed these tokens: what the device makes of each."""
+    wants = Want.TOKENS if Want.TOKENS in backend.spec.outputs else Want.LOGITS
+    backend.acquire(slot, prompt, 0)
+    steps = [Step(prefill=make_rows({slot: prompt}, wants=wants))]
+    for start, token_id in enumerate(fed, len(prompt)):
+        steps.append(Step(decode=make_rows({slot: [token_id]}, {slot: start}, wants)))
+    found = []
+    for step in steps:
+        output = backend.run(step)
+        best = output.values.argmax(axis=2) if wants == Want.LOGITS else output.ids
+        found += best.ravel().tolist()
+    backend.release([slot])
+    return found
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "host": {},
+    "greedy": {"on_device_sampling_config": {"do_sample": False}},
+    "dynamic": {"on_device_sampling_config": DYNAMIC},
+    "dynamic with logits": {"on_device_sampling_config": DYNAMIC, "output_logits": True},
+    "static": {"continuous": False},
+    "static greedy": {"continuous": False, "on_device_sampling_config": {"do_sample": False}},
+    "few rows": {"token_generation_batches": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_slot_recovers_from_what_is_not_a_number(poisoned: Path, name: str) -> None:
+    """NaN beyond the next prompt's bucket: at position 15 of a prompt, and of decodes within and beyond all buckets."""
+    with loaded(nxdi_plan(poisoned, **SAMPLED[name])) as backend:
+        fed = [3 + i * i % 83 for i in range(40)]
+        wanted = tokens_of(backend, 1, [5, 6, 7], fed)
+        beside = tokens_of(backend, 0, [8, 9], fed[:5])
+        assert len(set(wanted)) > 3
+        for prompt, rest in (
+            ([*fed[:15], POISON, *fed[16:18]], []),
+            ([*fed[:15], POISON, *fed[16:18]], fed[:3]),
+            ([5, 6, 7], [*fed[:12], POISON, *fed[13:16]]),
+            ([5, 6, 7], [*fed[:26], POISON, *fed[27:30]]),
+        ):
+            spoiled = tokens_of(backend, 1, prompt, rest)
+            assert len(set(spoiled[-4:])) == 1 or not rest
+            assert tokens_of(backend, 1, [5, 6, 7], fed) == wanted
+        assert tokens_of(backend, 0, [8, 9], fed[:5]) == beside
+
+
+@pytest.mark.nxdi
+def test_the_stand_in_takes_what_the_library_takes() -> None:
+    config = importlib.import_module(f"{nxdi_double.PACKAGE}.models.config")
+    model = importlib.import_module(f"{nxdi_double.PACKAGE}.models.llama.modeling_llama")
+    adapter = importlib.import_module(f"{nxdi_double.PACKAGE}.utils.hf_adapter")
+    double = nxdi_double.NeuronLlamaForCausalLM
+    pairs = [
+        (adapter.load_pretrained_config, nxdi_double.load_pretrained_config),
+        (config.InferenceConfig.__init__, nxdi_double.InferenceConfig.__init__),
+        *(
+            (getattr(config.InferenceConfig, name), getattr(nxdi_double.InferenceConfig, name))
+            for name in ("get_neuron_config_cls", "load", "save")
+        ),
+        *(
+            (getattr(model.NeuronLlamaForCausalLM, name), getattr(double, name))
+            for name in (
+                *("compile", "load", "shard_weights", "forward", "reset"),
+                *("get_config_cls", "get_neuron_config_cls"),
+            )
+        ),
+    ]
+    for real, mine in pairs:
+        theirs, ours = (inspect.signature(entry).parameters for entry in (real, mine))
+        assert list(ours) == list(theirs), real
+        for name, parameter in ours.items():
+            assert parameter.kind == theirs[name].kind
+            # The library's is a list.
+            assert parameter.default == theirs[name].default or name == "llava_args"
+    for entry in nxdi_double.CONFIGS:
+        made = vars(getattr(config, entry.__name__)())
+        assert {name: made[name] for name in vars(entry())} == vars(entry())
+
+
+@pytest.mark.nxdi
+@pytest.mark.parametrize("name", ["continuous", "static", "few rows"])
+def test_the_stand_in_is_called_as_the_library_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The same traffic: every call with the same graph, shapes, cache lines and positions."""
+    options = WAYS[name]
+    log = tmp_path / "log"
+    log.touch()
+    save_tiny_model("llama", tmp_path)
+    monkeypatch.setenv("NXDI_RIG_LOG", str(log))
+    with loaded(nxdi_plan(tmp_path, **options)) as backend:
+        drive(backend)
+    real = [json.loads(line) for line in log.read_text().splitlines()]
+    wanted = [
+        [each["model"], each["shapes"][:2], each["seq_ids"], list(np.ravel(each["pos"]))]
+        for each in real
+        if each["event"] == "run"
+    ]
+    with monkeypatch.context() as patch:
+        made = nxdi_double.install(patch)
+        with loaded(nxdi_plan(tmp_path, **options)) as backend:
+            drive(backend)
+    found = [[tag, shapes, lines, positions] for tag, _, shapes, lines, positions in made[-1].calls]
+    assert len(found) > 60
+    assert found == wanted
+
+
+def drive(backend: Backend) -> None:
+    """Requests whose number of tokens does not depend on what they are."""
+    draw, engine = random.Random(1), Engine(backend)
+    for turn in range(400):
+        if turn % 7 == 0 and turn < 100:
+            prompt = draw.choices(range(3, 90), k=draw.choice([1, 2, 8, 9, 19, 20]))
+            engine.add(
+                GenerationRequest(
+                    str(turn), prompt, max_new_tokens=draw.randint(1, 28), ignore_eos=True
+                )
+            )
+        engine.step()
+    assert not engine.has_work
