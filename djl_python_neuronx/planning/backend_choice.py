@@ -140,7 +140,9 @@ def _several_cores(options: ServingOptions) -> bool:
 def _why_not(name: str, objections: tuple[str, ...], to_chosen: tuple[str, ...]) -> str:
     """Return the first objection that the chosen backend does not have."""
     pairs = zip(objections, to_chosen, strict=True)
-    return next((words for words, same in pairs if words and not same), f"it is preferred to {name}")
+    return next(
+        (words for words, same in pairs if words and not same), f"it is preferred to {name}"
+    )
 
 
 def _unknown_model(backend: str, model_type: str | None) -> str:

@@ -273,7 +273,9 @@ def test_findings_tell_their_options(laptop, tmp_path):
 
 def test_layers_that_the_library_cannot_divide(environ):
     for unroll, ok in (("5", False), ("64", False), ("4", True)):
-        report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.8xlarge", unroll=unroll, model_loader="tnx")
+        report = run(
+            "meta-llama/Meta-Llama-3-8B", environ, "inf2.8xlarge", unroll=unroll, model_loader="tnx"
+        )
         assert report.ok == ok
         assert all("32 layers" in error for error in report.findings.messages("error"))
 

@@ -102,7 +102,13 @@ REASONS = [
         "nxdi refuses enable_chunked_prefill",
     ),
     # ... speed alone
-    ("llama", BOTH, {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi", "it is preferred to tnx"),
+    (
+        "llama",
+        BOTH,
+        {"neuron_optimize_level": 3, "cache_layout": "BSH"},
+        "nxdi",
+        "it is preferred to tnx",
+    ),
     # ... and what only NxD Inference has, for a model of both
     ("mistral", BOTH, {"output_logits": True}, "nxdi", "tnx refuses output_logits"),
     # ... and what this version serves with transformers-neuronx alone
