@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.backends.base import Step, Want
+from djl_python_neuronx.backends.base import Backend, Step, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
+from djl_python_neuronx.types import GenerationRequest
 from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
 from tests.backends.test_tnx_double import assert_expected, folder_of
@@ -135,3 +141,79 @@ def test_a_slot_recovers_from_what_is_not_a_number(poisoned: Path, name: str) ->
             assert len(set(spoiled[-4:])) == 1 or not rest
             assert tokens_of(backend, 1, [5, 6, 7], fed) == wanted
         assert tokens_of(backend, 0, [8, 9], fed[:5]) == beside
+
+
+@pytest.mark.nxdi
+def test_the_stand_in_takes_what_the_library_takes() -> None:
+    config = importlib.import_module(f"{nxdi_double.PACKAGE}.models.config")
+    model = importlib.import_module(f"{nxdi_double.PACKAGE}.models.llama.modeling_llama")
+    adapter = importlib.import_module(f"{nxdi_double.PACKAGE}.utils.hf_adapter")
+    double = nxdi_double.NeuronLlamaForCausalLM
+    pairs = [
+        (adapter.load_pretrained_config, nxdi_double.load_pretrained_config),
+        (config.InferenceConfig.__init__, nxdi_double.InferenceConfig.__init__),
+        *(
+            (getattr(config.InferenceConfig, name), getattr(nxdi_double.InferenceConfig, name))
+            for name in ("get_neuron_config_cls", "load", "save")
+        ),
+        *(
+            (getattr(model.NeuronLlamaForCausalLM, name), getattr(double, name))
+            for name in (
+                *("compile", "load", "shard_weights", "forward", "reset"),
+                *("get_config_cls", "get_neuron_config_cls"),
+            )
+        ),
+    ]
+    for real, mine in pairs:
+        theirs, ours = (inspect.signature(entry).parameters for entry in (real, mine))
+        assert list(ours) == list(theirs), real
+        for name, parameter in ours.items():
+            assert parameter.kind == theirs[name].kind
+            # The library's is a list.
+            assert parameter.default == theirs[name].default or name == "llava_args"
+    for entry in nxdi_double.CONFIGS:
+        made = vars(getattr(config, entry.__name__)())
+        assert {name: made[name] for name in vars(entry())} == vars(entry())
+
+
+@pytest.mark.nxdi
+@pytest.mark.parametrize("name", ["continuous", "static", "few rows"])
+def test_the_stand_in_is_called_as_the_library_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The same traffic: every call with the same graph, shapes, cache lines and positions."""
+    options = WAYS[name]
+    log = tmp_path / "log"
+    log.touch()
+    save_tiny_model("llama", tmp_path)
+    monkeypatch.setenv("NXDI_RIG_LOG", str(log))
+    with loaded(nxdi_plan(tmp_path, **options)) as backend:
+        drive(backend)
+    real = [json.loads(line) for line in log.read_text().splitlines()]
+    wanted = [
+        [each["model"], each["shapes"][:2], each["seq_ids"], list(np.ravel(each["pos"]))]
+        for each in real
+        if each["event"] == "run"
+    ]
+    with monkeypatch.context() as patch:
+        made = nxdi_double.install(patch)
+        with loaded(nxdi_plan(tmp_path, **options)) as backend:
+            drive(backend)
+    found = [[tag, shapes, lines, positions] for tag, _, shapes, lines, positions in made[-1].calls]
+    assert len(found) > 60
+    assert found == wanted
+
+
+def drive(backend: Backend) -> None:
+    """Requests whose number of tokens does not depend on what they are."""
+    draw, engine = random.Random(1), Engine(backend)
+    for turn in range(400):
+        if turn % 7 == 0 and turn < 100:
+            prompt = draw.choices(range(3, 90), k=draw.choice([1, 2, 8, 9, 19, 20]))
+            engine.add(
+                GenerationRequest(
+                    str(turn), prompt, max_new_tokens=draw.randint(1, 28), ignore_eos=True
+                )
+            )
+        engine.step()
+    assert not engine.has_work

@@ -186,7 +186,9 @@ class ContinuousBackend(SlotBackend):
     def _prefill(self, rows: Rows) -> StepOutput:
         """Run each row alone, as the graphs of continuous batching take it."""
         if rows.starts.any():
-            refuse(f"prompts from {rows.starts.tolist()} on", "prompts from their first token on")
+            if len(rows.slots) > 1:
+                refuse(f"prompts from {rows.starts.tolist()} on", "one at a time")
+            return self._continue(rows)
         slots, ids, lens = rows.slots, rows.input_ids, rows.lens
         self._remember(slots, ids[np.arange(len(lens)), lens - 1], lens - 1, rows)
         answers = [
@@ -194,6 +196,14 @@ class ContinuousBackend(SlotBackend):
             for row, slot in enumerate(slots.tolist())
         ]
         return self._answer(answers, rows)
+
+    def _continue(self, rows: Rows) -> StepOutput:
+        """Run a row's tokens behind those in the cache, one decode each: no graph reads a prompt from there on."""
+        self._bucket = int(rows.starts[0] + rows.lens[0])
+        for column in range(int(rows.lens[0])):
+            ids = rows.input_ids[:, column : column + 1]
+            output = self._decode(replace(rows, input_ids=ids, starts=rows.starts + column))
+        return output
 
     def _encode(self, slots: Sequence[int], ids: Int32Array, lens: Int32Array) -> Any:  # noqa: ANN401
         """Return the library's output for prompts of `lens` tokens, one row per slot; `ids`: int32[B, >= lens]."""
