@@ -292,7 +292,7 @@ class BatchingOptions(OptionGroup):
         False
     )
     """DJL Serving hands over each request once and receives tokens as they are generated. Excludes `rolling_batch`, and
-    a `batch_size` that DJL Serving collects."""
+    a `batch_size` that DJL Serving collects. NxD Inference's `async_mode` is the option `async_execution`."""
     max_rolling_batch_size: Annotated[
         Count | None,
         Option(
