@@ -80,6 +80,21 @@ def load_nxdi(directory: Path, *, continuous: bool = True) -> Backend:
     return backends.get("nxdi").load(nxdi_plan(directory, *shapes, continuous=continuous))
 
 
+def load_double(directory: Path, **plan: object) -> Backend:
+    """The nxdi backend on the library's stand-in."""
+    pytest.importorskip("torch", reason="the nxdi backend needs torch")
+    pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
+    from tests.backends import nxdi_double
+    from tests.backends.nxdi_plans import nxdi_plan
+
+    (directory / "model.safetensors").write_text("")
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 97}')
+    shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
+    with pytest.MonkeyPatch.context() as patch:
+        nxdi_double.install(patch, POISON)
+        return backends.get("nxdi").load(nxdi_plan(directory, *shapes, **plan))
+
+
 LOADERS: dict[str, Callable[[Path], Backend]] = {
     "toy": load_toy,
     "cpu": load_cpu,
@@ -87,6 +102,9 @@ LOADERS: dict[str, Callable[[Path], Backend]] = {
     "tnx": load_tnx,
     "tnx-static": lambda directory: load_tnx(directory, continuous=False),
     "tnx-paged": lambda directory: load_tnx(directory, block_size=8),
+    "toy-nxdi": load_double,
+    "toy-nxdi-static": lambda directory: load_double(directory, continuous=False),
+    "toy-nxdi-few": lambda directory: load_double(directory, token_generation_batches=[1, 2]),
     "nxdi": load_nxdi,
     "nxdi-static": lambda directory: load_nxdi(directory, continuous=False),
 }

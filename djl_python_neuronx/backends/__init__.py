@@ -29,10 +29,12 @@ COMPILER = "neuronx-cc"
 """The package of the compiler that every `CompilingModule` uses."""
 # The path first, so that the rest can be imported.
 _START = (
-    "import json, sys; sys.path[:], backend_path = json.loads(sys.argv[2]); "
-    "from importlib import import_module; from djl_python_neuronx import backends; "
+    "import json, sys; sys.path[:], backend_path, modules = json.loads(sys.argv[2]); "
+    "from importlib import import_module; [*map(import_module, modules)]; from djl_python_neuronx import backends; "
     "backends.__path__[:] = backend_path; import_module(sys.argv[1]).main()"
 )
+# Python imports them at its start; one that ignores its environment does not find them.
+_CUSTOM = ("sitecustomize", "usercustomize")
 
 
 class BackendModule(Protocol):
@@ -109,7 +111,9 @@ def compiler(name: str) -> CompilingModule | None:
 def python_command(module: str) -> list[str]:
     """Return the command that calls `main()` of a module in a new Python.
 
-    That Python finds the same packages and the same backends as this one, whatever its environment is.
+    That Python finds the same packages and the same backends as this one, whatever its environment is, and imports what
+    this one has imported to customise itself. A folder that this one has put on its path since then customises nothing.
     """
-    paths = json.dumps([sys.path, [*map(str, __path__)]])
+    customised = [name for name in _CUSTOM if name in sys.modules]
+    paths = json.dumps([sys.path, [*map(str, __path__)], customised])
     return [sys.executable, "-I", "-u", "-c", _START, module, paths]

@@ -1,24 +1,34 @@
-"""Plans for NxD Inference, and the tiny models that it can load."""
+"""Plans for NxD Inference, whole starts in this process, and the tiny models that it can load."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.loading import compiled as graphs
+from djl_python_neuronx.loading.compiled import Compiled, obtain
+from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import library_arguments
+from tests.tiny_models import save_tiny_model
+from tests.toy_tokenizer import TOKENIZER
+
+# A process has its cores once: those of the largest model here.
+os.environ.setdefault("NEURON_RT_NUM_CORES", "8")
 
 PLANS = TypeAdapter(LoadPlan)
 
@@ -35,9 +45,10 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "llama-mha": ("llama", {"num_key_value_heads": 4}),
         "llama3-rope": ("llama", {"rope_scaling": _LLAMA3}),
         "mistral": ("mistral", {"sliding_window": None}),
+        "mistral-window": ("mistral", {"sliding_window": 7}),
         "mixtral": ("mixtral", {}),
         "qwen2": ("qwen2", {"use_sliding_window": False}),
-        "qwen3": ("qwen3", {"head_dim": 8}),
+        "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": False}),
     }
 )
 """Name → model type and what differs from `tiny_models`."""
@@ -86,6 +97,47 @@ def nxdi_plan(
     crossed = PLANS.validate_json(PLANS.dump_json(plan))
     assert crossed == plan
     return crossed
+
+
+SETTINGS: Mapping[str, str] = {
+    "model_loader": "nxdi",
+    "dtype": "fp32",
+    "tensor_parallel_degree": "1",
+    "n_positions": "24,48",
+    "context_length_estimate": "8,20",
+    "max_rolling_batch_size": "4",
+}
+
+
+def save_variant(name: str, directory: Path, **settings: Any) -> Path:
+    """Write the checkpoint of a variant; returns its directory. Every degree here divides its vocabulary."""
+    model_type, own = VARIANTS[name]
+    return save_tiny_model(model_type, directory, **{"vocab_size": 96, **own, **settings})
+
+
+def obtained(folder: Path, store: Path, *, here: bool = True, **settings: str) -> Compiled:
+    """The plan and the graphs of a folder's model, as a start obtains them: options, planning, compile store.
+
+    `here`: compile in this process, because another one would import the library again, for many seconds.
+    """
+    environ = {
+        **os.environ,
+        "NEURON_COMPILE_CACHE_URL": str(store / "cache"),
+        "DJL_CACHE_DIR": str(store / "downloads"),
+    }
+    options = {**SETTINGS, **settings}
+    machine = named("trn1.32xlarge")
+    prepared = prepare_or_raise(None, folder, environ=environ, overrides=options, machine=machine)
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(graphs, "compile_guarded", _compile_here)
+        return obtain(prepared, lambda: TOKENIZER)
+
+
+def _compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> None:
+    compiler = backends.compiler(backend)
+    assert compiler is not None
+    compiler.compile(plan, target)
 
 
 @contextmanager

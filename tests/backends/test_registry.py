@@ -75,6 +75,23 @@ def test_importing_every_backend_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_new_python_is_customised_as_this_one(tmp_path: Path, at_start: bool) -> None:
+    """Packages may be importable only after that; but a folder that came later, as a model's may, has no say."""
+    (tmp_path / "sitecustomize.py").write_text("print('customised', flush=True)")
+    (tmp_path / "tool.py").write_text("def main(): print('runs')")
+    program = (
+        f"import subprocess, sys; sys.path.append({str(tmp_path)!r}); from djl_python_neuronx import backends;"
+        "sys.exit(subprocess.run(backends.python_command('tool')).returncode)"
+    )
+    path = os.pathsep.join([str(tmp_path)] * at_start + [*filter(None, sys.path)])
+    environ = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["customised"] * 2 * at_start + ["runs"]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -1,0 +1,141 @@
+"""From options to text: the model of the quick start on NxD Inference, over HTTP and through DJL's Java."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
+from tests import neuron_machine  # noqa: E402
+from tests.backends.test_nxdi_traffic import log_lines  # noqa: E402
+from tests.djl.conftest import (  # noqa: E402, F401
+    MODES,
+    class_path,
+    engine_cache,
+    start_java,
+    write_model,
+)
+from tests.server.test_app import TINY_LLAMA, Running, checks, wait_until  # noqa: E402
+
+pytestmark = pytest.mark.nxdi
+
+SETTINGS = {
+    "model_loader": "nxdi",
+    "tensor_parallel_degree": "2",
+    "dtype": "fp32",
+    "n_positions": "256",
+    "context_length_estimate": "128",
+    "max_rolling_batch_size": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """The variables of this module's starts: two cores, one compile store, one log of the rig."""
+    work = tmp_path_factory.mktemp("nxdi")
+    own = {
+        "PATH": f"{neuron_machine.FOLDER / 'bin'}:{os.environ['PATH']}",
+        "NEURON_RT_NUM_CORES": "2",
+        "NEURON_COMPILE_CACHE_URL": str(work / "cache"),
+        "NXDI_RIG_LOG": str(work / "rig.log"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        yield own
+    wait_until(lambda: not workers(own))
+
+
+def workers(variables: Mapping[str, str]) -> list[str]:
+    """Command lines of the living processes that have these variables, which no other run has."""
+    mark, found = f"NXDI_RIG_LOG={variables['NXDI_RIG_LOG']}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if process.name != str(os.getpid()) and mark in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return [line for line in found if line]
+
+
+def num_compiled(variables: Mapping[str, str]) -> int:
+    return len(log_lines(Path(variables["NXDI_RIG_LOG"]), "compile"))
+
+
+def test_known_answers_come_through_the_server_and_a_second_start_compiles_nothing(
+    variables: Mapping[str, str],
+) -> None:
+    assert not workers(variables)
+    for wanted, compiled in ((asked(24), 2), (asked(4), 2)):
+        service = Service.load(None, TINY_LLAMA, environ=dict(os.environ), overrides=SETTINGS)
+        application = Application("tiny-llama")
+        application.service = service
+        server = Running(application)
+        assert num_compiled(variables) == compiled
+        assert workers(variables)
+
+        def answer(i: int, check: dict[str, Any], url: str = server.url) -> str:
+            payload = {
+                "inputs": check["prompt"],
+                "parameters": check["parameters"],
+                "stream": i % 2,
+            }
+            response = httpx.post(url + "/invocations", json=payload, timeout=120)
+            assert response.status_code == 200, response.text
+            text: str = json.loads(response.text.splitlines()[-1])["generated_text"]
+            return text
+
+        try:
+            with ThreadPoolExecutor(8) as clients:
+                found = list(clients.map(answer, range(len(wanted)), wanted))
+            assert found == [check["completion"] for check in wanted]
+        finally:
+            server.close()
+            service.close()
+        wait_until(lambda: not workers(variables))
+
+
+def asked(count: int) -> list[dict[str, Any]]:
+    """Known answers to short prompts, and the parameters to get them."""
+    short = [check for check in checks() if len(check["prompt"].encode()) < 100]
+    return [
+        {**check, "parameters": {"max_new_tokens": check["max_new_tokens"], "do_sample": False}}
+        for check in short[:count]
+    ]
+
+
+@pytest.mark.djl
+@pytest.mark.parametrize("mode", ["rolling", pytest.param("async", marks=pytest.mark.nightly)])
+def test_djl_s_released_engine_gets_the_same_answers(
+    variables: Mapping[str, str],
+    start_java: Any,  # noqa: F811
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    wanted = asked(12)
+    folder = write_model(tmp_path, mode, **{**SETTINGS, **MODES[mode]})
+    with start_java() as java:
+        java.load("tiny", folder)
+        before = java.workers()
+        bodies = [
+            {"inputs": check["prompt"], "parameters": check["parameters"], "stream": i % 2 == 0}
+            for i, check in enumerate(wanted)
+        ]
+        answers = java.submit("tiny", *bodies)
+        found = [json.loads(answer.wait().content.splitlines()[-1]) for answer in answers]
+        assert [each["generated_text"] for each in found] == [
+            check["completion"] for check in wanted
+        ]
+        assert java.workers() == before, java.tail()
+    wait_until(lambda: not workers(variables))
+    assert num_compiled(variables) == 2

@@ -1,0 +1,156 @@
+"""NxD Inference through the whole engine against transformers: same weights, same tokens, any traffic."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
+
+from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput, Want
+from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
+from tests.backends.tnx_engine import assert_like_alone
+from tests.tiny_models import load_reference
+
+pytestmark = pytest.mark.nxdi
+
+WAYS = {"continuous": {}, "static": {"rolling_batch_strategy": "naive_rolling_batch"}}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_traffic_gives_what_transformers_gives(
+    tmp_path: Path, name: str, way: str, tp: int
+) -> None:
+    folder = save_variant(name, tmp_path / "model")
+    made = obtained(folder, tmp_path, tensor_parallel_degree=str(tp), **WAYS[way])
+    with loaded(made.plan, made.folder) as backend:
+        assert backend.spec.joins == ("reprefill" if way == "static" else "free")
+        assert assert_like_alone(backend, load_reference(folder), seed=tp, num_requests=20) > 200
+
+
+@pytest.mark.parametrize("more", [{}, {"async_execution": "true"}], ids=["one by one", "ahead"])
+def test_tokens_that_the_device_chooses_are_transformers_too(
+    tmp_path: Path, more: dict[str, str]
+) -> None:
+    folder = save_variant("llama", tmp_path / "model")
+    made = obtained(
+        folder, tmp_path, tensor_parallel_degree="2", on_device_generation="true", **more
+    )
+    with loaded(made.plan, made.folder) as backend:
+        assert backend.spec.outputs == Want.TOKENS
+        assert assert_like_alone(backend, load_reference(folder), seed=5, num_requests=40) > 400
+
+
+@dataclass
+class Call:
+    """A call of the device that a step needs."""
+
+    live: dict[int, int]
+    """Slot → the position that its next token will have, of all sequences whose prompt is in the cache."""
+    prompt: tuple[int, int] | None = None
+    """Slot and tokens of the prompt that the call prefills; None: it decodes."""
+
+
+class Recorder:
+    """A backend that notes the device calls that its steps need, from the steps and the slots alone."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._live: dict[int, int] = {}
+        self.calls: list[Call] = []
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._backend.spec
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        assert slot not in self._live
+        return self._backend.acquire(slot, prompt_ids, adapter)
+
+    def run(self, step: Step) -> StepOutput:
+        output = self._backend.run(step)
+        [(kind, rows)] = step.parts
+        ends = dict(zip(rows.slots.tolist(), (rows.starts + rows.lens).tolist(), strict=True))
+        if kind == "decode":
+            self.calls.append(Call(dict(self._live)))
+        else:
+            self.calls += [Call(dict(self._live), prompt) for prompt in ends.items()]
+        self._live |= ends
+        return output
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._live.pop(slot, None)
+        self._backend.release(slots)
+
+
+def log_lines(path: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of the rig's log about an event."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line["event"] == event]
+
+
+def test_the_library_runs_what_the_slots_need_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every live slot in each decode, nothing written into another's, and the smallest graph that holds them."""
+    log, batches, lengths, prompts = tmp_path / "rig.log", (1, 2, 4), (24, 48), (8, 20)
+    folder = save_variant("llama", tmp_path / "model")
+    made = obtained(folder, tmp_path, token_generation_batches="1,2")
+    with loaded(made.plan, made.folder) as backend:
+        recorder: Any = Recorder(backend)
+        monkeypatch.setenv("NXDI_RIG_LOG", str(log))
+        assert assert_like_alone(recorder, load_reference(folder), 7, num_requests=500) > 5000
+    used: Counter[tuple[str, int, int]] = Counter()
+    for call, line in zip(recorder.calls, log_lines(log, "run"), strict=True):
+        rows, length = line["shapes"][1]
+        used[line["model"], rows, length] += 1
+        if call.prompt is not None:
+            slot, tokens = call.prompt
+            assert (line["model"], line["seq_ids"]) == ("context_encoding_model", [slot])
+            assert length == min(bucket for bucket in prompts if tokens <= bucket)
+            continue
+        assert line["model"] == "token_generation_model"
+        slots = line["seq_ids"]
+        assert (
+            len(set(slots)) == len(slots) == rows == min(n for n in batches if max(call.live) < n)
+        )
+        positions = dict(zip(slots, (row[0] for row in line["pos"]), strict=True))
+        assert call.live.items() <= positions.items()
+        assert length == min(bucket for bucket in lengths if max(call.live.values()) < bucket)
+    assert {key for key in used if key[0] == "context_encoding_model"} == {
+        ("context_encoding_model", 1, length) for length in prompts
+    }
+    assert {key[1:] for key in used if key[0] == "token_generation_model"} == {
+        (rows, length) for rows in batches for length in lengths
+    }
+
+
+def test_two_compiles_at_once_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's work folder is one for all, and each compile begins by emptying it."""
+    log = tmp_path / "rig.log"
+    monkeypatch.setenv("NXDI_RIG_LOG", str(log))
+    monkeypatch.setenv("NXDI_RIG_COMPILE_SECONDS", "1")
+    names = ("llama", "qwen2")
+    folders = [save_variant(name, tmp_path / name) for name in names]
+    with ThreadPoolExecutor(len(names)) as threads:
+        both = list(threads.map(lambda folder: obtained(folder, tmp_path, here=False), folders))
+    assert len(log_lines(log, "compile")) == 8
+    for folder, made in zip(folders, both, strict=True):
+        assert made.cache_hit is False
+        again = obtained(folder, tmp_path, here=False)
+        assert (again.cache_hit, again.folder) == (True, made.folder)
+        with loaded(made.plan, made.folder) as backend:
+            assert assert_like_alone(backend, load_reference(folder), seed=9) > 100
+    assert len(log_lines(log, "compile")) == 8
