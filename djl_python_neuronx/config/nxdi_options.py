@@ -135,8 +135,10 @@ class NxdiOptions(OptionGroup):
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
     async_execution: Annotated[bool | None, _nxdi(keyword="async_mode")] = None
-    """Start each decode step before the host has read the previous one: the library's `async_mode`, unrelated to DJL
-    Serving's. Needs on-device sampling; excludes Medusa."""
+    """Start each decode step on the device before the host has read the previous one. It is the library's `async_mode`;
+    the option `async_mode` is another, DJL Serving's way to send requests. Needs on-device sampling; excludes
+    `token_generation_batches` and Medusa. A request that the host samples (`output_logits`) makes all steps synchronous
+    while it runs."""
     output_logits: _Feature = None
     """Return the logits to the host although the device samples, so that requests that only the host can sample are
     served too."""
@@ -242,8 +244,8 @@ class NxdiOptions(OptionGroup):
     """Arguments of the router: `act_fn` and `dtype`."""
 
     save_sharded_checkpoint: Annotated[bool | None, _nxdi(graph=())] = None
-    """Store the weights divided among the cores beside the compiled graphs: loads are faster, and the artifact is as
-    large as the model."""
+    """Store the weights divided among the cores in what `djl-neuronx compile` and DJL's partition script write, which
+    makes starts faster. Default: true. The store of compiled graphs holds no weights."""
     seq_len_threshold_for_cc_tiling: _TuningCount = None
     """Prompt length in tokens from which collectives are split into tiles. Library default: 16384."""
     enable_spill_reload_dge: _Tuning = None

@@ -61,12 +61,18 @@ def _decodes(spec: ModelSpec) -> tuple[int, ...]:
     return () if spec.mixed_steps else spec.token_buckets or (spec.max_model_len,)
 
 
+def _first_positions(spec: ModelSpec) -> tuple[int, ...]:
+    """The first position of each decode graph: near its end a library may already run the next one."""
+    ends = _decodes(spec)
+    return (1, *ends)[: len(ends)]
+
+
 def _runs(spec: ModelSpec, *, speculates: bool) -> list[tuple[int, int]]:
     """Lengths of prompts, with the number of tokens to generate."""
     longest, limit = longest_prompt(spec), spec.max_model_len
     lengths = {min(bucket, longest) for bucket in spec.prefill_buckets}
-    # The second token of a prompt of this length is the decode that reaches the bucket's end.
-    lengths |= {max(1, min(end - 1, longest, limit - 2)) for end in _decodes(spec)}
+    # The second token of a prompt of this length is a decode in the bucket.
+    lengths |= {max(1, min(start, longest, limit - 2)) for start in _first_positions(spec)}
     runs = [(length, 2) for length in lengths]
     if speculates:
         # Drafts are verified only where a further token is wanted.
@@ -145,11 +151,11 @@ def _decode_in(runner: Runner, slot: int) -> None:
         ServingError: a graph does not run.
     """
     backend, spec = runner.backend, runner.backend.spec
-    wants = Want.LOGITS if Want.LOGITS in spec.outputs else Want.TOKENS
+    wants = Want.TOKENS if Want.TOKENS in spec.outputs else Want.LOGITS
     longest = min(longest_prompt(spec), spec.max_model_len - 1)
     backend.acquire(slot, [0] * longest, 0)
     runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)), longest)
-    for start in sorted({max(1, min(end - 1, longest)) for end in _decodes(spec)}, reverse=True):
+    for start in sorted({min(start, longest) for start in _first_positions(spec)}, reverse=True):
         runner.run(Step(decode=plain_rows([slot], [[0]], [start], wants)), start + 1)
     backend.release([slot])
 

@@ -669,6 +669,18 @@ NXDI = [
         {"on_device_generation": True},
     ),
     ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
+    (
+        "async_execution",
+        "error",
+        {"async_execution": True, "on_device_generation": True, "token_generation_batches": (1,)},
+        {"token_generation_batches": None},
+    ),
+    (
+        "async_execution",
+        "note",
+        {"async_execution": True, "on_device_generation": True, "async_mode": True},
+        {"async_execution": None},
+    ),
     ("async_execution", "error", {**MEDUSA, "async_execution": True}, {"async_execution": False}),
     (
         "async_execution",

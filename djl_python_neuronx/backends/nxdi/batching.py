@@ -23,12 +23,16 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.nxdi.ahead import StepAhead
 from djl_python_neuronx.backends.nxdi.nan import Doubts
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket, refuse
 from djl_python_neuronx.backends.slots import SlotBackend
 
 _GREEDY = (1.0, 1.0, 1.0)
+_LARGEST_TEMPERATURE = 100.0
+"""The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
+drawn (modules/generation/sampling.py, 0.9)."""
 _FREE = 1
 """Position of a free slot in a decode: position 0 would make a prefill of the call."""
 
@@ -60,6 +64,7 @@ class ContinuousBackend(SlotBackend):
         self._sampling = np.tile(np.array(self._default, np.float32), (plan.num_slots, 1))
         self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
         self._columns = np.arange(plan.max_model_len, dtype=np.int32)
+        self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
         self._doubts = Doubts(plan.num_slots)
         self._bucket = 0
         """Columns that the last prefill has written."""
@@ -85,7 +90,9 @@ class ContinuousBackend(SlotBackend):
             self._filled[rows.slots] = rows.starts
             raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
         self._filled[rows.slots] = rows.starts + rows.lens
-        ends = rows.starts + 1 if kind == "decode" else np.full(len(rows.slots), self._bucket)
+        ends = np.full(len(rows.slots), self._bucket)
+        if kind == "decode":
+            ends = rows.starts + (1 if self._ahead is None else 2)
         self._doubts.note(rows, ends, output)
         return output
 
@@ -110,7 +117,7 @@ class ContinuousBackend(SlotBackend):
 
     def close(self) -> None:
         """Drop the application: the runtime frees the device's memory with the last reference."""
-        self._application = None
+        self._application = self._ahead = None
         gc.collect()  # its parts refer to one another
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
@@ -163,6 +170,8 @@ class ContinuousBackend(SlotBackend):
         ids[slot], positions[slot] = token_id, position
         mask = np.zeros((num_rows, choose_bucket(length, self.spec.token_buckets) - 1), np.int32)
         mask[:, 0] = 1
+        if self._ahead is not None:
+            self._ahead.drop(alone=True)
         output = self._application(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
@@ -231,17 +240,28 @@ class ContinuousBackend(SlotBackend):
         slots = rows.slots
         self._remember(slots, rows.input_ids[:, 0], rows.starts, rows)
         num_rows = choose_bucket(int(slots[-1]) + 1, self._batches)
-        positions = self._positions[:num_rows]
+        # Copies: the library changes parameters in place, and reads arrays after it has returned.
+        ids, positions, sampling = (
+            array[:num_rows].copy() for array in (self._ids, self._positions, self._sampling)
+        )
         width = choose_bucket(int(positions.max()) + 1, self.spec.token_buckets) - 1
+        if self._ahead is not None:
+            # One column less than a bucket would keep every step synchronous.
+            width = int(positions.max())
+            if rows.wants == Want.TOKENS:
+                self._ahead.settle(slots, ids, positions, sampling)
+            else:
+                self._ahead.drop(alone=True)
         mask = (self._columns[:width] < positions).astype(np.int32)
-        # The library changes parameters in place: it gets copies.
         output = self._application(
-            input_ids=torch.from_numpy(self._ids[:num_rows]),
+            input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions),
             seq_ids=self._slots[:num_rows],
-            sampling_params=torch.from_numpy(self._sampling[:num_rows].copy()),
+            sampling_params=torch.from_numpy(sampling.copy()),
         )
+        if self._ahead is not None:
+            self._ahead.note(output.tokens.reshape(-1, 1).numpy(), positions, sampling)
         return self._answer([output], rows, None if len(slots) == num_rows else slots)
 
     def _answer(
@@ -355,6 +375,7 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         decode_slots=batches if len(batches) > 1 else (),
         outputs=outputs,
         largest_top_k=largest,
+        largest_temperature=_LARGEST_TEMPERATURE if dynamic else None,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
     )

@@ -300,6 +300,14 @@ _SPECULATION = (
         "the next step starts from the token that the device has sampled; set on_device_generation=true, or leave "
         "async_execution out"
     ),
+    # Source: models/model_wrapper.py, which pads a step ahead to all slots.
+    when(async_execution=SET, token_generation_batches=SET).refuse(
+        "a step that runs ahead has a graph for all slots only; leave one of them out"
+    ),
+    when(async_execution=SET, async_mode=ANY).note(
+        "the library gets the first under its own name async_mode; the option async_mode is DJL Serving's way to send "
+        "requests, so set each for itself"
+    ),
     when(async_execution=SET, is_medusa=SET).refuse(
         "Medusa's steps wait for the host; leave one of them out"
     ),
