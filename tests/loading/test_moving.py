@@ -153,8 +153,7 @@ def test_a_file_of_the_old_ci_is_accepted(tmp_path, name):
 def test_what_this_version_cannot_serve_of_the_old_ci_names_the_fix(tmp_path, name):
     model, given, option = REFUSED_CI[name]
     errors = checked(tmp_path, model, given).findings.messages("error")
-    assert errors
-    assert all(error.startswith(option) for error in errors)
+    assert errors[0].startswith(option)
     assert "model_loader=tnx" in errors[0]
 
 
