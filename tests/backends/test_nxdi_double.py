@@ -216,6 +216,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "host": {},
     "greedy": {"on_device_sampling_config": {"do_sample": False}},
     "dynamic": {"on_device_sampling_config": DYNAMIC},
+    "ahead": {"on_device_sampling_config": {"do_sample": False}, "async_execution": True},
     "dynamic with logits": {"on_device_sampling_config": DYNAMIC, "output_logits": True},
     "ahead": {"on_device_sampling_config": {"do_sample": False}, "async_execution": True},
     "static": {"continuous": False},
