@@ -244,8 +244,8 @@ class NxdiOptions(OptionGroup):
     """Arguments of the router: `act_fn` and `dtype`."""
 
     save_sharded_checkpoint: Annotated[bool | None, _nxdi(graph=())] = None
-    """Store the weights divided among the cores beside the compiled graphs: loads are faster, and the artifact is as
-    large as the model."""
+    """Store the weights divided among the cores in what `djl-neuronx compile` and DJL's partition script write, which
+    makes starts faster. Default: true. The store of compiled graphs holds no weights."""
     seq_len_threshold_for_cc_tiling: _TuningCount = None
     """Prompt length in tokens from which collectives are split into tiles. Library default: 16384."""
     enable_spill_reload_dge: _Tuning = None

@@ -209,7 +209,8 @@ class _Writer:
 
 def _usual_weights(prepared: Prepared) -> WeightsInOutput:
     """NxD Inference divides whole weights anew at each start, on the host and for minutes."""
-    return "presharded" if prepared.backend == "nxdi" else "link"
+    divided = prepared.backend == "nxdi" and prepared.options.save_sharded_checkpoint is not False
+    return "presharded" if divided else "link"
 
 
 def _check_presharded(prepared: Prepared) -> None:

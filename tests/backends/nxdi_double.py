@@ -76,7 +76,8 @@ class NeuronConfig:
         self.save_sharded_checkpoint = kwargs.pop("save_sharded_checkpoint", False)
         self.skip_warmup = kwargs.pop("skip_warmup", False)
         self.apply_seq_ids_mask = kwargs.pop("apply_seq_ids_mask", False)
-        self.logical_nc_config = kwargs.pop("logical_nc_config", 1)
+        lnc = kwargs.pop("logical_nc_config", 1)
+        self.logical_nc_config = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", lnc))
         self.fused_qkv = kwargs.pop("fused_qkv", False)
         for name in (self.context_encoding_buckets, self.token_generation_buckets):
             assert name is None or name[-1] <= self.max_length

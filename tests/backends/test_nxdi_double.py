@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,16 @@ pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.backends import env, nxdi
 from djl_python_neuronx.backends.base import Backend, Step, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    CompileError,
+    DeviceMemoryError,
+    StepError,
+)
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
@@ -83,6 +91,98 @@ def test_the_environment_is_left_as_it_was(folder: Path, made: list[Any]) -> Non
     before = dict(os.environ)
     backends.get("nxdi").load(nxdi_plan(folder))
     assert dict(os.environ) == before
+
+
+def test_a_missing_library_is_named_with_the_way_to_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, nxdi_double.PACKAGE, None)
+    with pytest.raises(BackendUnavailableError, match=r"cannot be imported.*setup guide"):
+        backends.get("nxdi").load(nxdi_plan(folder))
+
+
+def test_more_cores_than_the_process_has_are_refused_before_the_library_is_used(
+    folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env._Runtime, "limit", None)
+    monkeypatch.delenv("NEURON_RT_NUM_CORES", raising=False)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-2")
+    with pytest.raises(
+        BackendUnavailableError, match="4 NeuronCores are needed, and NEURON_RT_VISIBLE_CORES=0-2"
+    ):
+        backends.get("nxdi").load(nxdi_plan(folder, tp=2, pp_degree=2))
+    assert made == []
+
+
+def test_physical_cores_per_core_are_those_of_the_option(
+    folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    with loaded(nxdi_plan(folder, logical_nc_config=2)):
+        assert made[-1].neuron_config.logical_nc_config == 2
+    assert "NEURON_LOGICAL_NC_CONFIG" not in os.environ
+
+
+def test_a_failed_compile_ends_with_the_compiler_s_lines_and_leaves_no_folder(
+    folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(self: Any, compiled_model_path: str) -> None:
+        work = Path(os.environ["BASE_COMPILE_WORK_DIR"]) / "token_generation_model/_tp0_bk1"
+        work.mkdir(parents=True)
+        (work / "log-neuron-cc.txt").write_text("ERROR [NCC_EBVF030] too many instructions")
+        raise RuntimeError("Failed compilation with ['neuronx-cc', 'compile']")
+
+    monkeypatch.setattr(nxdi_double.NeuronLlamaForCausalLM, "compile", fail)
+    target = tmp_path / "compiled"
+    target.mkdir()
+    with pytest.raises(
+        CompileError, match=r"_tp0_bk1/log-neuron-cc.txt:\n.*too many instructions$"
+    ):
+        nxdi.compile(nxdi_plan(folder), target)
+    assert list(target.iterdir()) == []
+
+
+def test_graphs_of_other_shapes_end_the_start(
+    folder: Path, made: list[Any], tmp_path: Path
+) -> None:
+    """The library loads them, and its own warm-up would log the error alone."""
+    target = tmp_path / "compiled"
+    target.mkdir()
+    nxdi.compile(nxdi_plan(folder), target)
+    with (
+        loaded(nxdi_plan(folder, token_buckets=(32, 48)), target) as backend,
+        pytest.raises(StepError, match=r"not found in input_shape_map.*Compile it again"),
+    ):
+        warm_up(Engine(backend))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "fatal"),
+    [
+        ("nrt_execute status=1202 message=NRT_EXEC_HW_ERR_NC_UE", StepError, True),
+        ("nrt_tensor_allocate status=4", DeviceMemoryError, False),
+        ("nrt_execute status=1003", StepError, False),
+    ],
+)
+def test_a_failed_call_fails_its_rows_alone(
+    folder: Path, made: list[Any], text: str, kind: type[Exception], fatal: bool
+) -> None:
+    with loaded(nxdi_plan(folder)) as backend:
+        engine = Engine(backend)
+        made[-1].fail = RuntimeError(text)
+        engine.add(GenerationRequest("a", [5, 6, 7], max_new_tokens=3))
+        outputs = engine.step().outputs
+        assert (engine.dead is not None) == fatal
+        if not fatal:
+            assert [type(output.error) for output in outputs] == [kind]
+            assert_expected(backend, 1)
+
+
+def test_a_start_whose_graph_fails_ends(folder: Path, made: list[Any]) -> None:
+    with loaded(nxdi_plan(folder)) as backend:
+        made[-1].fail = RuntimeError("nrt_execute status=1003")
+        with pytest.raises(StepError, match="a prefill step of 1 rows failed"):
+            warm_up(Engine(backend))
 
 
 @pytest.fixture(params=["double", pytest.param("rig", marks=pytest.mark.nxdi)])

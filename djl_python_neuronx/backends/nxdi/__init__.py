@@ -54,16 +54,16 @@ def compile(plan: LoadPlan, target: Path) -> None:
     """
     # The library empties its work folder when a compile begins, and its default is one for all.
     work = target / _WORK
-    with _translated(plan), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
-        try:
+    try:
+        with _translated(plan, work), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
             application = construct(plan, save_sharded_checkpoint=plan.presharded)
             if plan.presharded and (target / GRAPHS).is_file():
                 application.config.save(str(target))
                 application.shard_weights(str(target))
             else:
                 application.compile(str(target))
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
@@ -137,11 +137,11 @@ def _world(plan: LoadPlan) -> int:
 
 
 @contextmanager
-def _translated(plan: LoadPlan) -> Iterator[None]:
+def _translated(plan: LoadPlan, work: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise of_load(error, f"the model in {plan.model_dir}") from error
+        raise of_load(error, f"the model in {plan.model_dir}", work) from error
 
 
 @contextmanager
