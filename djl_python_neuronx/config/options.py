@@ -181,9 +181,9 @@ class GeneralOptions(OptionGroup):
         Lower,
         Option(output="file"),
     ] = "auto"
-    """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library, else `cpu`
-    if the machine has no Neuron device. This version has `cpu` and `tnx`; `nxdi` is an error. `optimum` and `vllm` are
-    loaders of the old engine and mean `auto`."""
+    """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library that serves
+    the model (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `optimum` and `vllm` are loaders of
+    the old engine and mean `auto`."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,
@@ -533,7 +533,8 @@ class GraphOptions(OptionGroup):
         Option(graph=("cpu", "tnx", "nxdi")),
     ] = None
     """How sequences join a running batch: `continuous_batching` prefills the new prompt only, `naive_rolling_batch`
-    prefills all sequences again. Default: the first if the model supports it."""
+    prefills all sequences again. Default: the first if the model supports it; with NxD Inference the second where DJL
+    Serving collects `batch_size` requests for each call (`rolling_batch=disable`)."""
     allow_known_defects: Annotated[bool, Option()] = False
     """Serve combinations that are known to give wrong answers in the library. Without it they are errors."""
 

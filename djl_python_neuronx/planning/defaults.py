@@ -67,6 +67,7 @@ def fill(case: Case) -> Filled:
     if options.context_length_estimate is None and (buckets := _buckets(case, positions, slots)):
         filled["context_length_estimate"] = buckets
     filled.update(_blocks(case, positions, slots))
+    filled.update(_strategy(case))
     if generation := _generation(case):
         filled["on_device_generation"] = generation
     return filled
@@ -208,9 +209,23 @@ def _positions(room: _Room, degree: int, wanted: int, why: str) -> tuple[int, st
     return positions, why
 
 
+def _comes_in_batches(options: ServingOptions) -> bool:
+    """Return whether DJL Serving collects `batch_size` requests for each call."""
+    return options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1
+
+
+def _strategy(case: Case) -> Filled:
+    """Return static batches for NxD Inference where requests come in batches: one call prefills all their prompts."""
+    unset = case.options.rolling_batch_strategy is None
+    if case.backend != "nxdi" or not unset or not _comes_in_batches(case.options):
+        return {}
+    why = "one call prefills the batch that DJL Serving collects"
+    return {"rolling_batch_strategy": ("naive_rolling_batch", why)}
+
+
 def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
     options = room.case.options
-    if options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1:
+    if _comes_in_batches(options):
         return options.batch_size, "batch_size, which DJL Serving collects without a rolling batch"
     slots = MAX_ROLLING_BATCH_SIZE
     while slots > 1 and not room.fits(degree, positions, slots):

@@ -1,7 +1,8 @@
 """Device memory of a model on each core, how its heads divide among cores, and where it fits instead.
 
-Sizes are in bytes and, in messages, in GiB (2**30). Not counted, because small and within `HEADROOM_BYTES`: norms and
-biases, which every core holds whole, scales of quantised weights, and feed-forward widths rounded up to the degree.
+Sizes are in bytes and, in messages, in GiB (2**30). Not counted, because small and within `HEADROOM_BYTES`: norms,
+biases and routers, which every core holds whole, scales of quantised weights, and widths of embeddings and feed-forward
+layers rounded up to the degree.
 """
 
 from __future__ import annotations
@@ -321,19 +322,26 @@ def indivisible(model: ModelFacts, degree: int, backend: str) -> str | None:
     capability = capability_of(backend, model.model_type)
     if capability is None:
         return None
-    if not capability.pads_heads and model.num_heads and model.num_heads % degree:
-        return f"the {model.num_heads} heads"
+    heads, kv_heads = model.num_heads or degree, model.num_kv_heads or degree
+    if not capability.pads_heads and heads % degree:
+        return f"the {heads} heads"
+    if backend == "nxdi" and heads != kv_heads and _uneven(kv_heads, degree):
+        # modules/attention/gqa.py makes copies for all heads then, and pads them with the number that there was before.
+        return f"the {kv_heads} KV heads, or they the degree"
     for name in capability.degree_divides:
         size = getattr(model, name)
         if size and size % degree:
             return f"the {name.replace('_', ' ')} of {size}"
     experts, width = model.num_experts, model.intermediate_size or 0
-    if capability.whole_experts and experts % degree:
-        if degree % experts:
-            return f"the {experts} experts, or they the degree"
-        if width % (degree // experts):
-            return f"the width of all {experts} experts, {experts} x {width}"
+    if capability.whole_experts and _uneven(experts, degree):
+        return f"the {experts} experts, or they the degree"
+    if capability.whole_experts and width % -(-degree // experts):
+        return f"the width of all {experts} experts, {experts} x {width}"
     return None
+
+
+def _uneven(number: int, degree: int) -> bool:
+    return number % degree != 0 and degree % number != 0
 
 
 def padded_heads(

@@ -218,7 +218,6 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "dynamic": {"on_device_sampling_config": DYNAMIC},
     "ahead": {"on_device_sampling_config": {"do_sample": False}, "async_execution": True},
     "dynamic with logits": {"on_device_sampling_config": DYNAMIC, "output_logits": True},
-    "ahead": {"on_device_sampling_config": {"do_sample": False}, "async_execution": True},
     "static": {"continuous": False},
     "static greedy": {"continuous": False, "on_device_sampling_config": {"do_sample": False}},
     "few rows": {"token_generation_batches": [1, 2]},

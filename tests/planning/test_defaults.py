@@ -23,6 +23,7 @@ from djl_python_neuronx.planning.machines import (
 )
 from djl_python_neuronx.planning.memory import Load, can_split, needed
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.plan import graphs, library_arguments
 
 CPU = DeviceInfo(None, 0, 0, 2**40, 6, "")
 MODELS = Path(__file__).parent / "models"
@@ -623,3 +624,42 @@ class TestWhatTheReasonsSay:
         value, why = found["on_device_generation"]
         assert (value.top_k, value.global_top_k) == top_ks
         assert f"{tokens} tokens" in why
+
+
+PLAIN = {"rolling_batch": "disable", "async_mode": False, "batch_size": 4}
+
+
+class TestStaticBatches:
+    """NxD Inference prefills in one call what DJL Serving hands over in one call."""
+
+    @pytest.mark.parametrize(
+        ("loader", "changes", "strategy"),
+        [
+            ("nxdi", {}, "naive_rolling_batch"),
+            ("nxdi", {"rolling_batch_strategy": "continuous_batching"}, "continuous_batching"),
+            ("nxdi", {"batch_size": 1}, None),
+            ("nxdi", {"async_mode": True}, None),
+            ("nxdi", {"rolling_batch": "tnx", "batch_size": 1}, None),
+            ("tnx", {}, None),
+        ],
+    )
+    def test_are_the_default_for_whole_batches(self, loader, changes, strategy):
+        options = filled("llama-3-8b", "inf2.48xlarge", loader, **{**PLAIN, **changes})
+        assert options.rolling_batch_strategy == strategy
+
+    def test_compile_a_prefill_of_the_whole_length_for_those_that_run(self):
+        options = filled(
+            "llama-3-8b",
+            "inf2.48xlarge",
+            "nxdi",
+            **PLAIN,
+            n_positions=512,
+            context_length_estimate="128",
+        )
+        case = Case(options, facts_of("llama-3-8b"), named("inf2.48xlarge"), "nxdi")
+        assert library_arguments(case).neuron_config["context_encoding_buckets"] == [128, 512]
+        assert [
+            (graph.bucket, graph.batch) for graph in graphs(case) if graph.kind == "prefill"
+        ] == [(128, 4), (512, 4)]
+        alone = case.with_options(max_rolling_batch_size=1)
+        assert library_arguments(alone).neuron_config["context_encoding_buckets"] == [128]

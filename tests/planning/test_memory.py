@@ -305,6 +305,17 @@ class TestHeads:
         assert can_split(neox, 24, "nxdi")
         assert can_split(facts_of("opt-13b"), 24, "tnx")
 
+    def test_kv_heads_are_copied_for_whole_groups_of_cores_only(self):
+        llama = facts_of("llama-3-8b")  # 8 KV heads
+        assert [can_split(llama, degree, "nxdi") for degree in (4, 8, 12, 24)] == [
+            True,
+            True,
+            False,
+            True,
+        ]
+        assert can_split(llama, 12, "tnx")
+        assert can_split(facts_of("llama-2-7b"), 12, "nxdi")  # as many as heads
+
 
 class TestSmallestFit:
     LOAD = Load(4096, 1, "bfloat16")

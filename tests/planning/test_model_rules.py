@@ -1006,6 +1006,11 @@ UPSTREAM = {
         {"facts": of("mixtral", **WINDOW), "n_positions": 2049, "context_length_estimate": (128,)},
         {"n_positions": 2048},
     ),
+    "never gives the last tokens": (
+        DEGREE,
+        {"loader": "nxdi", "facts": of("llama", vocab_size=32002), DEGREE: 4},
+        {"on_device_generation": True},
+    ),
 }
 
 

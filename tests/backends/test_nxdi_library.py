@@ -1,0 +1,155 @@
+"""What planning says of NxD Inference, compared with the library itself: names, degrees, weights and cache."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from safetensors import safe_open
+
+from djl_python_neuronx.backends.nxdi import model as nxdi
+from djl_python_neuronx.planning.memory import Load, can_split, needed
+from djl_python_neuronx.planning.model import ModelFacts
+from tests.backends.nxdi_plans import VARIANTS, nxdi_plan
+from tests.config import library_names as real
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.nxdi
+FLOAT32 = 4
+
+
+def library(name: str) -> Any:
+    return importlib.import_module(f"neuronx_distributed_inference.{name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "recorded"),
+    [
+        ("MoENeuronConfig", real.NXDI_MOE_NEURON_CONFIG),
+        ("NeuronConfig", real.NXDI_NEURON_CONFIG),
+        ("OnDeviceSamplingConfig", real.NXDI_ON_DEVICE_SAMPLING),
+    ],
+)
+def test_the_installed_library_takes_the_recorded_keywords(
+    kind: str, recorded: frozenset[str]
+) -> None:
+    nxdi._check_keywords(getattr(library("models.config"), kind), dict.fromkeys(recorded))
+
+
+def load_of(directory: Path) -> tuple[ModelFacts, Load]:
+    config = json.loads((directory / "config.json").read_text())
+    return ModelFacts.from_config(config), Load(48, 4, "float32")
+
+
+def matrices(directory: Path, degree: int) -> list[int]:
+    """Bytes of the matrices that the library stores for each core; norms, biases and ranks are none."""
+    target = directory / "weights"
+    target.mkdir()
+    application = nxdi.construct(nxdi_plan(directory, tp=degree))
+    application.get_builder().shard_checkpoint(serialize_path=str(target))
+    sizes = []
+    for path in target.iterdir():
+        with safe_open(path, "pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        sizes.append(FLOAT32 * sum(prod(shape) for shape in shapes if len(shape) > 1))
+    return sizes
+
+
+def vectors(model_type: str, facts: ModelFacts) -> int:
+    """Bytes of what is no matrix, which planning counts an even share of and the library stores whole."""
+    hidden, size = facts.hidden_size or 0, facts.head_dim or 0
+    heads, kv_heads = facts.num_heads or 0, facts.num_kv_heads or 0
+    of_layer = {"qwen2": (heads + 2 * kv_heads) * size, "qwen3": 2 * size}.get(model_type, 0)
+    return FLOAT32 * ((facts.num_layers or 0) * (2 * hidden + of_layer) + hidden)
+
+
+GROUPED = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 112}
+WEIGHTS = [
+    # variant, degree, what differs; every width is a multiple of the degree
+    ("llama", 1, {}),
+    ("llama", 2, {}),
+    ("llama", 4, {}),
+    ("llama", 8, {}),
+    ("llama", 8, {**GROUPED, "intermediate_size": 64}),
+    ("llama", 16, {**GROUPED, "intermediate_size": 64}),
+    ("llama-mha", 8, {}),
+    ("llama-mha", 3, {"hidden_size": 48}),
+    ("mistral", 2, {"tie_word_embeddings": True}),
+    ("qwen2", 2, {}),
+    ("qwen3", 4, {}),
+]
+
+
+@pytest.mark.parametrize(("variant", "degree", "changes"), WEIGHTS)
+def test_weights_are_counted_to_the_byte(
+    tmp_path: Path, variant: str, degree: int, changes: dict[str, Any]
+) -> None:
+    model_type, settings = VARIANTS[variant]
+    save_tiny_model(model_type, tmp_path, **{**settings, **changes})
+    facts, load = load_of(tmp_path)
+    weights_alone = Load(load.max_model_len, 0, load.dtype)
+    found = needed(facts, weights_alone, degree=degree, core_memory_bytes=0, backend="nxdi")
+    counted = found.weights + found.padding - vectors(model_type, facts) / degree
+    sizes = matrices(tmp_path, degree)
+    assert len(sizes) == degree
+    assert all(abs(size - counted) <= 2 for size in sizes)  # shares are rounded up
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(4, 2, 3), (9, 3, 2), (32, 8, 12)])
+def test_degrees_that_are_refused_fail_in_the_library(
+    tmp_path: Path, heads: int, kv_heads: int, degree: int
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    save_tiny_model("llama", tmp_path, **sizes, hidden_size=8 * heads, intermediate_size=48)
+    facts, _ = load_of(tmp_path)
+    assert not can_split(facts, degree, "nxdi")
+    with pytest.raises(RuntimeError, match="expected shape"):
+        matrices(tmp_path, degree)
+
+
+@pytest.mark.parametrize(
+    ("variant", "degree", "changes"),
+    [
+        ("llama", 1, {}),
+        ("llama", 8, {}),
+        ("llama-mha", 3, {"hidden_size": 48}),
+        ("llama-mha", 8, {}),
+        ("llama", 16, {**GROUPED, "intermediate_size": 64}),
+        ("mistral", 2, {"sliding_window": 7}),
+        ("mistral", 2, {"sliding_window": 96}),
+        ("qwen3", 4, {"head_dim": 16}),
+    ],
+)
+def test_the_cache_is_counted_to_the_byte(
+    tmp_path: Path, variant: str, degree: int, changes: dict[str, Any]
+) -> None:
+    model_type, settings = VARIANTS[variant]
+    save_tiny_model(model_type, tmp_path, **{**settings, **changes})
+    facts, load = load_of(tmp_path)
+    config = nxdi.construct(nxdi_plan(tmp_path, tp=degree)).config
+    manager = library("modules.kvcache.kv_cache_manager").KVCacheManager
+    state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    # Where no cores are set up, as an earlier test may have done, the manager has the heads of all.
+    cores = 1 if state.model_parallel_is_initialized() else degree
+    made = manager(
+        config, config.num_key_value_heads, sliding_window=getattr(config, "sliding_window", None)
+    )
+    held = sum(FLOAT32 * part.numel() for part in made.parameters())
+    without = needed(
+        facts,
+        Load(load.max_model_len, 0, "float32"),
+        degree=degree,
+        core_memory_bytes=0,
+        backend="nxdi",
+    )
+    found = needed(facts, load, degree=degree, core_memory_bytes=0, backend="nxdi")
+    counted = found.kv_cache + found.padding - without.padding
+    assert abs(counted - held / cores) <= 2  # shares are rounded up
