@@ -59,4 +59,4 @@ docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, exam
 	$(BIN)/python -m tools.document example > serving.properties.example
 
 clean: ## remove the environments
-	rm -rf .venv .venv-tf457 .venv-sdk221 .venv-tnx .venv-tnx-newest
+	rm -rf .venv .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi

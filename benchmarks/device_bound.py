@@ -5,6 +5,9 @@
     export TNX_SRC=<a checkout of transformers-neuronx> PYTHONPATH=<its CPU rig>:$TNX_SRC/src
     python benchmarks/device_bound.py                                        # the whole table, 15 minutes
     python benchmarks/device_bound.py --seconds 5 --runs 3 --settings greedy # a minute
+    export NXDI_SRC=<a checkout of NxD Inference> NXD_SRC=<of neuronx-distributed> HF_HUB_OFFLINE=1
+    export PYTHONPATH=<their CPU rig>:$NXDI_SRC/src:$NXD_SRC/src
+    python benchmarks/device_bound.py --backend nxdi --step-ms 30              # the whole table, 13 minutes
 
 `--device sleep`: a device that only waits (`sleep_device.py`), and costs the host nothing. One row for each shape,
 setting and door, medians of `--runs` runs, the servers and the bare loop in turn:
@@ -33,6 +36,12 @@ vocabulary it has, on an inf2.48xlarge with a batch of 8. The rig's sleep oversh
   the machine is busy or too slow to stand in for the device: `met` is then unknown (None).
 * `host_us`: the critical path that `host_cost.py` finds for the setting, on flat logits as these are.
 * `bound`: what `ratio` should reach: 0.98 for greedy; else a loss of `host_us` per step of the bare loop and 1 %.
+
+`--backend nxdi`: the same with NxD Inference. `NXDI_RIG_EXEC_MS` is the least time of a decode step; the bare loop and
+the server of a row have the same graphs. `host_us` is given where the host samples.
+
+* `greedy`: the host samples. `device`: the device does. `bound` of both is 0.985.
+* `async`: the device samples and runs one step ahead (`async_execution`); so does the bare loop. `bound` is 0.99.
 """
 
 from __future__ import annotations
@@ -50,6 +59,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -94,13 +104,31 @@ DOORS = ("embedded", "djl_async", "djl_rolling")
 SLEEP_WARM_STEPS = 20
 SLEEP_PROMPT_LEN = 16
 TRUSTED = 0.9
-GREEDY_BOUND = 0.98
 ALLOWANCE = 0.01
-MODULES = ("transformers_neuronx", "neuron_emulator")
-BARE = """
+NEURON_LS = """#!/bin/sh
+echo '[{"neuron_device": 0, "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []}]'
+"""
+"""The device that the server looks for before it loads a library."""
+NXDI_ROOTS = ("libneuronxla", "neuronxcc", "nki", "nkilib", "torch_neuronx", "torch_xla")
+NXDI_ROOT = """
+import importlib, os, sys
+here = os.path.dirname(os.path.dirname(__file__))
+place = sys.path.index(here)
+sys.path.remove(here)
+del sys.modules[__name__]
+import _neuron_stub
+importlib.import_module(__name__)
+sys.path.insert(place, here)
+"""
+"""Makes the rig's packages of that rig importable in processes that ignore PYTHONPATH, and so its `sitecustomize`."""
+RUN = """
+for line in sys.stdin:
+    print(run(float(line)), flush=True)
+"""
+BARE_TNX = """
 import sys, time, torch
 from transformers_neuronx import ContinuousBatchingConfig, LlamaForSampling, NeuronConfig
-folder, rows, prompt_len, warm_steps, *lengths = sys.argv[1], *map(int, sys.argv[2:])
+folder, _, rows, prompt_len, warm_steps, *lengths = *sys.argv[1:3], *map(int, sys.argv[3:])
 model = LlamaForSampling.from_pretrained(
     folder, batch_size=rows, tp_degree=1, n_positions=lengths, context_length_estimate=[prompt_len],
     neuron_config=NeuronConfig(continuous_batching=ContinuousBatchingConfig(batch_size_for_shared_caches=rows)))
@@ -119,10 +147,86 @@ def run(seconds):
         ids = model(ids, torch.full((rows, 1), position), slots).argmax(dim=1, keepdim=True)
         position += 1
     return rows * (position - prompt_len - warm_steps) / (time.perf_counter() - began)
-
-for line in sys.stdin:
-    print(run(float(line)), flush=True)
 """
+BARE_NXDI = """
+import sys, time, torch
+from neuronx_distributed_inference.models.llama.modeling_llama import NeuronLlamaForCausalLM as Llama
+from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+folder, setting, rows, prompt_len, warm_steps, *lengths = *sys.argv[1:3], *map(int, sys.argv[3:])
+on_device = setting != "greedy"
+config = Llama.get_neuron_config_cls()(
+    tp_degree=1, batch_size=rows, ctx_batch_size=1, tkg_batch_size=rows, is_continuous_batching=True,
+    seq_len=lengths[-1], max_context_length=prompt_len, torch_dtype="float32", enable_bucketing=True,
+    context_encoding_buckets=[prompt_len], token_generation_buckets=lengths, async_mode=setting == "async",
+    on_device_sampling_config={"do_sample": False} if on_device else None)
+model = Llama(folder, Llama.get_config_cls()(config, load_config=load_pretrained_config(folder)))
+model.compile(folder + "/compiled-" + setting)
+model.load(folder + "/compiled-" + setting)
+slots, prompts = torch.arange(rows), torch.arange(prompt_len).repeat(rows, 1)
+sampling = torch.ones(rows, 3)
+print("ready", flush=True)
+
+def call(ids, positions):
+    output = model(input_ids=ids, position_ids=positions, seq_ids=slots, sampling_params=sampling.clone())
+    tokens = output.tokens if on_device else output.logits[:, -1].argmax(dim=1)
+    return tokens.reshape(rows, 1)
+
+@torch.inference_mode()
+def run(seconds):
+    ids, position = call(prompts, torch.arange(prompt_len).repeat(rows, 1)), prompt_len
+    end = None
+    while end is None or time.perf_counter() < end:
+        if position == prompt_len + warm_steps:
+            began = time.perf_counter()
+            end = began + seconds
+        ids = call(ids, torch.full((rows, 1), position))
+        position += 1
+    return rows * (position - prompt_len - warm_steps) / (time.perf_counter() - began)
+"""
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A library on its CPU rig."""
+
+    library: str
+    modules: tuple[str, ...]
+    """What is on the path with the rig."""
+    path: str
+    """The rest of the path."""
+    bare: str
+    """The loop that only calls the model. Arguments: folder, setting, rows, lengths."""
+    exec_variable: str
+    """Variable with the time of a step in ms."""
+    settings: Mapping[str, Mapping[str, object]]
+    """Row to the options that it needs of the server."""
+    bounds: Mapping[str, float]
+    """Row to what `ratio` should reach, where that does not follow from `host_us`."""
+
+
+_DEVICE = {"on_device_generation": '{"do_sample": false, "dynamic": false}'}
+RIGS: Mapping[str, Rig] = MappingProxyType(
+    {
+        "tnx": Rig(
+            "transformers-neuronx",
+            ("transformers_neuronx", "neuron_emulator"),
+            "$TNX_SRC/src, where TNX_SRC is a checkout of transformers-neuronx",
+            BARE_TNX + RUN,
+            "NEURON_EMU_EXEC_MS",
+            {name: {} for name in SETTINGS},
+            {"greedy": 0.98},
+        ),
+        "nxdi": Rig(
+            "NxD Inference",
+            ("neuronx_distributed_inference", "neuronx_distributed", "_nxdi_rig"),
+            "$NXDI_SRC/src:$NXD_SRC/src, checkouts of NxD Inference and of neuronx-distributed",
+            BARE_NXDI + RUN,
+            "NXDI_RIG_EXEC_MS",
+            {"greedy": {}, "device": _DEVICE, "async": {**_DEVICE, "async_execution": "true"}},
+            {"greedy": 0.985, "device": 0.985, "async": 0.99},
+        ),
+    }
+)
 
 
 def save_model(folder: Path, length: int) -> None:
@@ -183,17 +287,22 @@ def compare(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """A row: the two in turns."""
+    parameters = SETTINGS.get(setting, {})
     pairs = []
     for _ in range(options.runs):
         bare_s = bare_rate(bare, options.seconds)
-        ours_s = served_rate(port, SETTINGS[setting], length, options.seconds)
+        ours_s = served_rate(port, parameters, length, options.seconds)
         print(f"{setting}: bare {bare_s:.1f}, ours {ours_s:.1f} tokens/s", file=sys.stderr)
         pairs.append((bare_s, ours_s))
     bare_s, ours_s = map(statistics.median, zip(*pairs, strict=True))
-    case = Case(VOCAB, ROWS, setting, "flat", "json")
-    sampling = SamplingParams(**SETTINGS[setting])
-    host_us = measure(case, num_tokens=200, device_s=0.0, sampling=sampling)["critical_us"]
-    bound = 1 - host_us / 1e6 * bare_s / ROWS - ALLOWANCE if SETTINGS[setting] else GREEDY_BOUND
+    host_us = None
+    if setting in SETTINGS:  # the host samples
+        case = Case(VOCAB, ROWS, setting, "flat", "json")
+        sampling = SamplingParams(**parameters)
+        host_us = measure(case, num_tokens=200, device_s=0.0, sampling=sampling)["critical_us"]
+    bound = RIGS[options.backend].bounds.get(setting)
+    if bound is None:
+        bound = 1 - host_us / 1e6 * bare_s / ROWS - ALLOWANCE
     of_device = bare_s / ROWS * step_ms / 1e3
     return {
         "setting": setting,
@@ -209,12 +318,23 @@ def compare(
 
 def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
     """A row for each setting, on the rig."""
+    rig = RIGS[options.backend]
     step_ms = options.step_ms or EXEC_MS
     most_steps = options.seconds / step_ms * 1e3
     length = FIRST_LENGTH * (2 + int((PROMPT_LEN + WARM_STEPS + most_steps) / FIRST_LENGTH))
     save_model(work / "model", length)
+    seen = work / "bin" / "neuron-ls"
+    seen.parent.mkdir()
+    seen.write_text(NEURON_LS)
+    seen.chmod(0o755)
+    if options.backend == "nxdi":
+        for name in NXDI_ROOTS:
+            (work / "rig" / name).mkdir(parents=True)
+            (work / "rig" / name / "__init__.py").write_text(NXDI_ROOT)
     environ = {
-        "NEURON_EMU_EXEC_MS": str(step_ms),
+        "PATH": f"{seen.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{work / 'rig'}:{os.environ.get('PYTHONPATH', '')}",
+        rig.exec_variable: str(step_ms),
         "NEURON_RT_NUM_CORES": "1",
         "NEURON_COMPILE_CACHE_URL": str(work / "programs"),
         "DJL_CACHE_DIR": str(work / "cache"),
@@ -224,26 +344,33 @@ def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
         "TRANSFORMERS_VERBOSITY": "error",
     }
     lengths = [str(FIRST_LENGTH), str(length)]
-    port = sleep_device.free_port()
-    settings = {
-        "model_loader": "tnx",
+    common = {
+        "model_loader": options.backend,
         "tensor_parallel_degree": 1,
         "dtype": "fp32",
         "n_positions": ",".join(lengths),
         "context_length_estimate": PROMPT_LEN,
         "max_rolling_batch_size": ROWS,
     }
-    command = sleep_device.serve_command(work / "model", port, settings)
-    serve = ["-m", "djl_python_neuronx.cli", *command]
     shapes = [str(number) for number in (ROWS, PROMPT_LEN, WARM_STEPS)]
-    bare_loop = ["-c", BARE, str(work / "model"), *shapes, *lengths]
-    with process(bare_loop, environ) as bare, process(serve, environ) as server:
-        sleep_device.wait_ready(server, port)
-        assert bare.stdout is not None
-        if bare.stdout.readline() != "ready\n":
-            sys.exit("the bare loop could not load the model; its messages are above")
-        for setting in options.settings:
-            yield compare(setting, bare, port, length, step_ms, options)
+    # Rows whose servers have the same options share them, and the bare loop.
+    for _, group in itertools.groupby(options.settings, lambda name: rig.settings[name]):
+        names = list(group)
+        port = sleep_device.free_port()
+        command = sleep_device.serve_command(
+            work / "model", port, {**common, **rig.settings[names[0]]}
+        )
+        serve = ["-m", "djl_python_neuronx.cli", *command]
+        bare_loop = ["-c", rig.bare, str(work / "model"), names[0], *shapes, *lengths]
+        apart = {"BASE_COMPILE_WORK_DIR": f"{work / 'bare'}/"}
+        with process(bare_loop, environ | apart) as bare, process(serve, environ) as server:
+            sleep_device.wait_ready(server, port)
+            assert bare.stdout is not None
+            while (line := bare.stdout.readline()) != "ready\n":
+                if not line:
+                    sys.exit("the bare loop could not load the model; its messages are above")
+            for name in names:
+                yield compare(name, bare, port, length, step_ms, options)
 
 
 class Embedded:
@@ -440,7 +567,13 @@ def main() -> int:
     parser.add_argument("--device", choices=["rig", "sleep"], default="rig")
     parser.add_argument("--seconds", type=float, help="of each run's clock (default 20; sleep: 2)")
     parser.add_argument("--runs", type=int, help="default 5; sleep: 7")
-    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--backend", choices=list(RIGS), default="tnx", help="with --device rig")
+    parser.add_argument(
+        "--settings",
+        nargs="*",
+        choices=[*dict.fromkeys(name for rig in RIGS.values() for name in rig.settings)],
+        help="default: all of the backend",
+    )
     parser.add_argument(
         "--step-ms", type=float, help=f"the device's time per step (default {EXEC_MS})"
     )
@@ -460,11 +593,15 @@ def main() -> int:
     on_sleep = options.device == "sleep"
     options.seconds = options.seconds or (2.0 if on_sleep else 20.0)
     options.runs = options.runs or (7 if on_sleep else 5)
-    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    rig = RIGS["tnx" if on_sleep else options.backend]
+    options.settings = options.settings or list(rig.settings)
+    if unknown := set(options.settings) - rig.settings.keys():
+        parser.error(f"--settings {' '.join(unknown)}: expected {', '.join(rig.settings)}")
+    missing = [name for name in rig.modules if importlib.util.find_spec(name) is None]
     if missing and not on_sleep:
         sys.exit(
-            f"{' and '.join(missing)} cannot be imported; expected transformers-neuronx and its CPU rig on PYTHONPATH. "
-            "Set PYTHONPATH=<rig>:$TNX_SRC/src, where TNX_SRC is a checkout of transformers-neuronx"
+            f"{' and '.join(missing)} cannot be imported; expected {rig.library} and its CPU rig on PYTHONPATH. "
+            f"Set PYTHONPATH=<rig>:{rig.path}"
         )
     with tempfile.TemporaryDirectory() as work:
         rows = (sleep_rows if on_sleep else rig_rows)(options, Path(work))

@@ -84,7 +84,9 @@ def test_ci_upgrades_and_takes_an_old_python_for_the_old_versions(run, program):
     assert ran.returncode == 0, ran.stderr
     made = [line for line in lines if line.startswith("make ")]
     assert "UPGRADE=1" in made[0]
-    assert made[-1].endswith(f"PYTHON={old.name} python-x")
+    assert made[2].endswith(f"PYTHON={old.name} python-x")
+    assert "CONSTRAINTS=constraints/sdk-2.31.txt EXTRAS=server,dev" in made[3]
+    assert len(made) == 4
 
 
 def test_ci_says_when_no_python_is_old_enough(run, program):
@@ -106,18 +108,22 @@ def test_a_nightly_run_lists_what_it_skipped(run, program):
     assert ran.returncode == 0, ran.stderr
     assert sum(line.startswith("make test") for line in lines) == 2
     summary = ran.stdout.partition("== summary\n")[2].splitlines()
-    assert [line.split()[0] for line in summary] == ["passed", "passed", "skipped", "skipped"]
+    assert [line.split()[0] for line in summary] == ["passed"] * 2 + ["skipped"] * 3
     assert "3 passed, 1 skipped in 0.5s" in summary[0]
     assert "TNX_SRC or TNX_RIG not set" in summary[2]
-    assert "DJL_SRC not set" in summary[3]
+    assert "NXDI_SRC, NXD_SRC or NXDI_RIG not set" in summary[3]
+    assert "DJL_SRC not set" in summary[4]
 
 
 def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
     program("make", '#!/bin/sh\necho "make $* $PYTHONPATH" >> "$LOG"\necho "3 passed in 0.5s"\n')
-    ran, lines = run(str(ROOT / ".ci/nightly"), TNX_SRC="/tnx", TNX_RIG="/rig", DJL_SRC="/djl")
+    rigs = {"TNX_SRC": "/tnx", "TNX_RIG": "/rig", "NXDI_RIG": "/other"}
+    sources = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "DJL_SRC": "/djl"}
+    ran, lines = run(str(ROOT / ".ci/nightly"), **rigs, **sources)
     assert ran.returncode == 0, ran.stderr
     assert "skipped" not in ran.stdout
     assert any("-m tnx" in line and line.endswith(" /rig:/tnx/src") for line in lines)
+    assert any("-m nxdi" in line and line.endswith(" /other:/nxdi/src:/nxd/src") for line in lines)
     assert any("-m djl_src" in line for line in lines)
 
 

@@ -254,15 +254,18 @@ class Preparation:
             model = self._find(options.model_id, options.model_dir, "model_id", settings)
             if model is not None:
                 model = self._with_named_graphs(model, settings)
-                backend = choose_backend(
+                choice = choose_backend(
                     options,
                     self.machine,
                     model.facts.model_type,
                     installed=libraries() if self.fetch_weights or self._here else None,
-                    backends=backends.names(),
                     artifact_backend=model.artifact.backend,
                     dry_run=not self.fetch_weights,
                 )
+                backend = choice.backend
+                if choice.reason:
+                    level: Level = "warning" if self.fetch_weights and backend == "cpu" else "note"
+                    self.problems.add(level, choice.reason, ("model_loader",))
                 self._check_support(backend, model.artifact)
         except ServingError as error:
             self.problems.add_error(error)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -18,8 +17,6 @@ from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model_rules import unsupported_options
 from djl_python_neuronx.planning.rules import OPEN, library_conflicts
 
-logger = logging.getLogger(__name__)
-
 SETUP_GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/"
 _INSTALL = (
     f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE}), or start from AWS's image "
@@ -30,6 +27,7 @@ _INSTALL = (
 # neuronx-distributed-inference 0.1.0): each one's description is a line with these words and all it does is raise.
 _PLACEHOLDER_WORDS = "WRONG PACKAGE"
 
+_DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _MODULES: Final = {
     "neuronx-distributed-inference": "neuronx_distributed_inference",
     "transformers-neuronx": "transformers_neuronx",
@@ -62,111 +60,103 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A backend and why it was chosen."""
+
+    backend: str
+    reason: str = ""
+    """One sentence; empty if option.model_loader names the backend."""
+
+
 def choose_backend(
     options: ServingOptions,
     machine: DeviceInfo,
     model_type: str | None,
     *,
     installed: Mapping[str, Library] | None,
-    backends: Collection[str],
     artifact_backend: str | None = None,
     dry_run: bool = False,
-) -> str:
-    """Return the backend to load with, or, in a dry run, to plan for.
+) -> Choice:
+    """Choose the backend to load with, or, in a dry run, to plan for.
 
     The first of these: option.model_loader; the backend the artifact was compiled for; cpu on a machine without Neuron
-    devices, with a warning; the `preferred` backend among those that can be used. Never cpu by default on a Neuron
-    machine. A dry run accepts what is missing here: it falls back to backends of this version that are not installed,
-    and plans a tensor parallel degree above 1 for Neuron even without a device.
+    devices; the first library of `NEURON_BACKENDS` that supports the model type, is installed and refuses none of the
+    options, or, if each refuses something, the first of the others. A file may have been written for one library: an
+    option that only that library has shows it.
+
+    Never cpu by default on a Neuron machine. A dry run does without an installed library, and plans a tensor parallel
+    degree above 1 for Neuron even without a device.
 
     Args:
         options: Need not be filled in.
         machine: Where the model is served.
         model_type: Of the model; None if unknown.
         installed: Neuron packages of that machine; None if unknown.
-        backends: Backends of this version.
         artifact_backend: The only backend that can load the artifact; None if any can.
         dry_run: Whether nothing is loaded.
 
     Raises:
         BackendUnavailableError: nothing can serve here; the message names what is missing. Not in a dry run.
     """
-    is_open = options.model_loader in OPEN
-    wanted = artifact_backend if is_open else options.model_loader
-    no_device = not machine.has_neuron and (
-        not dry_run or options.tensor_parallel_degree in {None, 1}
-    )
-    if wanted is not None or no_device:
-        backend = wanted or "cpu"
-        obstacle = None if dry_run else _obstacle(backend, installed or {}, backends)
-        if obstacle:
-            origin = "the model's format" if is_open else "option.model_loader"
-            message = f"the backend {backend!r} ({origin}) cannot be used: {obstacle}"
-            raise BackendUnavailableError(message)
-        if wanted is None and not dry_run:
-            logger.warning("backend name=cpu reason='no Neuron device' seen=%r", machine.seen)
-        return backend
-    obstacles = {
-        name: "its package is not known to be installed"
-        if installed is None
-        else _obstacle(name, installed, backends) or _unknown_model(name, model_type)
+    against = {
+        name: (
+            _unknown_model(name, model_type),
+            _obstacle(name, installed),
+            _refusal(name, options, model_type),
+        )
         for name in NEURON_BACKENDS
     }
-    candidates = [[name for name, obstacle in obstacles.items() if obstacle is None]]
-    if dry_run:
-        served = [name for name, facts in NEURON_BACKENDS.items() if facts.served]
-        candidates += [served, [*NEURON_BACKENDS]]
-    for names in candidates:
-        if chosen := preferred(options, model_type, names):
-            return chosen
-    if dry_run:
-        return "tnx"
-    listed = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
-    message = (
-        f"this machine has a Neuron device ({machine.seen}) and no backend that can use it. {listed}. "
-        "The CPU is never used in its place unless option.model_loader=cpu is set"
+    is_open = options.model_loader in OPEN
+    takes = f"model_loader={options.model_loader} takes"
+    if wanted := artifact_backend if is_open else options.model_loader:
+        if not dry_run and (obstacle := _obstacle(wanted, installed)):
+            origin = "the model's format" if is_open else "option.model_loader"
+            able = [f"{origin}={name}" for name in against if not any(against[name][:2])]
+            advice = f", or set {able[0]}, which is installed" if able and not is_open else ""
+            message = (
+                f"the backend {wanted!r} ({origin}) cannot be used: {obstacle}. {_INSTALL}{advice}"
+            )
+            raise BackendUnavailableError(message)
+        return Choice(wanted, f"{takes} {wanted}: the model's files are for it alone" * is_open)
+    if not machine.has_neuron and not (dry_run and _several_cores(options)):
+        return Choice("cpu", f"{takes} cpu: there is no Neuron device ({machine.seen})")
+    chosen, *others = sorted(against, key=lambda name: [bool(words) for words in against[name]])
+    if any(against[chosen][:2]) and not dry_run:
+        listed = "; ".join(unknown or obstacle for unknown, obstacle, _ in against.values())
+        message = (
+            f"this machine has a Neuron device ({machine.seen}) and no backend that can use it: {listed}. {_INSTALL}. "
+            "The CPU is never used in its place unless option.model_loader=cpu is set"
+        )
+        raise BackendUnavailableError(message)
+    reasons = [_why_not(name, against[name], against[chosen]) for name in others]
+    return Choice(chosen, f"{takes} {chosen}: {'; '.join(reasons)}")
+
+
+def _several_cores(options: ServingOptions) -> bool:
+    return options.tensor_parallel_degree not in {None, 1}
+
+
+def _why_not(name: str, objections: tuple[str, ...], to_chosen: tuple[str, ...]) -> str:
+    """Return the first objection that the chosen backend does not have."""
+    pairs = zip(objections, to_chosen, strict=True)
+    return next(
+        (words for words, same in pairs if words and not same), f"it is preferred to {name}"
     )
-    raise BackendUnavailableError(message)
 
 
-def preferred(
-    options: ServingOptions,
-    model_type: str | None,
-    candidates: Iterable[str] = tuple(NEURON_BACKENDS),
-) -> str | None:
-    """Return the first backend that supports the model type and refuses none of the options.
-
-    A file may have been written for one library: an option that only that library has shows it. If every backend
-    refuses something it is the first that supports the type. None if none does.
-    """
-    able = [name for name in candidates if _unknown_model(name, model_type) is None]
-    willing = [name for name in able if not _refuses(name, options, model_type)]
-    return next(iter(willing or able), None)
+def _unknown_model(backend: str, model_type: str | None) -> str:
+    """Explain why a library cannot serve the model type; empty if it can, or the type is unknown."""
+    known = NEURON_BACKENDS[backend].architectures
+    if model_type is None or model_type in known:
+        return ""
+    return f"{backend} does not support model_type {model_type!r}"
 
 
-def _refuses(backend: str, options: ServingOptions, model_type: str | None) -> bool:
-    """Return whether a backend refuses the options, as far as it is known before they are filled in."""
-    if any(not option(name).tunes for name in unsupported_options(options, backend)):
-        return True
-    capability = capability_of(backend, model_type)
-    if capability is not None:
-        ignored = (name for name in capability.ignored_options if not option(name).tunes)
-        if any(is_set(options, name) for name in (*ignored, *capability.unsupported_options)):
-            return True
-        if options.speculating and not capability.speculation:
-            return True
-    return any(finding.level == "error" for finding in library_conflicts(options, backend))
-
-
-def _obstacle(
-    backend: str, installed: Mapping[str, Library], backends: Collection[str]
-) -> str | None:
-    """Explain why a backend cannot be used here, with the fix; None if it can."""
-    if backend not in backends:
-        names = ", ".join(sorted(backends)) or "none"
-        return f"this version of djl_python_neuronx has no {backend} backend; it has: {names}"
-    if backend not in NEURON_BACKENDS:
-        return None
+def _obstacle(backend: str, installed: Mapping[str, Library] | None) -> str:
+    """Explain why a backend cannot be used here; empty if it can, or the packages are unknown."""
+    if installed is None or backend not in NEURON_BACKENDS:
+        return ""
     needed = NEURON_BACKENDS[backend].package
     # Both libraries need torch-neuronx and neuronx-cc; only the other library's own package does not matter.
     others = {facts.package for facts in NEURON_BACKENDS.values()} - {needed}
@@ -176,18 +166,23 @@ def _obstacle(
         if library.state == "placeholder" and library.name not in others
     ]
     if fakes:
-        return f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {_INSTALL}"
-    if installed[needed].state == "missing":
-        return f"{needed} is not installed. {_INSTALL}"
-    return None
+        return f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library"
+    return f"{needed} is not installed" if installed[needed].state == "missing" else ""
 
 
-def _unknown_model(backend: str, model_type: str | None) -> str | None:
-    """Explain why a library cannot serve the model type; None if it can, or the type is unknown."""
-    known = NEURON_BACKENDS[backend].architectures
-    if model_type is None or model_type in known:
-        return None
-    return f"it does not support model_type {model_type!r}; supported: {', '.join(known)}"
+def _refusal(backend: str, options: ServingOptions, model_type: str | None) -> str:
+    """Name the options that a backend refuses, as far as it is known before they are filled in; empty if none."""
+    names = [name for name in unsupported_options(options, backend) if not option(name).tunes]
+    capability = capability_of(backend, model_type)
+    if capability is not None:
+        ignored = (name for name in capability.ignored_options if not option(name).tunes)
+        names += [*ignored, *capability.unsupported_options]
+        if options.speculating and not capability.speculation:
+            names.append(_DRAFT if options.drafting else _LOOKUP)
+    for finding in library_conflicts(options, backend):
+        names += finding.names if finding.level == "error" else ()
+    refused = [name for name in dict.fromkeys(names) if is_set(options, name)]
+    return f"{backend} refuses {', '.join(refused)}" if refused else ""
 
 
 def _library(name: str, module: str) -> Library:

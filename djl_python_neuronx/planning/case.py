@@ -26,8 +26,6 @@ class NeuronBackend:
     """`model_type` to what the library supports of it."""
     traced_with: tuple[str, ...] = ()
     """Further packages whose versions change the graphs."""
-    served: bool = True
-    """False: it is planned for, and this version cannot load with it."""
 
 
 NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
@@ -37,7 +35,6 @@ NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
         NXDI,
         # Source: neuronx-distributed-inference 0.9: torch traces modules of neuronx-distributed through torch-neuronx.
         ("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
-        served=False,
     ),
     # Source: transformers-neuronx 0.13, compiler.py: torch-neuronx writes the graphs. transformers reads and changes
     # config.json; torch computes nothing of them.

@@ -71,14 +71,9 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
 
 
 def use_backend(*backends: str, other: str = "") -> str:
-    """Advise `other`, or one of the backends; those that cannot load yet are only mentioned."""
-    later = {name for name, facts in NEURON_BACKENDS.items() if not facts.served}
-    served = " or ".join(f"model_loader={name}" for name in backends if name not in later)
-    planned = " or ".join(NEURON_BACKENDS[name].library for name in backends if name in later)
-    advice = ", or ".join(filter(None, (other, served and f"set {served}")))
-    return advice + (
-        f" ({planned} supports it, but this version cannot load with it yet)" if planned else ""
-    )
+    """Advise `other`, or one of the backends."""
+    named = " or ".join(f"model_loader={name}" for name in backends)
+    return ", or ".join(filter(None, (other, named and f"set {named}")))
 
 
 def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
 from djl_python_neuronx.backends.base import Rows, Step, Want  # noqa: E402
+from djl_python_neuronx.backends.nxdi.batching import LARGEST_TEMPERATURE  # noqa: E402
 from tests.backends.nxdi_plans import loaded, obtained, save_variant  # noqa: E402
 from tests.device_driver import make_rows  # noqa: E402
 from tests.tiny_models import load_reference  # noqa: E402
@@ -86,3 +89,33 @@ def test_each_row_is_sampled_as_its_own_parameters_say(
         ):
             assert_drawn(found, chances(logits[1], *parameters))
         assert (rows.sampling == before).all()
+
+
+def test_no_neighbour_and_no_temperature_changes_what_a_row_is_drawn_from() -> None:
+    """The library raises each top_p to the smallest cumulative probability found in the batch.
+
+    That is at most the probability of the row's own likeliest token, which it keeps whatever the top_p is.
+    """
+    library = "neuronx_distributed_inference"
+    module = importlib.import_module(f"{library}.modules.generation.sampling")
+    kind = importlib.import_module(f"{library}.models.config").OnDeviceSamplingConfig
+    own = kind(do_sample=True, dynamic=True, global_topk=64)
+    sampler = module.Sampler(
+        SimpleNamespace(on_cpu=True, is_medusa=False, on_device_sampling_config=own)
+    )
+
+    def drawn_from(logits: Any, parameters: Any) -> Any:
+        ids, found = sampler(logits.clone(), parameters.clone(), return_values=True)
+        return torch.zeros_like(logits).scatter_(1, ids, found)
+
+    torch.manual_seed(0)
+    for _ in range(300):
+        logits = torch.randn(5, 97) * torch.rand(5, 1) * 20
+        top_ps = (torch.rand(5) ** torch.randint(1, 30, (5,))).clamp(1e-30)
+        parameters = torch.stack([torch.randint(1, 65, (5,)), top_ps, torch.rand(5) * 3 + 0.01], 1)
+        together = drawn_from(logits, parameters)
+        rows = [drawn_from(logits[i : i + 1], parameters[i : i + 1]) for i in range(5)]
+        torch.testing.assert_close(together, torch.cat(rows), rtol=0, atol=1e-6)
+        hot = drawn_from(logits, torch.tensor([[2.0, 1.0, LARGEST_TEMPERATURE]] * 5))
+        torch.testing.assert_close(hot.topk(2).values.sum(1), torch.ones(5))
+        assert (hot > 1e-9).sum() <= 10

@@ -58,7 +58,7 @@ def assert_like_alone(
     prompts = [draw.choices(range(3, 90), k=length) for length in lengths]
     wanted = [draw.randint(1, limit - len(prompt)) for prompt in prompts]
     wanted[6] = limit - len(prompts[6])
-    last = 4 * num_requests
+    last = 8 * num_requests  # so that the slots are all taken at times, and nearly none at others
     arrivals = [draw.randint(0, last) for _ in prompts]
     cancels = {i: arrivals[i] + draw.randint(1, 50) for i in range(1, num_requests, 7)}
     found: dict[str, list[int]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Which backend loads, over every mix of machine, libraries and wishes; and how a placeholder is recognised."""
 
 import itertools
-import logging
+import re
 import sys
 
 import pytest
@@ -9,10 +9,10 @@ import pytest
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.backend_choice import (
+    Choice,
     Library,
     choose_backend,
     libraries,
-    preferred,
 )
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -20,7 +20,6 @@ from djl_python_neuronx.planning.machines import DeviceInfo
 NEURON_LOADERS = {name: facts.package for name, facts in NEURON_BACKENDS.items()}
 CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
 INF2 = DeviceInfo("inf2.xlarge", 1, 2, 2**35, 4, "1 devices under /dev, no neuron-ls")
-ALL = ("cpu", "nxdi", "tnx")
 
 
 def installed(**states):
@@ -32,16 +31,22 @@ def installed(**states):
     }
 
 
-def choose(device, packages, backends=ALL, artifact=None, model_type=None, **options):
-    options = ServingOptions(**options)
+BOTH = {"nxdi": "installed", "tnx": "installed"}
+
+
+def explain(device, packages, model_type=None, artifact=None, *, dry_run=False, **options):
     return choose_backend(
-        options,
+        ServingOptions(**options),
         device,
         model_type,
         installed=packages,
-        backends=backends,
         artifact_backend=artifact,
+        dry_run=dry_run,
     )
+
+
+def choose(*args, **options):
+    return explain(*args, **options).backend
 
 
 STATES = ("missing", "installed", "placeholder")
@@ -62,20 +67,108 @@ def test_auto_on_a_neuron_machine_is_never_the_cpu(nxdi, tnx):
         assert ("PyPI's placeholder" in str(caught.value)) == ("placeholder" in {nxdi, tnx})
 
 
-def test_auto_takes_the_library_that_knows_the_model():
-    both = installed(nxdi="installed", tnx="installed")
-    assert choose(INF2, both, model_type="qwen3") == "nxdi"
-    assert choose(INF2, both, model_type="llama") == "nxdi"
-    assert choose(INF2, both, model_type="gpt2") == "tnx"
+UNKNOWN = "does not support model_type"
+REASONS = [
+    # model type, installed, options, backend, why
+    ("llama", BOTH, {}, "nxdi", "it is preferred to tnx"),
+    (None, BOTH, {}, "nxdi", "it is preferred to tnx"),
+    ("qwen3", BOTH, {}, "nxdi", f"tnx {UNKNOWN} 'qwen3'"),
+    ("gpt2", BOTH, {}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
+    # the only one that supports it, whatever it refuses
+    ("gpt2", BOTH, {"is_medusa": True}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
+    ("llama", {"tnx": "installed"}, {}, "tnx", "neuronx-distributed-inference is not installed"),
+    ("llama", {"nxdi": "installed"}, {}, "nxdi", "transformers-neuronx is not installed"),
+    (
+        "llama",
+        {"nxdi": "placeholder", "tnx": "installed"},
+        {},
+        "tnx",
+        "the installed neuronx-distributed-inference is PyPI's placeholder, not the library",
+    ),
+    # options that only transformers-neuronx has, and that change more than speed
+    (
+        "llama",
+        BOTH,
+        {"enable_mixed_precision_accumulation": True},
+        "tnx",
+        "nxdi refuses enable_mixed_precision_accumulation",
+    ),
+    ("llama", BOTH, {"load_split_model": True}, "tnx", "nxdi refuses load_split_model"),
+    (
+        "llama",
+        BOTH,
+        {"enable_chunked_prefill": True, "cache_layout": "BSH"},
+        "tnx",
+        "nxdi refuses enable_chunked_prefill",
+    ),
+    # ... speed alone
+    (
+        "llama",
+        BOTH,
+        {"neuron_optimize_level": 3, "cache_layout": "BSH"},
+        "nxdi",
+        "it is preferred to tnx",
+    ),
+    # ... and what only NxD Inference has, for a model of both
+    ("mistral", BOTH, {"output_logits": True}, "nxdi", "tnx refuses output_logits"),
+    # ... and what this version serves with transformers-neuronx alone
+    ("llama", BOTH, {"quantize": "static_int8"}, "tnx", "nxdi refuses quantize"),
+    (
+        "llama",
+        BOTH,
+        {"speculative_draft_model": "d"},
+        "tnx",
+        "nxdi refuses speculative_draft_model",
+    ),
+    (
+        "llama",
+        BOTH,
+        {"ngram_prompt_lookup_max": 3},
+        "tnx",
+        "nxdi refuses ngram_prompt_lookup_max",
+    ),
+    ("mistral", BOTH, {"speculative_draft_model": "d"}, "nxdi", "it is preferred to tnx"),
+    ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "it is preferred to tnx"),
+    # what both refuse something of: the first
+    (
+        "llama",
+        BOTH,
+        {"load_split_model": True, "output_logits": True},
+        "nxdi",
+        "it is preferred to tnx",
+    ),
+    # a refusal counts less than what is not there
+    (
+        "llama",
+        {"nxdi": "installed"},
+        {"load_split_model": True},
+        "nxdi",
+        "transformers-neuronx is not installed",
+    ),
+    # rules about values that are not filled in yet refuse nothing
+    ("llama", BOTH, {"token_generation_batches": (1, 2)}, "nxdi", "it is preferred to tnx"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "packages", "options", "backend", "why"), REASONS)
+def test_which_library_and_why_not_the_other(model_type, packages, options, backend, why):
+    choice = explain(INF2, installed(**packages), model_type, **options)
+    assert choice.backend == backend
+    assert choice.reason.startswith(f"model_loader=auto takes {backend}: {why}")
+    assert explain(INF2, installed(**packages), model_type, dry_run=True, **options) == choice
+
+
+def test_a_model_of_no_library():
     with pytest.raises(
-        BackendUnavailableError, match="nxdi: it does not support model_type 't5'; supported: "
+        BackendUnavailableError,
+        match=r"nxdi does not support model_type 't5'; tnx does not support model_type 't5'",
     ):
-        choose(INF2, both, model_type="t5")
+        choose(INF2, installed(**BOTH), model_type="t5")
 
 
 @pytest.mark.parametrize("old", ["optimum", "vllm"])
 def test_loaders_of_the_old_engine_leave_the_choice_open(old):
-    both = installed(nxdi="installed", tnx="installed")
+    both = installed(**BOTH)
     assert choose(CPU, both, model_loader=old) == "cpu"
     assert choose(INF2, both, model_loader=old) == "nxdi"
     assert choose(INF2, both, artifact="tnx", model_loader=old) == "tnx"
@@ -86,41 +179,48 @@ def test_a_placeholder_under_the_real_library_is_named():
         choose(INF2, installed(tnx="installed", base="placeholder"))
 
 
-def test_a_library_without_a_backend_in_this_version_is_told_plainly():
-    with pytest.raises(BackendUnavailableError, match="has no tnx backend; it has: cpu"):
-        choose(INF2, installed(tnx="installed"), backends=["cpu"])
-
-
 @pytest.mark.parametrize("tnx", STATES)
-def test_auto_without_a_device_is_the_cpu_with_one_warning(tnx, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert choose(CPU, installed(tnx=tnx)) == "cpu"
-    assert len(caplog.records) == 1
+def test_auto_without_a_device_is_the_cpu(tnx):
+    choice = explain(CPU, installed(tnx=tnx))
+    assert choice.backend == "cpu"
+    assert choice.reason == f"model_loader=auto takes cpu: there is no Neuron device ({CPU.seen})"
 
 
-def test_asking_for_the_cpu_gives_it_without_a_warning(caplog):
-    assert choose(CPU, installed(), model_loader="cpu") == "cpu"
-    assert choose(INF2, installed(), model_loader="cpu") == "cpu"
-    assert not caplog.records
+@pytest.mark.parametrize("device", [CPU, INF2])
+@pytest.mark.parametrize("loader", ["cpu", "tnx", "nxdi"])
+def test_a_loader_that_is_set_is_taken_and_needs_no_reason(device, loader):
+    assert explain(device, installed(**BOTH), model_loader=loader) == Choice(loader)
 
 
-def test_a_loader_that_was_asked_for_is_never_replaced():
-    assert choose(CPU, installed(nxdi="installed", tnx="installed"), model_loader="tnx") == "tnx"
-    with pytest.raises(BackendUnavailableError, match="transformers-neuronx is not installed"):
-        choose(CPU, installed(), model_loader="tnx")
+FIXES = [
+    # installed, model type, loader, the other one that the error may advise
+    ({}, "llama", "tnx", None),
+    ({}, "llama", "nxdi", None),
+    ({"tnx": "installed"}, "llama", "nxdi", "tnx"),
+    ({"tnx": "installed"}, "qwen3", "nxdi", None),
+    ({"nxdi": "installed"}, "llama", "tnx", "nxdi"),
+    ({"nxdi": "installed"}, "gpt2", "tnx", None),
+    ({"tnx": "installed", "nxdi": "placeholder"}, "llama", "nxdi", "tnx"),
+]
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_nobody_installs_a_library_for_a_backend_that_is_not_there(state):
-    with pytest.raises(BackendUnavailableError, match=r"has no nxdi backend; it has: cpu$"):
-        choose(CPU, installed(nxdi=state), backends=["cpu"], model_loader="nxdi")
+@pytest.mark.parametrize(("packages", "model_type", "loader", "other"), FIXES)
+def test_a_loader_without_its_library_is_never_replaced(packages, model_type, loader, other):
+    with pytest.raises(BackendUnavailableError) as caught:
+        choose(INF2, installed(**packages), model_type, model_loader=loader)
+    message = str(caught.value)
+    assert f"backend '{loader}' (option.model_loader) cannot be used" in message
+    assert "https://awsdocs-neuron.readthedocs-hosted.com/" in message
+    assert re.findall(r"set option\.model_loader=(\w+)", message) == ([other] if other else [])
 
 
 def test_auto_takes_what_the_artifact_was_compiled_for():
-    both = installed(nxdi="installed", tnx="installed")
-    assert choose(INF2, both, artifact="tnx") == "tnx"
-    with pytest.raises(BackendUnavailableError, match="the model's format"):
-        choose(CPU, installed(), artifact="nxdi")
+    choice = explain(INF2, installed(**BOTH), artifact="tnx")
+    assert choice.backend == "tnx"
+    assert choice.reason == "model_loader=auto takes tnx: the model's files are for it alone"
+    with pytest.raises(BackendUnavailableError, match="the model's format") as caught:
+        choose(INF2, installed(tnx="installed"), artifact="nxdi")
+    assert "option.model_loader=" not in str(caught.value)  # no other can load it
 
 
 @pytest.fixture
@@ -153,70 +253,20 @@ def test_a_checkout_on_the_path_is_installed_and_not_imported(site, tmp_path):
     assert "transformers_neuronx" not in sys.modules
 
 
-class TestPreferred:
-    """Which library `auto` means: one function for the server and for check."""
-
-    @pytest.mark.parametrize(
-        ("model_type", "options", "expected"),
-        [
-            ("llama", {}, "nxdi"),
-            (None, {}, "nxdi"),
-            ("t5", {}, None),
-            ("gpt2", {"is_medusa": True}, "tnx"),  # the only one, so its refusal is told
-            # options that only transformers-neuronx has, and that change more than speed
-            ("llama", {"enable_mixed_precision_accumulation": True}, "tnx"),
-            ("llama", {"load_split_model": True}, "tnx"),
-            ("llama", {"enable_chunked_prefill": True, "cache_layout": "BSH"}, "tnx"),
-            # ... speed alone
-            ("llama", {"neuron_optimize_level": 3, "cache_layout": "BSH"}, "nxdi"),
-            # a draft without sampling on the device is judged by logits, with it on the device
-            ("llama", {"speculative_draft_model": "d"}, "tnx"),
-            ("llama", {"speculative_draft_model": "d", "on_device_generation": True}, "nxdi"),
-            ("mistral", {"speculative_draft_model": "d"}, "nxdi"),
-            ("mixtral", {"quantize": "static_int8", "bf16_rms_norm": True}, "nxdi"),
-        ],
-    )
-    def test_the_first_that_refuses_nothing(self, model_type, options, expected):
-        options = ServingOptions(**options)
-        assert preferred(options, model_type) == expected
-        if expected:
-            both = installed(nxdi="installed", tnx="installed")
-            found = choose_backend(options, INF2, model_type, installed=both, backends=ALL)
-            assert found == expected
-
-    def test_among_what_is_there(self):
-        options = ServingOptions(load_split_model=True)
-        assert preferred(options, "llama", ["nxdi"]) == "nxdi"
-        assert choose(INF2, installed(nxdi="installed"), load_split_model=True) == "nxdi"
-
-
 class TestADryRun:
     """Plans for a backend that cannot be used here, and raises nothing."""
 
-    def choose(self, device, packages=None, model_type="llama", **options):
-        return choose_backend(
-            ServingOptions(**options),
-            device,
-            model_type,
-            installed=packages,
-            backends=["cpu", "tnx"],
-            dry_run=True,
-        )
-
     def test_a_library_that_is_not_installed_is_planned_for(self):
-        assert self.choose(INF2) == "tnx"
-        assert self.choose(INF2, installed()) == "tnx"
-        assert self.choose(INF2, installed(nxdi="installed")) == "tnx"
-        assert self.choose(CPU, model_loader="nxdi") == "nxdi"
+        for packages in (None, installed(), installed(nxdi="installed")):
+            assert choose(INF2, packages, "llama", dry_run=True) == "nxdi"
+        assert choose(INF2, installed(tnx="installed"), "llama", dry_run=True) == "tnx"
+        assert choose(INF2, None, "gpt2", dry_run=True) == "tnx"
+        assert choose(CPU, None, "llama", model_loader="tnx", dry_run=True) == "tnx"
 
-    def test_a_backend_of_a_later_version_is_planned_for_if_no_other_knows_the_model(self):
-        assert self.choose(INF2, model_type="qwen3") == "nxdi"
-        assert self.choose(INF2, model_type="t5") == "tnx"
+    def test_a_model_of_no_library_is_planned_for_nevertheless(self):
+        assert choose(INF2, None, "t5", dry_run=True) == "nxdi"
 
     def test_several_cores_are_planned_for_without_a_device(self):
-        assert self.choose(CPU) == "cpu"
-        assert self.choose(CPU, tensor_parallel_degree=8) == "tnx"
-
-    def test_rules_about_values_that_are_not_set_yet_refuse_nothing(self):
-        options = ServingOptions(token_generation_batches=(1, 2))
-        assert preferred(options, "llama") == "nxdi"
+        assert choose(CPU, None, "llama", dry_run=True) == "cpu"
+        assert choose(CPU, None, "llama", tensor_parallel_degree=8, dry_run=True) == "nxdi"
+        assert choose(CPU, installed(**BOTH), "llama", tensor_parallel_degree=8) == "cpu"

@@ -259,7 +259,8 @@ class TestDegree:
         assert all(reads[chosen] <= reads[degree] for degree in able)
 
     def test_pipeline_stages_have_cores_of_their_own(self):
-        options = filled("llama-3-8b", "trn1.32xlarge", "nxdi", pipeline_parallel_degree=2)
+        unknown = replace(facts_of("llama-3-8b"), model_type="new")
+        options = filled(unknown, "trn1.32xlarge", "nxdi", pipeline_parallel_degree=2)
         assert options.tensor_parallel_degree == 16
 
 

@@ -106,7 +106,7 @@ CASES = [
         ],
     ),
     (
-        "llama-3-8b",
+        None,
         "nxdi",
         {"enable_prefix_caching": True, "prefix_buckets": (512, 1024)},
         prefill(128, 128, 128, 512, 512, 512) + decode(128, 256, 512),

@@ -431,6 +431,7 @@ CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
 PREFIXES = {"enable_prefix_caching": True, "context_length_estimate": (128, 512)}
 LATER = {
     "quantize": "static_int8",
+    "kv_cache_quantize": "int8",
     "quantized_mlp_kernel_enabled": True,
     "activation_quantization_type": "dynamic",
     "speculative_draft_model": "draft",

@@ -30,7 +30,7 @@ from djl_python_neuronx.backends.shapes import choose_bucket, refuse
 from djl_python_neuronx.backends.slots import SlotBackend
 
 _GREEDY = (1.0, 1.0, 1.0)
-_LARGEST_TEMPERATURE = 100.0
+LARGEST_TEMPERATURE = 100.0
 """The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
 drawn (modules/generation/sampling.py, 0.9)."""
 _FREE = 1
@@ -375,7 +375,7 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         decode_slots=batches if len(batches) > 1 else (),
         outputs=outputs,
         largest_top_k=largest,
-        largest_temperature=_LARGEST_TEMPERATURE if dynamic else None,
+        largest_temperature=LARGEST_TEMPERATURE if dynamic else None,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
     )

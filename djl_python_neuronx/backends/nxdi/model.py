@@ -85,7 +85,7 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     """
     import_library(PACKAGE, _LIBRARY)
     configuration = _read_config(plan, compiled)
-    _translate(configuration)
+    _translate(configuration, plan)
     made = find_class(configuration.model_type)
     neuron_config = _neuron_config(made, {**plan.arguments.neuron_config, **keywords})
     adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
@@ -97,7 +97,7 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     return made(str(plan.model_dir), config)
 
 
-def _translate(configuration: Any) -> None:  # noqa: ANN401
+def _translate(configuration: Any, plan: LoadPlan) -> None:  # noqa: ANN401
     """Give a configuration of any version of transformers the names and values that the library reads."""
     fields = rotary_fields(configuration)
     scaling = fields.get("rope_scaling") or {}
@@ -113,6 +113,10 @@ def _translate(configuration: Any) -> None:  # noqa: ANN401
         }
     if getattr(configuration, "hidden_act", None) == "swish":
         fields["hidden_act"] = "silu"
+    window = getattr(configuration, "sliding_window", None)
+    if configuration.model_type == "mistral" and window and plan.max_model_len <= window:
+        # No sequence outgrows it, and with it the library needs prompt graphs and a cache as long as the window.
+        fields["sliding_window"] = None
     vars(configuration).update(fields)
 
 

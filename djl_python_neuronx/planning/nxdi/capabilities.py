@@ -25,6 +25,20 @@ _YARN_ROUNDED = Defect(
     "set dtype=float32",
     backends=("cpu",),
 )
+# Source: models/model_base.py, modules/generation/sampling.py (mask_padded_logits) and NxD's ColumnParallelLinear: the
+# padding is masked after it has been cut off already, so real tokens are. Logits that are not gathered are right.
+_LAST_TOKENS = Defect(
+    "NxD Inference never gives the last tokens of a vocabulary that tensor_parallel_degree does not divide, where the "
+    "host samples",
+    lambda options, model: (
+        options.on_device_generation is None
+        and isinstance(options.tensor_parallel_degree, int)
+        and (model.vocab_size or 0) % options.tensor_parallel_degree
+    ),
+    ("tensor_parallel_degree",),
+    "set on_device_generation=true, and output_logits=true for requests that the host has to sample, or a degree that "
+    "divides the vocabulary",
+)
 _IMAGES = "NxD Inference does not have it for models with images"
 _NOT_WITH_IMAGES = dict.fromkeys(
     ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
@@ -58,18 +72,24 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         verified=False, degree_divides=("hidden_size",), ignored_options=_NO_FLASH_DECODING
     ),
     "gpt_oss": Capability(verified=False),
-    "llama": Capability(defects=(_YARN_ROUNDED,)),
+    "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS)),
     "llama4": _with_images(),
-    "mistral": Capability(window_cache=True, ignored_options=_NO_FLASH_DECODING),
+    "mistral": Capability(
+        window_cache=True, ignored_options=_NO_FLASH_DECODING, defects=(_LAST_TOKENS,)
+    ),
     "mixtral": Capability(
         degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED,)
     ),
     # Its cross attention asserts that the degree divides query and KV heads.
     "mllama": _with_images(pads_heads=False),
     "pixtral": _with_images(),
-    "qwen2": Capability(ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED,)),
+    "qwen2": Capability(
+        ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
+    ),
     "qwen2_vl": _with_images(ignored_options=_NO_FLASH_DECODING),
-    "qwen3": Capability(ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED,)),
+    "qwen3": Capability(
+        ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
+    ),
     "qwen3_moe": Capability(
         verified=False,
         degree_divides=_OF_EXPERTS,

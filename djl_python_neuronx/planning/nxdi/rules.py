@@ -13,6 +13,7 @@ from djl_python_neuronx.config.options import ServingOptions
 
 LATER = (
     "quantize",
+    "kv_cache_quantize",
     "quantized_mlp_kernel_enabled",
     "activation_quantization_type",
     "speculative_draft_model",
