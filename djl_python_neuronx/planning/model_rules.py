@@ -27,6 +27,7 @@ _JOIN_WAIT = "max_join_wait_ms"
 _STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
+_ROUNDING = ("bf16_rms_norm", "enable_mixed_precision_accumulation", "enable_saturate_infinity")
 _KEYWORDS = sorted({keyword.partition(".")[0] for keyword in OPTIONS})
 _MOST_THREADS_PER_CPU = 4
 """Some thousand threads exhaust the process's limit, and torch then crashes."""
@@ -261,7 +262,10 @@ def _no_equivalent(case: Case) -> Iterator[Finding]:
         problem = f"{case.library} has no equivalent; left out, which changes speed and memory only"
         yield Finding(ignored, problem, "note")
     for name in names:
-        if not option(name).tunes:
+        if name in _ROUNDING:
+            problem = f"{case.library} has no equivalent; left out, which changes rounding and overflows only"
+            yield Finding((name,), problem, "warning")
+        elif not option(name).tunes:
             advice = remove_or_switch(name, case.model.model_type, case.backend)
             yield Finding((name,), f"{case.library} has no equivalent; {advice}")
 
