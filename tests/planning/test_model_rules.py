@@ -1343,6 +1343,14 @@ def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
     full = {**pairs, DEGREE: 1}
     assert not matching(full, DEGREE, "error", "does not fit")
     assert matching({**full, "logical_nc_config": 1}, DEGREE, "error", "has 12.0 GiB")
+    assert not matching({**pairs, "logical_nc_config": 2}, "logical_nc_config", "error", "")
+
+
+@pytest.mark.parametrize("machine", ["inf2.48xlarge", "trn1.32xlarge"])
+def test_cores_that_never_act_as_one_are_an_error(machine):
+    alone = {"loader": "nxdi", "device": machines.named(machine), DEGREE: 8}
+    assert matching({**alone, "logical_nc_config": 2}, "logical_nc_config", "error", "leave it out")
+    assert not matching({**alone, "logical_nc_config": 1}, "logical_nc_config", "error", "")
 
 
 @pytest.mark.parametrize(

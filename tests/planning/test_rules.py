@@ -670,6 +670,7 @@ NXDI = [
         {"on_device_generation": True},
     ),
     ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
+    ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
     (
         "async_execution",
         "error",
@@ -732,7 +733,8 @@ def test_what_a_later_version_serves_is_refused(name):
         for entry in broken_rules(BACKEND_RULES["nxdi"], chosen)
         if entry.names == (name,)
     ]
-    assert any("later version" in problem for problem in found)
+    [problem] = [problem for problem in found if "later version" in problem]
+    assert ("model_loader=tnx" in problem) == ("tnx" in option(name).to)
 
 
 @pytest.mark.parametrize(

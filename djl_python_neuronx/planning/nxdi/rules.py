@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Rule, above, when
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import ServingOptions, option
 
 LATER = (
     "quantize",
@@ -301,6 +301,11 @@ _SPECULATION = (
         "the next step starts from the token that the device has sampled; set on_device_generation=true, or leave "
         "async_execution out"
     ),
+    # Source: models/model_base.py, which takes both outputs for one.
+    when(output_logits=SET, on_device_generation=UNSET).refuse(
+        "without sampling on the device the host has the logits anyway, and NxD Inference fails at the second output; "
+        "leave it out, or set on_device_generation=true"
+    ),
     # Source: models/model_wrapper.py, which pads a step ahead to all slots.
     when(async_execution=SET, token_generation_batches=SET).refuse(
         "a step that runs ahead has a graph for all slots only; leave one of them out"
@@ -321,10 +326,11 @@ _SPECULATION = (
         "prefix caching with a draft model other than EAGLE's waits for the host; leave one of the three out"
     ),
 )
+_ELSEWHERE = ", or set model_loader=tnx if transformers-neuronx has the model"
 _LATER = tuple(
     when(**{name: SET}).refuse(
-        "served with NxD Inference in a later version; leave it out, or serve a model that transformers-neuronx has "
-        "with model_loader=tnx"
+        "served with NxD Inference in a later version; leave it out"
+        + ("tnx" in option(name).to) * _ELSEWHERE
     )
     for name in LATER
 )
