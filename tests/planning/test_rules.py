@@ -625,8 +625,20 @@ NXDI = [
     (
         "padding_side",
         "error",
-        {"padding_side": "left", "max_rolling_batch_size": 2},
-        {"max_rolling_batch_size": 1},
+        {"padding_side": "left", "rolling_batch_strategy": "naive_rolling_batch"},
+        {"padding_side": "right"},
+    ),
+    (
+        "output_logits",
+        "error",
+        {
+            **CORES,
+            "on_device_generation": True,
+            "output_logits": True,
+            "token_generation_batches": (1, 2),
+            "rolling_batch_strategy": "naive_rolling_batch",
+        },
+        {"rolling_batch_strategy": "continuous_batching"},
     ),
     (
         "enable_prefix_caching",

@@ -235,13 +235,20 @@ _BATCHES = (
         "graphs for fewer sequences exclude speculation and a KV cache in blocks (prefix caching); leave one of them "
         "out"
     ),
-    # Source: modules/kvcache/kv_cache_manager.py and models/model_wrapper.py: rows are written from position 0 on.
+    # Source: models/model_wrapper.py, `_forward_with_pad`.
     when(
-        lambda options: not _static_batches(options),
-        padding_side="left",
+        _static_batches,
+        output_logits=True,
+        token_generation_batches=SET,
         rolling_batch_strategy=ANY,
         max_rolling_batch_size=ANY,
-    ).refuse("continuous batching pads on the right; leave padding_side out"),
+    ).refuse(
+        "graphs for fewer sequences give logits beside tokens only with continuous batching; leave one of them out"
+    ),
+    # Source: backends/nxdi/batching.py: rows are written from position 0 on, static batches too.
+    when(padding_side="left").refuse(
+        "prompts are padded on the right with NxD Inference; leave padding_side out"
+    ),
     # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
     when(
         lambda options: not options.enable_chunked_prefill,
