@@ -193,7 +193,8 @@ def _compilers(case: Case) -> Iterator[Finding]:
 def _foreign_graphs(case: Case) -> Iterator[Finding]:
     if case.backend != "nxdi" or capability_of("tnx", case.model.model_type) is None:
         return
-    if case.options.compiled_graph_path and case.options.model_loader in OPEN:
+    named = case.options.compiled_graph_path and not case.foreign_graphs
+    if named and case.options.model_loader in OPEN:
         other = NEURON_BACKENDS["tnx"].library
         problem = (
             f"this model is loaded by {case.library}, which cannot use graphs that {other} compiled: all would be "
