@@ -134,7 +134,7 @@ class NxdiOptions(OptionGroup):
     is_mxfp4_compute: _Feature = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
-    async_execution: Annotated[bool | None, _nxdi(keyword="async_mode")] = None
+    async_execution: Annotated[bool | None, _nxdi(keyword="async_mode", graph=())] = None
     """Start each decode step on the device before the host has read the previous one. It is the library's `async_mode`;
     the option `async_mode` is another, DJL Serving's way to send requests. Needs on-device sampling; excludes
     `token_generation_batches` and Medusa. A request that the host samples (`output_logits`) makes all steps synchronous

@@ -37,6 +37,9 @@ def findings(case: Case) -> Iterator[Finding]:
     if case.effective.drafting and case.options.draft_model_tp_size is not None:
         yield from _degree(_DRAFT_DEGREE, case.options.draft_model_tp_size, case.device)
     yield from _cores(case)
+    if case.options.logical_nc_config == 2 and case.device.family in {"inf2", "trn1"}:
+        problem = f"two cores act as one from trn2 on, not on {case.device.family}; leave it out"
+        yield Finding(("logical_nc_config",), problem)
     if not can_split(case.model, case.degree, case.backend):
         yield _indivisible(case)
     elif case.model.num_heads and case.model.num_kv_heads:

@@ -244,6 +244,25 @@ def test_a_slot_recovers_from_what_is_not_a_number(poisoned: Path, name: str) ->
         assert tokens_of(backend, 0, [8, 9], fed[:5]) == beside
 
 
+def test_a_slot_in_doubt_costs_few_calls(
+    folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last two tokens are the same, as NaN has it; and after the first two of the vocabulary follows the same."""
+    toy_logits = nxdi_double.toy_logits
+    monkeypatch.setattr(
+        nxdi_double, "toy_logits", lambda ids, size: toy_logits(np.where(ids == 1, 0, ids), size)
+    )
+    with loaded(nxdi_plan(folder, **SAMPLED["greedy"])) as backend:
+        backend.acquire(1, [5, 6, 7], 0)
+        backend.run(Step(prefill=make_rows({1: [5, 6, 7]}, wants=Want.TOKENS)))
+        for start in [*range(3, 30), 29]:
+            backend.run(Step(decode=make_rows({1: [3 + start]}, {1: start}, Want.TOKENS)))
+        backend.release([1])
+        calls = len(made[-1].calls)
+        backend.acquire(1, [5, 6, 7], 0)
+        assert [tag for tag, *_ in made[-1].calls[calls:]] == [nxdi_double.TKG] * 2
+
+
 @pytest.mark.nxdi
 def test_the_stand_in_takes_what_the_library_takes() -> None:
     config = importlib.import_module(f"{nxdi_double.PACKAGE}.models.config")

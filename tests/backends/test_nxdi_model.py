@@ -119,8 +119,7 @@ def test_a_class_is_taken_from_its_own_file_else_from_the_registry(
 
 def test_models_that_take_images_are_refused_before_they_are_compiled() -> None:
     supports = backends.get("nxdi").supports
-    refused = {name for name in NXDI if supports({"model_type": name})}
-    assert refused == {"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"}
+    assert not [name for name in NXDI if supports({"model_type": name})]
     assert "takes images" in str(supports({"model_type": "llama4"}))
     assert "no class for model_type 'gpt2'; it has" in str(supports({"model_type": "gpt2"}))
     assert "no class for model_type None" in str(supports({}))

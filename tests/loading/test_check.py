@@ -370,12 +370,12 @@ def test_a_hub_id_is_a_target(environ, laptop):
 def test_the_rules_of_a_named_library_need_no_model(environ, laptop, backend):
     options = {
         "tnx": {"qkv_tiling": "true", "cache_layout": "BSH"},
-        "nxdi": {"is_eagle3": "true", "padding_side": "left"},
+        "nxdi": {"is_eagle3": "true", "token_generation_batches": "1"},
     }[backend]
     report = run("nobody/nothing", environ, model_loader=backend, **options)
     missing, refused = report.findings.messages("error")
     assert "nobody/nothing" in missing
-    # cache_layout and padding_side depend on values that are not filled in without a model.
+    # cache_layout and token_generation_batches depend on values that are not filled in without a model.
     assert next(iter(options)) in refused
     unnamed = run("nobody/nothing", environ, **options)
     assert len(unnamed.findings.messages("error")) == 1

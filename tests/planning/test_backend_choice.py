@@ -110,7 +110,13 @@ REASONS = [
         "it is preferred to tnx",
     ),
     # ... and what only NxD Inference has, for a model of both
-    ("mistral", BOTH, {"output_logits": True}, "nxdi", "tnx refuses output_logits"),
+    (
+        "mistral",
+        BOTH,
+        {"output_logits": True, "on_device_generation": True},
+        "nxdi",
+        "tnx refuses output_logits",
+    ),
     # ... and what this version serves with transformers-neuronx alone
     ("llama", BOTH, {"quantize": "static_int8"}, "tnx", "nxdi refuses quantize"),
     (

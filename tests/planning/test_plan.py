@@ -13,7 +13,15 @@ from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import Graph, assess, compile_minutes, graphs, make_plan
+from djl_python_neuronx.planning.plan import (
+    Graph,
+    assess,
+    compile_minutes,
+    graph_options,
+    graphs,
+    library_arguments,
+    make_plan,
+)
 
 MODELS = Path(__file__).parent / "models"
 BASE = {
@@ -55,6 +63,19 @@ CASES = [
     ("llama-3-8b", "tnx", {}, prefill(128, 512) + decode(128, 256, 512)),
     ("llama-3-8b", "nxdi", {}, prefill(128, 512) + decode(128, 256, 512)),
     ("llama-3-8b", "cpu", {}, []),
+    # the library rounds: no length a little below the longest
+    (
+        "llama-3-8b",
+        "nxdi",
+        {"n_positions": 2500},
+        prefill(128, 512) + decode(128, 256, 512, 1024, 2500),
+    ),
+    (
+        "llama-3-8b",
+        "nxdi",
+        {"n_positions": 3000},
+        prefill(128, 512) + decode(128, 256, 512, 1024, 2048, 3000),
+    ),
     # a list of n_positions is the list of token buckets
     ("llama-3-8b", "tnx", {"n_positions": (256, 512)}, prefill(128, 512) + decode(256, 512)),
     ("llama-3-8b", "nxdi", {"n_positions": [512]}, prefill(128, 512) + decode(512)),
@@ -157,6 +178,16 @@ def test_the_graphs_that_are_compiled(model, loader, options, expected):
     known = ModelFacts(model_type="new") if model is None else facts(model)
     found = list(graphs(Case(options_with(**options), known, INF2, loader)))
     assert found == expected
+
+
+def test_what_the_host_does_with_nxdis_graphs_is_none_of_them():
+    plain = options_with(on_device_generation=True)
+    for name in ("async_execution", "save_sharded_checkpoint"):
+        changed = plain.model_copy(update={name: True})
+        assert graph_options(changed, "nxdi") == graph_options(plain, "nxdi")
+        assert library_arguments(
+            Case(changed, facts("llama-3-8b"), INF2, "nxdi")
+        ) != library_arguments(Case(plain, facts("llama-3-8b"), INF2, "nxdi"))
 
 
 def test_no_graph_is_told_before_lengths_are_known():

@@ -114,6 +114,21 @@ def test_a_record_names_no_places_and_no_code():
     assert as_options(recorded(**hostile)) == as_options(NXDI_RECORD)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        *((name, True) for name in ("apply_seq_ids_mask", "output_all_logits", "on_cpu")),
+        *((name, True) for name in ("is_eagle_draft", "enable_fused_speculation")),
+        ("start_rank_id", 1),
+        ("local_ranks_size", 1),
+    ],
+)
+def test_a_keyword_that_an_option_file_may_not_have_is_none_of_a_record_either(keyword, value):
+    record = recorded(**{keyword: value})
+    assert as_options(record) == as_options(NXDI_RECORD)
+    assert keyword in differences(record, wanted(record))
+
+
 def test_a_record_in_short_is_the_record_in_full():
     """Older versions wrote fewer keywords; the data file has all of 0.9."""
     assert differences(NXDI_RECORD, NXDI_KEYWORDS) == {}

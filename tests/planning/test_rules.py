@@ -625,8 +625,20 @@ NXDI = [
     (
         "padding_side",
         "error",
-        {"padding_side": "left", "max_rolling_batch_size": 2},
-        {"max_rolling_batch_size": 1},
+        {"padding_side": "left", "rolling_batch_strategy": "naive_rolling_batch"},
+        {"padding_side": "right"},
+    ),
+    (
+        "output_logits",
+        "error",
+        {
+            **CORES,
+            "on_device_generation": True,
+            "output_logits": True,
+            "token_generation_batches": (1, 2),
+            "rolling_batch_strategy": "naive_rolling_batch",
+        },
+        {"rolling_batch_strategy": "continuous_batching"},
     ),
     (
         "enable_prefix_caching",
@@ -670,6 +682,7 @@ NXDI = [
         {"on_device_generation": True},
     ),
     ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
+    ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
     (
         "async_execution",
         "error",
@@ -732,7 +745,8 @@ def test_what_a_later_version_serves_is_refused(name):
         for entry in broken_rules(BACKEND_RULES["nxdi"], chosen)
         if entry.names == (name,)
     ]
-    assert any("later version" in problem for problem in found)
+    [problem] = [problem for problem in found if "later version" in problem]
+    assert ("model_loader=tnx" in problem) == ("tnx" in option(name).to)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from djl_python_neuronx.backends.base import Float32Array, Int32Array
@@ -37,10 +36,8 @@ class StepAhead:
 
         `inputs` have a row for each slot.
         """
-        same = [
-            np.array_equal(started[slots], wanted[slots])
-            for started, wanted in zip(self._inputs, inputs, strict=False)
-        ]
+        pairs = zip(self._inputs, inputs, strict=False)
+        same = [(started[slots] == wanted[slots]).all() for started, wanted in pairs]
         if not (same and all(same)):
             self.drop()
 

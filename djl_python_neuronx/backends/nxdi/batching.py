@@ -35,6 +35,9 @@ LARGEST_TEMPERATURE = 100.0
 drawn (modules/generation/sampling.py, 0.9)."""
 _FREE = 1
 """Position of a free slot in a decode: position 0 would make a prefill of the call."""
+_PROBES = 4
+"""Tokens to try before one that follows all of them is taken for the one that NaN yields: clearing a slot takes a call
+for each layer, or many."""
 
 
 class ContinuousBackend(SlotBackend):
@@ -90,10 +93,8 @@ class ContinuousBackend(SlotBackend):
             self._filled[rows.slots] = rows.starts
             raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
         self._filled[rows.slots] = rows.starts + rows.lens
-        ends = np.full(len(rows.slots), self._bucket)
-        if kind == "decode":
-            ends = rows.starts + (1 if self._ahead is None else 2)
-        self._doubts.note(rows, ends, output)
+        written = 1 if self._ahead is None else 2
+        self._doubts.note(rows, rows.starts + written if kind == "decode" else self._bucket, output)
         return output
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
@@ -150,18 +151,26 @@ class ContinuousBackend(SlotBackend):
                 self._decode_in(slot, 0, position, 1)
 
     def _is_spoiled(self, slot: int, end: int) -> bool:
-        """Return whether a free slot's cache holds NaN before `end`, or may do so."""
-        first, second = (self._decode_in(slot, token, _FREE, end) for token in (0, 1))
-        if Want.TOKENS in self.spec.outputs:
-            return bool((first == second).all())
-        return not bool(first.isfinite().all())
+        """Return whether a free slot's cache holds NaN before `end`, or may do so.
+
+        Without logits: whether tokens from all over the vocabulary are followed by one and the same.
+        """
+        vocab_size, found = self.spec.vocab_size, set()
+        for token_id in range(0, vocab_size, -(-vocab_size // _PROBES)):
+            output = self._decode_in(slot, token_id, _FREE, end)
+            if output.logits is not None:
+                return not bool(output.logits[slot, 0, 0].isfinite())
+            found.add(int(output.tokens[slot]))
+            if len(found) > 1:
+                return False
+        return True
 
     def _blank(self, slot: int, length: int) -> None:
         """Write the first columns of a free slot."""
         self._encode([slot], np.zeros((1, length), np.int32), np.array([length], np.int32))
 
-    def _decode_in(self, slot: int, token_id: int, position: int, length: int) -> torch.Tensor:
-        """Return the output for a token of a free slot that attends to position 0, with a graph for `length` columns.
+    def _decode_in(self, slot: int, token_id: int, position: int, length: int) -> Any:  # noqa: ANN401
+        """Return the output where a token of a free slot attends to position 0, with a graph for `length` columns.
 
         All other rows write where their next token does.
         """
@@ -172,15 +181,13 @@ class ContinuousBackend(SlotBackend):
         mask[:, 0] = 1
         if self._ahead is not None:
             self._ahead.drop(alone=True)
-        output = self._application(
+        return self._application(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions[:, None].astype(np.int32)),
             seq_ids=self._slots[:num_rows],
             sampling_params=torch.ones(num_rows, 3),
         )
-        found: torch.Tensor = output.tokens if Want.TOKENS in self.spec.outputs else output.logits
-        return found[slot]
 
     def _remember(
         self, slots: Int32Array, ids: Int32Array, positions: Int32Array, rows: Rows

@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI, WITH_IMAGES
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -40,7 +40,6 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
 )
 """`model_type` to its class in `models/<model_type>/modeling_<model_type>.py`: the library's registry imports every
 model, and torchvision for those with images."""
-_WITH_IMAGES = frozenset({"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"})
 _LATER = (
     "chunked_prefill_config",
     "enable_eagle_speculation",
@@ -64,12 +63,11 @@ _TAKEN = re.compile(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']")
 
 def refusal(model_type: str | None) -> str | None:
     """Return why this backend cannot serve an architecture; None if it can."""
-    able = [name for name in NXDI if name not in _WITH_IMAGES]
-    if model_type in able:
+    if model_type in NXDI:
         return None
-    if model_type in _WITH_IMAGES:
+    if model_type in WITH_IMAGES:
         return f"the class of {PACKAGE} for model_type {model_type!r} takes images, which is not served yet"
-    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(able)}"
+    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(NXDI)}"
 
 
 def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) -> Any:  # noqa: ANN401

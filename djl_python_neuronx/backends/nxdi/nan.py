@@ -26,8 +26,8 @@ class Doubts:
         self._end = np.zeros(num_slots, np.int64)
         self._newest = np.zeros(num_slots, np.int32)
 
-    def note(self, rows: Rows, ends: Int32Array, output: StepOutput) -> None:
-        """Note what a step has shown. `ends`: int32[B], the ends of the columns that it has written."""
+    def note(self, rows: Rows, ends: Int32Array | int, output: StepOutput) -> None:
+        """Note what a step has shown. `ends`: int32[B], the ends of the columns that it has written, or one of all."""
         slots, written = rows.slots, rows.starts + rows.lens
         logits = output.logits if isinstance(output, DeviceTokens) else output.values
         healthy, clean = np.zeros(slots.shape, np.bool_), written
@@ -38,8 +38,11 @@ class Doubts:
             ids, clean = output.ids[:, 0], written - 1
             healthy = (rows.starts > 0) & (ids != self._newest[slots]) & (ids >= 0)
             self._newest[slots] = ids
-        self._first[slots] = np.where(healthy, clean, np.minimum(self._first[slots], rows.starts))
-        self._end[slots] = np.where(healthy, clean, np.maximum(ends, self._end[slots]))
+        first, end = clean, clean
+        if not healthy.all():
+            first = np.where(healthy, clean, np.minimum(self._first[slots], rows.starts))
+            end = np.where(healthy, clean, np.maximum(ends, self._end[slots]))
+        self._first[slots], self._end[slots] = first, end
 
     def of(self, slot: int, bucket: int) -> range:
         """Return the doubtful positions of a slot that a prompt of this bucket does not write anew."""

@@ -6,10 +6,11 @@ Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrap
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil, log2
 from types import MappingProxyType
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import make_buckets
+from djl_python_neuronx.config.values import SMALLEST_BUCKET
 from djl_python_neuronx.planning.arguments import (
     Graph,
     Kind,
@@ -73,9 +74,14 @@ def graphs(case: Case) -> Iterator[Graph]:
     decode: Kind = "speculation" if case.options.speculating else "decode"
     for prompt in _prompts(case):
         yield from (Graph("prefill", prompt, rows) for _ in prefixes)
+    lengths = options.token_buckets or library_buckets(options.max_model_len or 1)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
-        lengths = options.token_buckets or make_buckets(options.max_model_len or 0)
         yield from (Graph(decode, length, size) for length in lengths)
+
+
+def library_buckets(limit: int) -> list[int]:
+    """Return the lengths that the library chooses up to a limit. Source: modules/autobucketing.py, generate_buckets."""
+    return [*(2**power for power in range(ceil(log2(SMALLEST_BUCKET)), round(log2(limit)))), limit]
 
 
 def _prompts(case: Case) -> tuple[int, ...]:

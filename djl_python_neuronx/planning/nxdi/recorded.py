@@ -7,11 +7,12 @@ neuronx-distributed-inference 0.9.0, models/config.py, and its history since 0.1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, inf, log2
+from math import inf
 from typing import Any, Final
 
 from djl_python_neuronx.config import keywords
-from djl_python_neuronx.config.values import SMALLEST_BUCKET, shortened
+from djl_python_neuronx.config.values import shortened
+from djl_python_neuronx.planning.nxdi.arguments import library_buckets
 
 Config = Mapping[str, Any]
 
@@ -82,7 +83,7 @@ def as_options(recorded: Config) -> dict[str, object]:
     """The options that give NxD Inference a recorded configuration: name to value, which is not validated.
 
     Keywords without an option are `override_neuron_config`: numbers and flags alone, as text and objects can name
-    places and code.
+    places and code, and none that is refused there. `differences` then has the others.
 
     Raises:
         TypeError, ValueError: a number is none, or none that the library takes.
@@ -91,7 +92,11 @@ def as_options(recorded: Config) -> dict[str, object]:
     if given["batch_size"] == 1 and not given["is_continuous_batching"]:
         del given["is_continuous_batching"]  # what one slot is anyway
     found, left = keywords.options_of(given)
-    override = {name: value for name, value in left.items() if isinstance(value, (int, float))}
+    override = {
+        name: value
+        for name, value in left.items()
+        if isinstance(value, (int, float)) and name not in keywords.RESERVED
+    }
     return {**found, "override_neuron_config": override} if override else found
 
 
@@ -134,7 +139,7 @@ def _written_out(config: Config) -> dict[str, Any]:
         ("context_encoding_buckets", given["max_context_length"]),
         ("token_generation_buckets", given["max_length"]),
     ):
-        given[name] = sorted((bucketing and given.get(name)) or _buckets(limit, bucketing))
+        given[name] = sorted(given.get(name) or library_buckets(limit)) if bucketing else [limit]
     if "normalize_top_k_affinities" in given:
         given["disable_normalize_top_k_affinities"] = not given.pop("normalize_top_k_affinities")
     if "logical_neuron_cores" in given:
@@ -182,9 +187,3 @@ def _without_defaults(value: Mapping[str, Any], defaults: Config) -> dict[str, A
         and entry != defaults.get(name)
         and not (isinstance(entry, Mapping) or name == "top_k_kernel_enabled")
     }
-
-
-def _buckets(limit: int, bucketing: bool) -> list[int]:
-    """The lengths that the library chooses. Source: modules/autobucketing.py, generate_buckets."""
-    lengths = range(ceil(log2(SMALLEST_BUCKET)), round(log2(limit))) if bucketing else ()
-    return [*(2**power for power in lengths), limit]

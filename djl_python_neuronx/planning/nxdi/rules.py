@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Rule, above, when
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.options import ServingOptions, option
 
 LATER = (
     "quantize",
@@ -235,13 +235,20 @@ _BATCHES = (
         "graphs for fewer sequences exclude speculation and a KV cache in blocks (prefix caching); leave one of them "
         "out"
     ),
-    # Source: modules/kvcache/kv_cache_manager.py and models/model_wrapper.py: rows are written from position 0 on.
+    # Source: models/model_wrapper.py, `_forward_with_pad`.
     when(
-        lambda options: not _static_batches(options),
-        padding_side="left",
+        _static_batches,
+        output_logits=True,
+        token_generation_batches=SET,
         rolling_batch_strategy=ANY,
         max_rolling_batch_size=ANY,
-    ).refuse("continuous batching pads on the right; leave padding_side out"),
+    ).refuse(
+        "graphs for fewer sequences give logits beside tokens only with continuous batching; leave one of them out"
+    ),
+    # Source: backends/nxdi/batching.py: rows are written from position 0 on, static batches too.
+    when(padding_side="left").refuse(
+        "prompts are padded on the right with NxD Inference; leave padding_side out"
+    ),
     # Source: modules/kvcache/block_kv_cache_manager.py, which lays blocks out for one of the two.
     when(
         lambda options: not options.enable_chunked_prefill,
@@ -301,6 +308,11 @@ _SPECULATION = (
         "the next step starts from the token that the device has sampled; set on_device_generation=true, or leave "
         "async_execution out"
     ),
+    # Source: models/model_base.py, which takes both outputs for one.
+    when(output_logits=SET, on_device_generation=UNSET).refuse(
+        "without sampling on the device the host has the logits anyway, and NxD Inference fails at the second output; "
+        "leave it out, or set on_device_generation=true"
+    ),
     # Source: models/model_wrapper.py, which pads a step ahead to all slots.
     when(async_execution=SET, token_generation_batches=SET).refuse(
         "a step that runs ahead has a graph for all slots only; leave one of them out"
@@ -321,10 +333,11 @@ _SPECULATION = (
         "prefix caching with a draft model other than EAGLE's waits for the host; leave one of the three out"
     ),
 )
+_ELSEWHERE = ", or set model_loader=tnx if transformers-neuronx has the model"
 _LATER = tuple(
     when(**{name: SET}).refuse(
-        "served with NxD Inference in a later version; leave it out, or serve a model that transformers-neuronx has "
-        "with model_loader=tnx"
+        "served with NxD Inference in a later version; leave it out"
+        + ("tnx" in option(name).to) * _ELSEWHERE
     )
     for name in LATER
 )
