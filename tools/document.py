@@ -152,15 +152,13 @@ def architectures_page() -> str:
     tables = [_FIELDS_HEAD]
     for backend in ("tnx", "nxdi"):
         facts = NEURON_BACKENDS[backend]
-        # Those without fields are not served: they take images.
-        served = {name: entry for name, entry in facts.architectures.items() if entry.fields}
         whose: dict[str, list[str]] = {}
-        for name, entry in served.items():
+        for name, entry in facts.architectures.items():
             for note in _notes(entry):
                 whose.setdefault(note, []).append(name)
         notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
-        parts += [f"## {facts.library}", "", *_features(backend, served), "", notes]
-        tables += [f"### {facts.library}", "", *_fields(served), ""]
+        parts += [f"## {facts.library}", "", *_features(backend, facts.architectures), "", notes]
+        tables += [f"### {facts.library}", "", *_fields(facts.architectures), ""]
     return "\n".join([*parts, *tables])
 
 

@@ -102,6 +102,13 @@ class OwnOutput(Format):
         """The other layout's facts, with what the manifest adds."""
         path = folder.path / manifests.FILE_NAME
         manifest = manifests.parse(folder.json(manifests.FILE_NAME), str(path))
+        if manifest.layout is None and manifest.files:
+            msg = (
+                f"{folder.path} holds compiled graphs and no model: it is one compile of a store, or the folder "
+                "compiled/ of an output. Serve that output, or serve the model and set "
+                f"option.compiled_graph_path={folder.path}"
+            )
+            raise ArtifactError(msg)
         if manifest.layout not in _LAYOUTS or not manifest.files:
             msg = (
                 f"{path} gives layout {manifest.layout!r} and {len(manifest.files)} files; expected a layout of "

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
@@ -216,20 +216,31 @@ class Manifest(BaseModel):
             OSError: a file cannot be read.
             ArtifactError: something in it is neither a file nor a folder, such as a link.
         """
-        names = list(_names(folder))
-        hashes = _sha256_of_each(folder, names)
         return cls(
             layout=layout,
             facts=facts,
             effective_options=jsonable(effective_options),
             packages=dict(packages),
-            files={
-                name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)
-                for name, sha256 in zip(names, hashes, strict=True)
-            },
+            files=_entries(folder, list(_names(folder))),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             package_version=package_version(),
         )
+
+    def refreshed(self, folder: Path) -> Manifest:
+        """The same manifest with the present sizes and hashes of the files that it lists.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return self.model_copy(update={"files": _entries(folder, list(self.files))})
+
+
+def _entries(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    hashes = _sha256_of_each(folder, names)
+    return {
+        name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)
+        for name, sha256 in zip(names, hashes, strict=True)
+    }
 
 
 def unfinished(files: Iterable[str]) -> dict[str, Any]:

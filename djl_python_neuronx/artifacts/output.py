@@ -145,6 +145,8 @@ def _text(value: object) -> str:
         return json.dumps(dict(value), sort_keys=True)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(map(_text, value))
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # DJL Serving reads whole seconds only, and 2400.0 is none
     return str(value)
 
 

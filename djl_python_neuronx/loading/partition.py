@@ -235,6 +235,9 @@ def _preshard(prepared: Prepared, compiled: Compiled, folder: Path) -> None:
         neff_cache=None,
         forecast=Forecast(0, 0.0),
     )
+    # A library may write its record of the compile anew. The output's own manifest lists the weights.
+    manifest = manifests.read(folder)
+    manifests.write(folder, manifest.refreshed(folder))
 
 
 def pinned(prepared: Prepared) -> dict[str, object]:

@@ -286,7 +286,10 @@ class Preparation:
         self.problems.include(own.problems, DRAFT_PREFIX, (_DRAFT,))
         machine = self._choose_machine(settings, backend)
         draft_facts = None if draft is None else draft.facts
-        case = Case(settings.options, model.facts, machine, backend, draft_facts)
+        found = backend == "nxdi" and bool(model.artifact.neuron_config)
+        case = Case(
+            settings.options, model.facts, machine, backend, draft_facts, foreign_graphs=found
+        )
         prepared = self._plan(settings, model, case)
         if draft is not None and prepared.options.drafting and not self.problems.errors:
             prepared = own._prepare_draft(prepared, draft)

@@ -14,6 +14,7 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_o
 from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
+from djl_python_neuronx.planning.nxdi.capabilities import WITH_IMAGES
 from djl_python_neuronx.planning.nxdi.rules import LATER
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
 from djl_python_neuronx.planning.tnx.rules import shape_findings
@@ -193,7 +194,8 @@ def _compilers(case: Case) -> Iterator[Finding]:
 def _foreign_graphs(case: Case) -> Iterator[Finding]:
     if case.backend != "nxdi" or capability_of("tnx", case.model.model_type) is None:
         return
-    if case.options.compiled_graph_path and case.options.model_loader in OPEN:
+    named = case.options.compiled_graph_path and not case.foreign_graphs
+    if named and case.options.model_loader in OPEN:
         other = NEURON_BACKENDS["tnx"].library
         problem = (
             f"this model is loaded by {case.library}, which cannot use graphs that {other} compiled: all would be "
@@ -278,8 +280,10 @@ def _unknown_architecture(case: Case) -> Finding:
         for name, facts in NEURON_BACKENDS.items()
         if case.model.model_type in facts.architectures
     ]
+    takes_images = case.backend == "nxdi" and case.model.model_type in WITH_IMAGES
+    served = "only classes with images, which are not served yet," if takes_images else "no class"
     problem = (
-        f"{case.library} has no class for model_type {model_type}; supported types: {known}; "
+        f"{case.library} has {served} for model_type {model_type}; supported types: {known}; "
         f"{use_backend(*others, 'cpu')}"
     )
     return Finding(("model_loader",), problem)

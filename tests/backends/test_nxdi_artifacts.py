@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx.artifacts import formats  # noqa: E402
+from djl_python_neuronx.artifacts import manifest as manifests  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -166,5 +167,6 @@ def test_an_output_of_this_package_holds_cut_weights(log: Path, tmp_path: Path) 
     artifact = formats.detect(out)
     assert (artifact.format, artifact.backend, artifact.kind) == ("djl_neuronx", "nxdi", "ranks")
     assert not list(out.glob("*.safetensors"))
+    manifests.verify(out / "compiled", manifests.read(out / "compiled"), exact=False)
     shutil.rmtree(os.environ["NEURON_COMPILE_CACHE_URL"])
     assert assert_served(log, out).num_slots == 2

@@ -70,7 +70,6 @@ MADE = types.SimpleNamespace(get_neuron_config_cls=lambda: Special)
             {"on_device_sampling_config": {"topk": 5}},
             "on_device_sampling_config.topk=5.*Sampling.*'top_k'",
         ),
-        ({"lora_config": {"max_loras": 1}}, "lora_config=.*does not serve it yet"),
     ],
 )
 @pytest.mark.usefixtures("library")
@@ -119,8 +118,7 @@ def test_a_class_is_taken_from_its_own_file_else_from_the_registry(
 
 def test_models_that_take_images_are_refused_before_they_are_compiled() -> None:
     supports = backends.get("nxdi").supports
-    refused = {name for name in NXDI if supports({"model_type": name})}
-    assert refused == {"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"}
+    assert not [name for name in NXDI if supports({"model_type": name})]
     assert "takes images" in str(supports({"model_type": "llama4"}))
     assert "no class for model_type 'gpt2'; it has" in str(supports({"model_type": "gpt2"}))
     assert "no class for model_type None" in str(supports({}))

@@ -209,6 +209,7 @@ def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way
     assert report.findings.messages("error") == ()
     assert report.prepared.fits
     assert report.prepared.artifact.compiled == graphs
+    assert "compiled again" not in "".join(report.findings.messages("warning"))
     assert report.resolved.options.max_rolling_batch_size == 4
     assert report.prepared.weights.kind == "safetensors"
     (error,) = run(model, environ, INSTANCE, n_positions="32", **settings).findings.messages(

@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from djl_python_neuronx import cli, handler
 from djl_python_neuronx.artifacts import formats
+from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -180,6 +181,10 @@ def test_weights_are_cut_beside_copies_of_the_stored_graphs(machine, options, tm
         "compiled/DecoderLMHead.safetensors",
         *(f"compiled/decoder_layer_{i}.safetensors" for i in range(layers)),
     }
+    # The inner folder may be named as a folder of graphs; by itself it is no model.
+    manifests.verify(out / "compiled", manifests.read(out / "compiled"), exact=False)
+    inner = check(str(out / "compiled"), environ=machine.environ, overrides={})
+    assert "compiled graphs and no model" in str(inner.findings.errors[0])
     # What the library writes into the output never reaches the store, and the store holds no weights.
     assert all((out / "compiled" / name).stat().st_nlink == 1 for name in GRAPHS)
     assert not list(stored.rglob("*.safetensors"))

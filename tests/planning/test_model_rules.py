@@ -359,20 +359,6 @@ EQUIVALENTS = [
         {"facts": of("gpt_neox"), "on_device_generation": PER_ROW},
         {"facts": of("bloom")},
     ),
-    (
-        "is_block_kv_layout",
-        "error",
-        "models with images",
-        {"loader": "nxdi", "facts": of("pixtral"), "is_block_kv_layout": True},
-        {"facts": LLAMA},
-    ),
-    (
-        "cp_degree",
-        "error",
-        "models with images",
-        {"loader": "nxdi", "facts": of("qwen3_vl"), "cp_degree": 2},
-        {"facts": of("qwen2_vl")},
-    ),
 ]
 BATCHES = [
     (
@@ -497,13 +483,6 @@ BATCHES = [
         "static batches",
         {**DRAFT, "draft": of("opt")},
         {"draft": of("mistral")},
-    ),
-    (
-        "speculative_draft_model",
-        "error",
-        "models with images",
-        {**DRAFT, "loader": "nxdi", "facts": of("llama4")},
-        {"facts": LLAMA},
     ),
     (
         "speculative_draft_model",
@@ -665,13 +644,6 @@ CORES = [
         "error",
         "has to divide the 32 heads",
         {DEGREE: 24, "facts": of("gptj")},
-        {"facts": LLAMA},
-    ),
-    (
-        DEGREE,
-        "error",
-        "does not pad",
-        {"loader": "nxdi", DEGREE: 24, "facts": of("mllama")},
         {"facts": LLAMA},
     ),
     (
@@ -1344,6 +1316,13 @@ def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
     assert not matching(full, DEGREE, "error", "does not fit")
     assert matching({**full, "logical_nc_config": 1}, DEGREE, "error", "has 12.0 GiB")
     assert not matching({**pairs, "logical_nc_config": 2}, "logical_nc_config", "error", "")
+
+
+@pytest.mark.parametrize("name", ["llama4", "mllama", "qwen2_vl"])
+def test_a_model_with_images_is_refused_before_a_start_refuses_it(name):
+    pictures = {"loader": "nxdi", "device": INF2, "facts": of(name)}
+    assert matching(pictures, "model_loader", "error", "only classes with images")
+    assert not matching({**pictures, "facts": of("llama")}, "model_loader", "error", "")
 
 
 @pytest.mark.parametrize("machine", ["inf2.48xlarge", "trn1.32xlarge"])

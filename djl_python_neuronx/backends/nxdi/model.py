@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI, WITH_IMAGES
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -40,18 +40,6 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
 )
 """`model_type` to its class in `models/<model_type>/modeling_<model_type>.py`: the library's registry imports every
 model, and torchvision for those with images."""
-_WITH_IMAGES = frozenset({"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"})
-_LATER = (
-    "chunked_prefill_config",
-    "enable_eagle_speculation",
-    "enable_fused_speculation",
-    "is_block_kv_layout",
-    "is_medusa",
-    "is_prefix_caching",
-    "lora_config",
-    "quantized",
-    "speculation_length",
-)
 _NESTED = MappingProxyType(
     {
         "hybrid_sharding_config": "HybridShardingConfig",
@@ -64,12 +52,11 @@ _TAKEN = re.compile(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']")
 
 def refusal(model_type: str | None) -> str | None:
     """Return why this backend cannot serve an architecture; None if it can."""
-    able = [name for name in NXDI if name not in _WITH_IMAGES]
-    if model_type in able:
+    if model_type in NXDI:
         return None
-    if model_type in _WITH_IMAGES:
+    if model_type in WITH_IMAGES:
         return f"the class of {PACKAGE} for model_type {model_type!r} takes images, which is not served yet"
-    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(able)}"
+    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(NXDI)}"
 
 
 def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) -> Any:  # noqa: ANN401
@@ -81,7 +68,7 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
         BackendUnavailableError: the library is missing or cannot be imported.
         BackendError: it has no class for the model.
         ValueError: rotary positions that differ from layer to layer.
-        IncompatibleOptionsError: the installed library has no such keyword, or it is not served.
+        IncompatibleOptionsError: the installed library has no such keyword.
     """
     import_library(PACKAGE, _LIBRARY)
     configuration = _read_config(plan, compiled)
@@ -169,15 +156,8 @@ def _neuron_config(made: Any, keywords: Mapping[str, Any]) -> Any:  # noqa: ANN4
     """Return a `NeuronConfig` of the class that the model takes.
 
     Raises:
-        IncompatibleOptionsError: there is no such keyword, which the library would only log, or it is not served.
+        IncompatibleOptionsError: there is no such keyword, which the library would only log.
     """
-    for name in _LATER:
-        if keywords.get(name):
-            message = (
-                f"{name}={keywords[name]!r}: the nxdi backend does not serve it yet; leave out the option that sets "
-                "it, or remove it in option.override_neuron_config"
-            )
-            raise IncompatibleOptionsError(message)
     kind = made.get_neuron_config_cls()
     _check_keywords(kind, keywords)
     module = importlib.import_module(f"{_LIBRARY}.models.config")

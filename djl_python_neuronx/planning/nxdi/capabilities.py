@@ -39,30 +39,10 @@ _LAST_TOKENS = Defect(
     "set on_device_generation=true, and output_logits=true for requests that the host has to sample, or a degree that "
     "divides the vocabulary",
 )
-_IMAGES = "NxD Inference does not have it for models with images"
-_NOT_WITH_IMAGES = dict.fromkeys(
-    ("enable_prefix_caching", "is_block_kv_layout", "is_medusa", "speculative_draft_model"), _IMAGES
-)
 # Only the others divide cores among KV heads for flash decoding (num_cores_per_group).
 _NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
 # Its layers of experts are built of parallel linear layers and an embedding that pad nothing.
 _OF_EXPERTS = ("hidden_size", "intermediate_size", "vocab_size")
-
-
-def _with_images(
-    unsupported_options: Mapping[str, str] | None = None,
-    ignored_options: frozenset[str] = frozenset(),
-    *,
-    pads_heads: bool = True,
-) -> Capability:
-    return Capability(
-        pads_heads=pads_heads,
-        speculation=False,
-        verified=False,
-        ignored_options=ignored_options,
-        unsupported_options={**_NOT_WITH_IMAGES, **(unsupported_options or {})},
-    )
-
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": Capability(
@@ -73,20 +53,15 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
     ),
     "gpt_oss": Capability(verified=False),
     "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS)),
-    "llama4": _with_images(),
     "mistral": Capability(
         window_cache=True, ignored_options=_NO_FLASH_DECODING, defects=(_LAST_TOKENS,)
     ),
     "mixtral": Capability(
         degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED,)
     ),
-    # Its cross attention asserts that the degree divides query and KV heads.
-    "mllama": _with_images(pads_heads=False),
-    "pixtral": _with_images(),
     "qwen2": Capability(
         ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
     ),
-    "qwen2_vl": _with_images(ignored_options=_NO_FLASH_DECODING),
     "qwen3": Capability(
         ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
     ),
@@ -96,9 +71,10 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         ignored_options=_NO_FLASH_DECODING,
         defects=(_WINDOW_IGNORED,),
     ),
-    "qwen3_vl": _with_images(dict.fromkeys(("attention_dp_degree", "cp_degree"), _IMAGES)),
 }
 NXDI: Final[Mapping[str, Capability]] = {
     name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
+WITH_IMAGES: Final = frozenset({"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"})
+"""Architectures of the library that take images, which is not served yet."""

@@ -160,4 +160,4 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
 NXDI_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
     name: {**_OF_ALL, **fields} for name, fields in _OF_ONE.items()
 }
-"""`model_type` to its fields; models with images are not served."""
+"""`model_type` to its fields."""

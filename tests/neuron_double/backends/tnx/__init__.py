@@ -54,7 +54,7 @@ def _cut(plan: LoadPlan, target: Path) -> None:
         with (target / name).open("r+") as graph:
             text = graph.read()
             graph.seek(0)
-            graph.write(text)
+            graph.write(text + "\n")
     config = json.loads((plan.model_dir / "config.json").read_text())
     layers = (f"decoder_layer_{i}" for i in range(config["num_hidden_layers"]))
     shards = {
@@ -74,7 +74,9 @@ def load(plan: LoadPlan, compiled: Path | None = None):
         return cpu.load(plan)
     assert compiled is not None
     for name in _graphs(plan):
-        assert (compiled / name).read_text() == repr((plan.num_slots, plan.tensor_parallel_degree))
+        assert (compiled / name).read_text().strip() == repr(
+            (plan.num_slots, plan.tensor_parallel_degree)
+        )
     return cpu.load(plan)
 
 
