@@ -260,7 +260,6 @@ ALONE = [
     ("tnx", {"cache_layout": "BSH", "n_positions": "2048"}),
     ("tnx", {"padding_side": "left"}),
     ("tnx", {"padding_side": "right"}),
-    ("nxdi", {"padding_side": "left"}),
     ("tnx", {**CHUNKS, "context_length_estimate": "16"}),
     ("tnx", {**CHUNKS, "n_positions": "31"}),
     ("tnx", {**CHUNKS, "pa_block_size": "4096"}),
