@@ -35,7 +35,8 @@ from tests.backends.test_tnx_double import assert_expected, folder_of
 from tests.device_driver import make_rows
 from tests.tiny_models import poison, save_tiny_model
 
-POISON = 96
+POISON = 95
+"""No prompt of these tests makes the model choose it: a step ahead would write it."""
 
 
 @pytest.fixture

@@ -70,7 +70,6 @@ MADE = types.SimpleNamespace(get_neuron_config_cls=lambda: Special)
             {"on_device_sampling_config": {"topk": 5}},
             "on_device_sampling_config.topk=5.*Sampling.*'top_k'",
         ),
-        ({"lora_config": {"max_loras": 1}}, "lora_config=.*does not serve it yet"),
     ],
 )
 @pytest.mark.usefixtures("library")

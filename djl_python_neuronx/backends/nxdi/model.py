@@ -40,17 +40,6 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
 )
 """`model_type` to its class in `models/<model_type>/modeling_<model_type>.py`: the library's registry imports every
 model, and torchvision for those with images."""
-_LATER = (
-    "chunked_prefill_config",
-    "enable_eagle_speculation",
-    "enable_fused_speculation",
-    "is_block_kv_layout",
-    "is_medusa",
-    "is_prefix_caching",
-    "lora_config",
-    "quantized",
-    "speculation_length",
-)
 _NESTED = MappingProxyType(
     {
         "hybrid_sharding_config": "HybridShardingConfig",
@@ -79,7 +68,7 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
         BackendUnavailableError: the library is missing or cannot be imported.
         BackendError: it has no class for the model.
         ValueError: rotary positions that differ from layer to layer.
-        IncompatibleOptionsError: the installed library has no such keyword, or it is not served.
+        IncompatibleOptionsError: the installed library has no such keyword.
     """
     import_library(PACKAGE, _LIBRARY)
     configuration = _read_config(plan, compiled)
@@ -167,15 +156,8 @@ def _neuron_config(made: Any, keywords: Mapping[str, Any]) -> Any:  # noqa: ANN4
     """Return a `NeuronConfig` of the class that the model takes.
 
     Raises:
-        IncompatibleOptionsError: there is no such keyword, which the library would only log, or it is not served.
+        IncompatibleOptionsError: there is no such keyword, which the library would only log.
     """
-    for name in _LATER:
-        if keywords.get(name):
-            message = (
-                f"{name}={keywords[name]!r}: the nxdi backend does not serve it yet; leave out the option that sets "
-                "it, or remove it in option.override_neuron_config"
-            )
-            raise IncompatibleOptionsError(message)
     kind = made.get_neuron_config_cls()
     _check_keywords(kind, keywords)
     module = importlib.import_module(f"{_LIBRARY}.models.config")
