@@ -287,7 +287,7 @@ def _windowed(model: ModelFacts, load: Load, backend: str) -> Load:
     plain = not load.in_blocks and load.attention_groups == 1
     if capability is None or not capability.window_cache or not model.sliding_window or not plain:
         return load
-    return replace(load, max_model_len=model.sliding_window)
+    return replace(load, max_model_len=min(load.max_model_len, model.sliding_window))
 
 
 def _expert_weights(model: ModelFacts) -> int:

@@ -44,11 +44,11 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "llama": ("llama", {}),
         "llama-mha": ("llama", {"num_key_value_heads": 4}),
         "llama3-rope": ("llama", {"rope_scaling": _LLAMA3}),
-        "mistral": ("mistral", {"sliding_window": 4096}),
+        "mistral": ("mistral", {"sliding_window": None}),
         "mistral-window": ("mistral", {"sliding_window": 7}),
         "mixtral": ("mixtral", {}),
         "qwen2": ("qwen2", {"use_sliding_window": False}),
-        "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": False}),
+        "qwen3": ("qwen3", {"head_dim": 8}),
     }
 )
 """Name → model type and what differs from `tiny_models`."""

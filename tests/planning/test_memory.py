@@ -398,7 +398,7 @@ def test_all_cores_together_hold_at_least_everything(name, loader, degree, lengt
     found = needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
     held = load
     if loader == "nxdi" and facts.model_type == "mistral" and facts.sliding_window:
-        held = replace(load, max_model_len=facts.sliding_window)
+        held = replace(load, max_model_len=min(length, facts.sliding_window))
     assert degree * (found.weights + found.kv_cache) >= total(facts, held)
     assert found.padding >= 0
     longer = replace(load, max_model_len=length + 1)
@@ -504,6 +504,8 @@ class TestCache:
         windowed = replace(facts_of("mistral-7b-v0.1"), sliding_window=512)
         load = Load(4096, 4, "bfloat16")
         assert self.cache(load, facts=windowed) == 4 * 512 * self.TOKEN // 8
+        wide = replace(windowed, sliding_window=8192)
+        assert self.cache(load, facts=wide) == 4 * 4096 * self.TOKEN // 8
         assert self.cache(load, facts=windowed, loader="tnx") == 4 * 4096 * self.TOKEN // 8
         assert self.cache(load, facts=replace(windowed, model_type="llama")) == (
             4 * 4096 * self.TOKEN // 8
