@@ -53,18 +53,19 @@ def place(needs: Sequence[Need], device: DeviceInfo) -> list[tuple[str, ...]]:
         raise ConfigError(message)
     placed: list[list[str]] = [[] for _ in needs]
     free = set(device.core_numbers)
-    for index in sorted(range(len(needs)), key=lambda index: -needs[index].cores):
-        for _ in range(copies[index]):
-            if (cores := _take(needs[index].cores, free, device)) is None:
-                raise ConfigError(_too_many(needs, device))
+
+    def add(index: int) -> bool:
+        cores = _take(needs[index].cores, free, device)
+        if cores is not None:
             placed[index].append(cores)
+        return cores is not None
+
+    numbered = [index for index, number in enumerate(copies) for _ in range(number)]
+    if not all(map(add, sorted(numbered, key=lambda index: -needs[index].cores))):
+        raise ConfigError(_too_many(needs, device))
     growing = [index for index, need in enumerate(needs) if need.replicas == "max" and need.cores]
     while growing:
-        for index in tuple(growing):
-            if (cores := _take(needs[index].cores, free, device)) is None:
-                growing.remove(index)
-            else:
-                placed[index].append(cores)
+        growing = [index for index in growing if add(index)]
     return [tuple(ranges) for ranges in placed]
 
 
