@@ -114,13 +114,13 @@ def test_what_a_kill_may_end_is_told_from_what_is_wrong():
         assert len(faults([*lost, wrong], runs, num_slots=4)) == 1, wrong
 
 
-def _several(*arguments):
+def _several(arguments):
     pytest.importorskip("uvicorn", reason="needs the `server` extra")
-    return _rows("several_models.py", *arguments)
+    return _rows("several_models.py", *arguments.split())
 
 
 def test_one_of_several_models_is_killed():
-    quiet, copy, single = _several(*"--streams 40 --step-ms 20 --seconds 0.5".split())
+    quiet, copy, single = _several("--streams 40 --step-ms 20 --seconds 0.5")
     assert [row["killed"] for row in (quiet, copy, single)] == [None, "a", "b"]
     assert quiet["failed"] == 0
     for row in (copy, single):
@@ -131,13 +131,13 @@ def test_one_of_several_models_is_killed():
 
 @pytest.mark.nightly
 def test_one_of_several_models_is_killed_under_400_streams():
-    rows = _several("--seconds", "5")
+    rows = _several("--seconds 5")
     assert [row["streams"] for row in rows] == [400] * 3
 
 
 @pytest.mark.nightly
 def test_tokens_of_several_engines():
-    rows = _several(*"--seconds 2 --streams 40 --engines 1 3".split())
+    rows = _several("--seconds 2 --streams 40 --engines 1 3")
     assert [(row["engines"], row["streams"], row["bound"]) for row in rows] == [
         (1, 10, 90),
         (3, 30, 270),
