@@ -130,7 +130,7 @@ def _copies(placement: Placement) -> Iterator[tuple[str, int, str, str, int | No
     """Yield the values of `_COPY` for each copy of each model; nothing where there is only one."""
     if sum(map(len, placement.placed)) > 1:
         for model, copies in zip(placement.models, placement.placed, strict=True):
-            memory = model.planned.memory and model.planned.memory.needed
+            memory = None if model.planned.memory is None else model.planned.memory.needed
             for number, cores in enumerate(copies):
                 yield model.name, number, cores, chips(cores, placement.device), memory
 
