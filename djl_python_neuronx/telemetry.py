@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
         "counter",
-        "Unwanted ends of the engine, by signal, status or error.",
+        "Unwanted ends of an engine, by signal or error.",
         ("cause", "copy"),
     ),
     "load_seconds": Metric("gauge", "Time to load the model."),

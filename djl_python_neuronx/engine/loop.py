@@ -217,13 +217,20 @@ class EngineLoop:
         if stream is not None:
             notify(self._observer.given_up, stream)
 
-    def release(self, request_id: str) -> Stream | None:
-        """Give up a request that no engine has; None if it has ended."""
-        return self._remove(request_id, abort=False)
+    def adopt(self, group: Sequence[Stream], release: Callable[[str], Stream | None]) -> bool:
+        """Take requests that are answered together from another copy, if there is room for all of them.
 
-    def adopt(self, group: Sequence[Stream]) -> None:
-        """Take requests that another copy has released; there must be room for them."""
-        self.streams.open(group, self._add)
+        `release` takes each from the other one, unless it has ended meanwhile.
+        """
+        if len(group) > self.streams.room:
+            return False
+        released = [release(stream.request.request_id) for stream in group]
+        self.streams.open([stream for stream in released if stream is not None], self._add)
+        return True
+
+    def release(self, request_id: str) -> Stream | None:
+        """Remove a request that no engine has, for another copy; None if it is not open."""
+        return self._remove(request_id, abort=False)
 
     def stop(self) -> None:
         """End the engine; requests that still run get an error. Does not wait."""
@@ -472,7 +479,7 @@ class EngineLoop:
 
     def _leave(self, given_up: ServingError | None) -> None:
         """Let other copies have what waits here for an engine; `given_up`: why there will be none."""
-        if given_up is not None:
+        if given_up is not None and self._engine.restartable:
             self._settle(given_up)
         with self._delivering:
             self._on_orphans(self, given_up)

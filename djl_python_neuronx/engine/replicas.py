@@ -54,16 +54,14 @@ class CopyState(NamedTuple):
     """Its NeuronCores, as in NEURON_RT_VISIBLE_CORES; empty: not limited, or on a CPU."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Copy:
     launch: Callable[[], Host]
     cores: str
-    loop: EngineLoop | None = None
-    """None: not started, or retired."""
+    loop: EngineLoop
+    """A new one for each `Replicas.start`."""
     takes: bool = False
     """It gets new requests; also while its engine is started again."""
-    error: ServingError | None = None
-    """Why it takes no requests any more."""
     given_up: bool = False
     """Every request that it had has got its error."""
     held: dict[int, None] = field(default_factory=dict)
@@ -87,8 +85,8 @@ class Replicas:
         tokenizer: Callable[[], Tokenizer],
         *,
         observer: Observer,
+        settings: LoopSettings,
         cores: Sequence[str] = (),
-        settings: LoopSettings = LoopSettings(),
         on_death: Callable[[ServingError], None] = lambda _error: None,
         on_progress: Callable[[str], None] = logger.debug,
     ) -> None:
@@ -97,9 +95,6 @@ class Replicas:
         `on_death` is called when the last copy is given up, after every request has got the error.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._copies = [
-            _Copy(launch, cores[i] if cores else "") for i, launch in enumerate(launches)
-        ]
         self._tokenizer = tokenizer
         self._observer = observer
         self._settings = settings
@@ -116,20 +111,24 @@ class Replicas:
         """Facts of the model, once a copy has been started."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
+        self._copies: list[_Copy] = []
+        for i, launch in enumerate(launches):
+            loop = self._new_loop(i, launch)
+            self._copies.append(_Copy(launch, cores[i] if cores else "", loop))
 
     @property
     def copies(self) -> list[CopyState]:
         """The state of each copy."""
-        states = []
-        for copy in self._copies:
-            loop = copy.loop
-            if loop is None:
-                states.append(CopyState(0, 0, alive=False, stage="not started", cores=copy.cores))
-            else:
-                alive = copy.takes and loop.alive
-                running, waiting, _ = loop.state
-                states.append(CopyState(running, waiting, alive, loop.stage, copy.cores))
-        return states
+        return [
+            CopyState(
+                copy.loop.state.running,
+                copy.loop.state.waiting,
+                copy.takes and copy.loop.alive,
+                copy.loop.stage,
+                copy.cores,
+            )
+            for copy in self._copies
+        ]
 
     @property
     def state(self) -> EngineState:
@@ -149,13 +148,13 @@ class Replicas:
     @property
     def error(self) -> ServingError | None:
         """The reason why nothing is accepted any more; None while a copy has or will have an engine."""
-        errors = [copy.error for copy in self._copies]
+        errors = [loop.error for loop in self._loops]
         return errors[-1] if all(errors) else None
 
     @property
     def alive(self) -> bool:
         """True while a copy has an engine that takes requests."""
-        return self.error is None and any(copy.alive for copy in self.copies)
+        return any(copy.alive for copy in self.copies)
 
     @property
     def stage(self) -> str:
@@ -167,7 +166,7 @@ class Replicas:
 
     @property
     def _loops(self) -> list[EngineLoop]:
-        return [copy.loop for copy in self._copies if copy.loop is not None]
+        return [copy.loop for copy in self._copies]
 
     # Start and end
 
@@ -193,23 +192,16 @@ class Replicas:
             ServingError: its engine could not be loaded, or the copies are closed.
         """
         copy = self._copies[i]
-        loop = EngineLoop(
-            copy.launch,
-            copy=i,
-            observer=self._observer,
-            settings=self._settings,
-            on_orphans=partial(self._move, copy),
-            on_death=partial(self._give_up, copy),
-            on_progress=self._on_progress,
-        )
         with self._lock:
             if self._closing:
                 raise BackendUnavailableError(STOPPING)
-            copy.loop, copy.error, copy.given_up, copy.held = loop, None, False, {}
+            copy.loop = loop = self._new_loop(i, copy.launch)
+            copy.given_up, copy.held = False, {}
         try:
             loop.start()
         except ServingError as error:
-            copy.error, copy.given_up = error, True
+            loop.streams.close(error)
+            copy.given_up = True
             raise
         with self._lock:
             self.spec, self.speculation = loop.spec, loop.speculation
@@ -220,11 +212,22 @@ class Replicas:
         copy = self._copies[i]
         with self._lock:
             copy.takes = False
-            loop = copy.loop
-        if loop is not None:
-            loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
-            _end([loop], JOIN_S)
-        copy.loop = None
+        copy.loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
+        _end([copy.loop], JOIN_S)
+        with self._lock:
+            if not self._closing:
+                copy.loop = self._new_loop(i, copy.launch)
+
+    def _new_loop(self, i: int, launch: Callable[[], Host]) -> EngineLoop:
+        return EngineLoop(
+            launch,
+            copy=i,
+            observer=self._observer,
+            settings=self._settings,
+            on_orphans=self._move,
+            on_death=partial(self._give_up, i),
+            on_progress=self._on_progress,
+        )
 
     def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
@@ -236,8 +239,6 @@ class Replicas:
         with self._lock:
             self._closing = True
             loops = self._loops
-            for copy in self._copies:
-                copy.error = copy.error or stopping
             for loop in loops:
                 loop.streams.close(stopping)
         ends_s = time.monotonic() + drain_s
@@ -278,7 +279,7 @@ class Replicas:
         beginnings = self._beginnings(group)
         with self._lock:
             copy = self._choose(beginnings)
-            if copy is None or copy.loop is None:
+            if copy is None:
                 error = self.error or BackendUnavailableError(
                     f"no copy of the model takes requests now ({self.stage}); retry later"
                 )
@@ -309,15 +310,13 @@ class Replicas:
     # Choice of a copy, with the lock
 
     def _choose(self, beginnings: Sequence[int]) -> _Copy | None:
-        """The copy for a prompt; None if none takes requests. One whose engine is being restarted is the last choice."""
-        taking = [copy for copy in self._copies if copy.takes and copy.error is None]
-        loads = [(copy, copy.loop) for copy in taking if copy.loop is not None]
-        ready = [(copy, len(loop.streams)) for copy, loop in loads if loop.alive]
-        ready = ready or [(copy, len(loop.streams)) for copy, loop in loads]
-        least = min((load for _, load in ready), default=0)
-        equal = [copy for copy, load in ready if load == least]
-        if len(equal) < 2:
-            return equal[0] if equal else None
+        """The copy for a prompt, one with an engine if there is one; None if none takes requests."""
+        taking = [copy for copy in self._copies if copy.takes]
+        taking = [copy for copy in taking if copy.loop.alive] or taking
+        if len(taking) < 2:
+            return taking[0] if taking else None
+        least = min(len(copy.loop.streams) for copy in taking)
+        equal = [copy for copy in taking if len(copy.loop.streams) == least]
         return max(equal, key=lambda copy: _num_held(copy, beginnings))
 
     def _beginnings(self, group: Sequence[Stream]) -> list[int]:
@@ -333,35 +332,32 @@ class Replicas:
 
     # Deaths, on the output thread of the copy
 
-    def _move(self, copy: _Copy, loop: EngineLoop, given_up: ServingError | None) -> None:
+    def _move(self, loop: EngineLoop, given_up: ServingError | None) -> None:
         """Give the requests of a copy without an engine to others; see `EngineLoop.on_orphans`."""
+        num_moved = 0
         with self._lock:
+            copy = self._copies[loop.copy]
             copy.held.clear()
             if given_up is not None:
-                copy.takes, copy.error = False, copy.error or given_up
+                copy.takes = False
                 loop.streams.close(given_up)
-            num_moved = 0
             for _, together in groupby(loop.streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
                 beginnings = self._beginnings(group)
                 other = self._choose(beginnings)
-                if other is None or other is copy or other.loop is None:
+                # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
+                if other is None or other is copy or not (other.loop.alive or given_up):
                     break
-                if len(group) > other.loop.streams.room or not (other.loop.alive or given_up):
-                    continue
-                # One may have ended at its deadline meanwhile.
-                ids = [stream.request.request_id for stream in group]
-                moved = [one for one in map(loop.release, ids) if one is not None]
-                other.loop.adopt(moved)
-                self._note(other, beginnings)
-                num_moved += len(moved)
+                if other.loop.adopt(group, loop.release):
+                    self._note(other, beginnings)
+                    num_moved += len(group)
         if num_moved:
             logger.warning("requests_moved from_copy=%d requests=%d", loop.copy, num_moved)
 
-    def _give_up(self, copy: _Copy, error: ServingError) -> None:
+    def _give_up(self, i: int, error: ServingError) -> None:
         with self._lock:
-            copy.given_up = True
-            last = all(one.given_up for one in self._copies)
+            self._copies[i].given_up = True
+            last = all(copy.given_up for copy in self._copies)
         if last:
             self._on_death(error)
 
@@ -390,4 +386,4 @@ def _end(loops: Sequence[EngineLoop], join_s: float) -> bool:
     for loop in loops:
         loop.join(ends_s - time.monotonic())
     ends_s = time.monotonic() + join_s
-    return all([loop.ended(max(0.0, ends_s - time.monotonic())) for loop in loops])
+    return all(loop.ended(max(0.0, ends_s - time.monotonic())) for loop in loops)

@@ -55,6 +55,7 @@ from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.memory import Load
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
     ServingPlan,
@@ -144,6 +145,13 @@ class Prepared:
     def machine(self) -> DeviceInfo:
         """The machine, with the cores that this process may use."""
         return self.case.machine
+
+    @property
+    def num_cores(self) -> int:
+        """NeuronCores of one copy, with its draft model; 0 on a CPU."""
+        if self.case.on_cpu:
+            return 0
+        return max(self.case.degree * Load.of(self.case).worlds, self.process_cores)
 
     def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
         """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.
