@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,8 +28,9 @@ from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
+from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
-from djl_python_neuronx.planning.cores import Need, place
+from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
@@ -54,14 +56,15 @@ class Service:
         *,
         cores: Sequence[str] = (),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        room: Callable[[], AbstractContextManager[object]] = nullcontext,
         start: bool = True,
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
         """Wait until the engines are ready; with `start` false none is started.
 
-        `launches`, `cores`, `on_death`: see `Replicas`. `tokenizer` is called while the engines load. `functions`: of
-        `model.py`.
+        `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
+        engines load. `functions`: of `model.py`.
 
         Raises:
             ServingError: an engine could not be loaded.
@@ -83,6 +86,7 @@ class Service:
                 queue_timeout_s=options.predict_timeout,
                 restarts=options.engine_restarts,
                 max_request_s=options.max_request_seconds or math.inf,
+                room=room,
             ),
             on_death=on_death,
             on_progress=progress.stage,
@@ -138,12 +142,7 @@ class Service:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
             functions.pop("output_formatter", None)
-        placed = (
-            placed
-            or place([Need(prepared.name, prepared.num_cores, options.replicas)], prepared.machine)[
-                0
-            ]
-        )
+        placed = placed or place([prepared.need], prepared.machine)[0]
         # All copies load the graphs that are compiled here, on the cores of the first one.
         models = [
             replace(model, environ=with_cores(model.environ, placed[0]))
@@ -180,6 +179,7 @@ class Service:
             launches,
             cores=placed,
             functions=functions,
+            room=partial(LOAD_MEMORY.of, prepared.host_bytes),
             start=start,
             on_death=on_death,
             progress=progress,
