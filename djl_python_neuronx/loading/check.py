@@ -134,8 +134,8 @@ def _place(found: Placement) -> list[tuple[str, ...]]:
         if not model.case.on_cpu and mine.core_numbers != first.core_numbers:
             msg = (
                 f"{model.name} is planned for {mine.visible_cores} cores, another model for {first.visible_cores}; "
-                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and give all "
-                "models the same logical_nc_config"
+                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and "
+                "give all models the same logical_nc_config"
             )
             raise ConfigError(msg)
     return place([model.need for model in found.models], found.device)
