@@ -40,6 +40,7 @@ from djl_python_neuronx.config.values import (
     Lower,
     ModelSource,
     Names,
+    Namespace,
     Object,
     OneOrList,
     Option,
@@ -364,8 +365,9 @@ class LimitOptions(OptionGroup):
     keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
     """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
     max_connections: Annotated[Count, Option()] = 4096
-    """Connections at once; the next 64 get 503, and any more are closed without an answer. It is lower if the hard
-    limit of open files (`ulimit -Hn`) does not allow as many. Embedded server only."""
+    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and any more are
+    closed without an answer. It is lower if the hard limit of open files (`ulimit -Hn`) does not allow as many.
+    Embedded server only."""
 
 
 class ServerOptions(OptionGroup):
@@ -381,6 +383,9 @@ class ServerOptions(OptionGroup):
     access_log: Annotated[Literal["text", "json", "off"], Lower, Option()] = "text"
     """One line of the log for each request, when its answer ends (docs/protocols.md); `json`: as a JSON object.
     Successful requests of `/ping`, `/health` and `/metrics` are left out."""
+    cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
+    """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
+    (docs/metrics.md)."""
     admin_port: Annotated[Port | None, _OPERATOR] = None
     """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
     `/info` are then 404 on the first port."""

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    ConfigError,
+    ServingError,
+)
 from djl_python_neuronx.loading.compiled import foresee
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import examine
 
@@ -55,22 +62,106 @@ class Report:
         return self.ok and self.prepared is not None and not self.lacking
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The models of one server, and the cores of their copies."""
+
+    reports: tuple[Report, ...]
+    findings: Problems
+    """The errors of all models together; of a single model its own findings."""
+    placed: tuple[tuple[str, ...], ...] = ()
+    """For each model the cores of each copy, see `cores.place`; empty if there is an error."""
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no errors."""
+        return not self.findings.errors and all(report.ok for report in self.reports)
+
+    @property
+    def models(self) -> list[Prepared]:
+        """The models whose configuration could be read."""
+        return [report.prepared for report in self.reports if report.prepared is not None]
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The machine of the models, with the cores of those that are not on its CPU."""
+        on_cpu = DeviceInfo(None, 0, 0, 0, 0, "only CPUs are used")
+        return next((one.case.device for one in self.models if not one.case.on_cpu), on_cpu)
+
+    def raise_errors(self) -> None:
+        """Raise all errors; return if there are none.
+
+        Raises:
+            ServingError: the only error as it is, or a `ConfigError` that lists all of them.
+        """
+        together = Problems()
+        for report in self.reports:
+            together.include(report.findings, f"{report.target}: ", ())
+        together.include(self.findings, "", ())
+        together.raise_errors()
+
+
+def check_all(
+    targets: Sequence[str | None],
+    *,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, str],
+    machine: DeviceInfo | None = None,
+    starting: bool = False,
+) -> Placement:
+    """Check all models of one server, and place their copies on the machine's cores.
+
+    `starting`: prepare each model as a start does: fetch its weights, assume no machine. Others: see `check`.
+    """
+    several = len(targets) > 1
+    checked = partial(check, environ=environ, overrides=overrides, machine=machine)
+    reports = tuple(checked(one, among_others=several, starting=starting) for one in targets)
+    found = Placement(reports, Problems() if several else reports[0].findings)
+    if found.ok and len(found.models) == len(reports):
+        with found.findings.catch():
+            return replace(found, placed=tuple(_place(found)))
+    return found
+
+
+def _place(found: Placement) -> list[tuple[str, ...]]:
+    """Return the cores of each copy.
+
+    Raises:
+        ConfigError: the cores do not hold all copies, or the models are not planned for the same cores.
+    """
+    for model in found.models:
+        mine, first = model.case.device, found.device
+        if not model.case.on_cpu and mine.core_numbers != first.core_numbers:
+            msg = (
+                f"{model.name} is planned for {mine.visible_cores} cores, another model for {first.visible_cores}; "
+                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and "
+                "give all models the same logical_nc_config"
+            )
+            raise ConfigError(msg)
+    return place([model.need for model in found.models], found.device)
+
+
 def check(
     target: str | None,
     *,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     machine: DeviceInfo | None = None,
+    among_others: bool = False,
+    starting: bool = False,
 ) -> Report:
     """Check the model folder, `.properties` file, Hugging Face id or URI `target`.
 
-    Never raises for problems of settings or model; the report has them. Downloads no more than config.json.
+    Never raises for problems of settings or model; the report has them. Downloads no more than config.json, unless
+    `starting`.
 
     Args:
         target: None for SageMaker's folder or, without it, the model that variables or `overrides` name.
         environ: the environment's variables.
         overrides: options of the command line.
         machine: the machine to plan for; None for this one or, without a Neuron device, an assumed one.
+        among_others: the machine serves other models too.
+        starting: see `check_all`.
     """
     problems = Problems()
     name = target or str(sources.MODEL_DIR)
@@ -91,11 +182,16 @@ def check(
     )
     here = machines.detect(environ=process) if machine is None else machine
     preparation = Preparation(
-        here, process, problems, fetch_weights=False, named=machine is not None
+        here,
+        process,
+        problems,
+        fetch_weights=starting,
+        named=machine is not None,
+        among_others=among_others,
     )
     prepared = preparation.prepare(settings)
-    if prepared is None:
-        return Report(name, problems, settings)
+    if prepared is None or starting:
+        return Report(name, problems, settings, prepared)
     serves_here = machine is None and here.has_neuron
     obstacles = [*_missing_here(prepared.backend)]
     for obstacle in obstacles:

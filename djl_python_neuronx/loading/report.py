@@ -1,4 +1,4 @@
-"""Print a `check.Report`: as text, with rich if it is installed, or as JSON."""
+"""Print a `check.Placement`: as text, with rich if it is installed, or as JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.errors import redacted
-from djl_python_neuronx.loading.check import Report
+from djl_python_neuronx.loading.check import Placement, Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.cores import chips, free_cores
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
 
@@ -37,6 +38,8 @@ _LEVELS: tuple[tuple[str, Level, str], ...] = (
     ("Warnings", "warning", "yellow"),
     ("Errors", "error", "red"),
 )
+_COPY = ("model", "copy", "cores", "devices", "memory_per_core")
+"""Keys of a copy in the placement."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,17 @@ class Block:
     def of_lines(cls, title: str, lines: Iterable[str], style: str = "") -> Block:
         """A block without columns."""
         return cls(title, tuple((line,) for line in lines), style=style)
+
+
+def all_as_json(placement: Placement) -> dict[str, Any]:
+    """The report of the only model, or those of all models, with their placement, under the keys of docs/check.md."""
+    shown, *others = models = [as_json(report) for report in placement.reports]
+    if others:
+        errors = placement.findings.messages("error")
+        shown = {"ok": placement.ok, "errors": list(errors), "models": models}
+    copies = [dict(zip(_COPY, copy, strict=True)) for copy in _copies(placement)]
+    placed = {"copies": copies, "free": free_cores(placement.placed, placement.device)}
+    return {**shown, "placement": jsonable(placed) if copies else None}
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -82,16 +96,43 @@ def as_json(report: Report) -> dict[str, Any]:
     return {name: jsonable(value) for name, value in shown.items()}
 
 
-def render(report: Report, stream: TextIO, *, everything: bool = False) -> None:
-    """Write the report to `stream`. `everything`: options at their default too."""
+def render(placement: Placement, stream: TextIO, *, everything: bool = False) -> None:
+    """Write the reports and the placement to `stream`. `everything`: options at their default too."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     ascii_only = not _encodes(encoding, "".join(mark for _, _, mark, _, _ in PARTS))
     write = _plain_writer(stream)
     with suppress(ImportError):
         write = _rich_writer(stream)
-    for block in blocks(report, everything=everything, ascii_only=ascii_only):
+    for block in all_blocks(placement, everything=everything, ascii_only=ascii_only):
         rows = (tuple(_escape(redacted(cell), encoding) for cell in row) for row in block.rows)
         write(replace(block, rows=tuple(rows)))
+
+
+def all_blocks(
+    placement: Placement, *, everything: bool = False, ascii_only: bool = False
+) -> Iterator[Block]:
+    """The sections of each report, those of several models below their names, and of the placement."""
+    several = len(placement.reports) > 1
+    for report in placement.reports:
+        if several:
+            yield Block(f"Model {report.target}", ())
+        yield from blocks(report, everything=everything, ascii_only=ascii_only)
+    rows = [(*map(str, copy[:-1]), gib(copy[-1] or 0)) for copy in _copies(placement)]
+    if rows:
+        free = free_cores(placement.placed, placement.device)
+        yield Block("Placement", tuple(rows), (*_COPY[:-1], "GiB per core"))
+        yield Block.of_lines("Free cores", [free or "none"])
+    if several:
+        yield from _finding_blocks(placement.findings)
+
+
+def _copies(placement: Placement) -> Iterator[tuple[str, int, str, str, int | None]]:
+    """Yield the values of `_COPY` for each copy of each model; nothing where there is only one."""
+    if sum(map(len, placement.placed)) > 1:
+        for model, copies in zip(placement.models, placement.placed, strict=True):
+            memory = None if model.planned.memory is None else model.planned.memory.needed
+            for number, cores in enumerate(copies):
+                yield model.name, number, cores, chips(cores, placement.device), memory
 
 
 def blocks(
@@ -113,10 +154,14 @@ def blocks(
     else:
         yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
         yield from _argument_blocks(prepared)
-    for title, level, style in _LEVELS:
-        if messages := report.findings.messages(level):
-            yield Block.of_lines(title, [f"- {message}" for message in messages], style)
+    yield from _finding_blocks(report.findings)
     yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
+
+
+def _finding_blocks(findings: Problems) -> Iterator[Block]:
+    for title, level, style in _LEVELS:
+        if messages := findings.messages(level):
+            yield Block.of_lines(title, [f"- {message}" for message in messages], style)
 
 
 def gib(size_bytes: int) -> str:
@@ -164,6 +209,8 @@ def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
             whose = f"on {cores} both models"
         yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
+    if prepared.host_bytes is not None:
+        yield f"host      a load takes up to {gib(prepared.host_bytes)} GiB of the host's memory"
 
 
 def _two_degrees(prepared: Prepared) -> tuple[int, ...]:
@@ -289,6 +336,7 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
         "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,
+        "host_bytes": prepared.host_bytes,
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
         "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
