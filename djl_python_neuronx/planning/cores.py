@@ -5,13 +5,13 @@ Each copy is an engine process with cores of its own, named in its `NEURON_RT_VI
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import ConfigError
-from djl_python_neuronx.planning.machines import FAMILIES, DeviceInfo
+from djl_python_neuronx.planning.machines import FAMILIES, DeviceInfo, listed_cores
 
 _LARGEST_BLOCK = 128
 """No machine has more logical cores."""
@@ -69,6 +69,18 @@ def place(needs: Sequence[Need], device: DeviceInfo) -> list[tuple[str, ...]]:
     return [tuple(ranges) for ranges in placed]
 
 
+def free_cores(placed: Iterable[Sequence[str]], device: DeviceInfo) -> str:
+    """Return the cores that a placement leaves free, such as ``18-19,22-23``; empty if there are none."""
+    taken = {core for copies in placed for cores in copies for core in listed_cores(cores)}
+    return _text(_runs({*device.core_numbers} - taken))
+
+
+def chips(cores: str, device: DeviceInfo) -> str:
+    """Return the Neuron devices that have these cores, such as ``0-3``."""
+    each = max(device.neuron_cores // max(device.neuron_devices, 1), 1)
+    return _text(_runs({core // each for core in listed_cores(cores)}))
+
+
 def alignment(cores: int, device: DeviceInfo) -> int:
     """Return the number that the first core of a group of `cores` must be a multiple of.
 
@@ -102,7 +114,7 @@ def _take(cores: int, free: set[int], device: DeviceInfo) -> str | None:
         return None
     *_, first = min(found)
     free.difference_update(range(first, first + cores))
-    return str(first) if cores == 1 else f"{first}-{first + cores - 1}"
+    return _text([range(first, first + cores)])
 
 
 def _block(first: int, size: int, largest: int, free: set[int]) -> int:
@@ -123,6 +135,10 @@ def _runs(free: set[int]) -> Iterator[range]:
         if core + 1 not in free:
             yield range(first, core + 1)
             first = None
+
+
+def _text(runs: Iterable[range]) -> str:
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _described(needs: Sequence[Need]) -> str:

@@ -344,7 +344,7 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
     """
     listed = environ.get(_VISIBLE_CORES, "").strip()
     if listed:
-        cores = _listed_cores(listed)
+        cores = listed_cores(listed)
         return CoreLimit(_VISIBLE_CORES, listed, len(cores) or None, cores)
     count = environ.get(_NUM_CORES, "").strip()
     if not count:
@@ -407,7 +407,7 @@ def _describe(limit: CoreLimit | None) -> str:
     return f", {limit} allows {limit.num_cores} cores"
 
 
-def _listed_cores(text: str) -> tuple[int, ...]:
+def listed_cores(text: str) -> tuple[int, ...]:
     """Parse a list of cores such as ``0,1,4-7``, ascending; empty if it is invalid."""
     named: set[int] = set()
     for part in text.split(","):
@@ -459,13 +459,35 @@ def _product_name(root: Path) -> str | None:
 
 def _host_memory(root: Path) -> int:
     """Return the memory of the host or the limit of this container, whichever is less."""
-    sizes = [
-        int(words[1]) * 1024
-        for words in map(str.split, _read(root / "proc/meminfo").splitlines())
-        if len(words) > 1 and words[0] == "MemTotal:" and words[1].isdigit()
-    ]
+    found = _fields(root / "proc/meminfo")
+    sizes = [found["MemTotal:"] * 1024] if "MemTotal:" in found else []
     limit = _read(root / "sys/fs/cgroup/memory.max").strip()
     return min([*sizes, *([int(limit)] if limit.isdigit() else [])], default=0)
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that processes can still take here, in this container; None if unknown.
+
+    Cached files count as available. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    found = _fields(root / "proc/meminfo")
+    sizes = [found["MemAvailable:"] * 1024] if "MemAvailable:" in found else []
+    own = _read(root / "proc/self/cgroup").rpartition("0::/")[2].strip()
+    groups, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
+    v2 = [(one, "max", "current", "") for one in ((groups / own), *(groups / own).parents)]
+    for folder, limit, used, kind in (*v2, (v1, "limit_in_bytes", "usage_in_bytes", "total_")):
+        most, taken = (_read(folder / f"memory.{name}").strip() for name in (limit, used))
+        if most.isdigit() and taken.isdigit():
+            stat = _fields(folder / "memory.stat")
+            cached = sum(stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))
+            sizes.append(max(int(most) - int(taken) + cached, 0))
+    return min(sizes, default=None)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel with a name and a number in each line."""
+    lines = [line.split() for line in _read(path).splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _cpus() -> int:
