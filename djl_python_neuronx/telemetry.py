@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
 
 from djl_python_neuronx.errors import ServingError, load_failure
 
@@ -65,17 +69,20 @@ METRICS: dict[str, Metric] = {
     "accepted_draft_tokens_total": Metric("counter", "Draft tokens accepted."),
     "draft_seconds": Metric("histogram", "Time to propose the drafts of a step."),
     "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
-    "slots_in_use": Metric("gauge", "Sequences with a slot."),
-    "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
+    "slots_in_use": Metric("gauge", "Sequences with a slot.", ("copy",)),
+    "waiting_requests": Metric("gauge", "Sequences waiting for a slot.", ("copy",)),
     "compile_cache_hits_total": Metric("counter", "Compiled models found in a store or mirror."),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
         "counter",
-        "Unwanted ends of the engine, by signal, status or error.",
-        ("cause",),
+        "Unwanted ends of an engine, by signal or error.",
+        ("cause", "copy"),
     ),
     "load_seconds": Metric("gauge", "Time to load the model."),
 }
+
+
+_GAUGES = {f"{NAMESPACE}_{name}" for name, row in METRICS.items() if row.kind == "gauge"}
 
 
 class Metrics:
@@ -94,6 +101,8 @@ class Metrics:
             name: make[row.kind](f"{NAMESPACE}_{name}", row.doc, row.labels, registry=self.registry)
             for name, row in METRICS.items()
         }
+        self._last: dict[str, float] = {}
+        """What `embedded` saw last."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
@@ -103,6 +112,29 @@ class Metrics:
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
+
+    def embedded(self, namespace: str, model: str) -> str:
+        """A line of JSON from which CloudWatch Logs makes metrics below `namespace` (its Embedded Metric Format).
+
+        It has the gauges' values, and what counters and the sums and counts of histograms gained since the last line.
+        """
+        values: dict[str, float] = defaultdict(float)
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    values[sample.name] += sample.value
+        gained = {
+            name: value if name in _GAUGES else value - self._last.get(name, 0.0)
+            for name, value in values.items()
+        }
+        self._last = values
+        directive = {
+            "Namespace": namespace,
+            "Dimensions": [["model"]],
+            "Metrics": [{"Name": name} for name in gained],
+        }
+        about = {"Timestamp": int(1000 * time.time()), "CloudWatchMetrics": [directive]}
+        return orjson.dumps({"_aws": about, "model": model, **gained}).decode()
 
 
 class Recorder:
@@ -138,9 +170,9 @@ class Recorder:
             metrics["draft_tokens_total"].inc(info.drafted)
             metrics["accepted_draft_tokens_total"].inc(info.accepted)
 
-    def died(self, cause: str) -> None:
+    def died(self, cause: str, copy: int) -> None:
         """See `Observer`."""
-        self._metrics["engine_deaths_total"].labels(cause).inc()
+        self._metrics["engine_deaths_total"].labels(cause, copy).inc()
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""

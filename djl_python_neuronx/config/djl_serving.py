@@ -73,6 +73,12 @@ _EXPECTED = {
     "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
     "minWorkers": (_ONE, "1", "processes share the cores of one"),
     "maxWorkers": (_ONE, "1", "processes share the cores of one"),
+    # Source: djl-serving d21927c, Connection.java getNeuronVisibleCores, ModelInfo.java getLoadOnDevices.
+    "replicas": (
+        _ONE,
+        "1",
+        "copies fit on a CPU only: on Neuron it starts a process for the cores of each copy",
+    ),
 }
 """Name to the pattern of values that work with this handler, the one to write, and what any other value does."""
 _VARIABLES = {

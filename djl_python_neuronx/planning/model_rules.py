@@ -240,6 +240,8 @@ def _cpu(case: Case) -> Iterator[Finding]:
     if ignored:
         problem = "no effect with the cpu backend, which compiles no graph and uses no NeuronCore; left out"
         yield Finding(ignored, problem, "note")
+    if options.replicas == "max":
+        yield Finding(("replicas",), "1 on a CPU, where no cores limit it; set a number", "note")
     if options.enable_eagle_speculation:
         problem = (
             "the cpu backend does not support EAGLE models, which need the hidden states of the target model; leave it "

@@ -79,6 +79,9 @@ BODIES = 8
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
 
+LOG_METRICS_S = 60
+"""Pause between two lines of the metrics: CloudWatch's usual resolution."""
+
 _ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 JOIN_S = 0.5
@@ -167,6 +170,14 @@ class Application:
         metrics = None if self.service is None else self.service.metrics
         body = b"" if metrics is None else await asyncio.to_thread(metrics.exposition)
         return Response(body, media_type="text/plain; version=0.0.4")
+
+    async def log_metrics(self) -> None:
+        """Log the metrics for CloudWatch, if `option.cloudwatch_namespace` is set."""
+        service, namespace = self.service, self.options.cloudwatch_namespace
+        if service is not None and namespace is not None:
+            name = self.model_names[0]
+            line = await asyncio.to_thread(service.metrics.embedded, namespace, name)
+            logger.info(line, extra={"bare": True})
 
     @answers(dict[str, Any])
     async def info(self, _request: Request) -> Response:
@@ -305,6 +316,8 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             log_config=None,
             access_log=False,
+            callback_notify=application.log_metrics,
+            timeout_notify=LOG_METRICS_S,
         )
         super().__init__(config)
         self._application = application

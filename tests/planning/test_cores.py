@@ -78,7 +78,7 @@ def test_each_degree_fills_each_machine(device):
         check_placement([Need("m", degree, "max")], device, [copies])
         for number in {most, most - 1, 2} - {0, 1}:
             if number > most:
-                with pytest.raises(ConfigError, match=f"{number} copies of m with {degree}"):
+                with pytest.raises(ConfigError, match=f"m \\({number} with {degree} each\\)"):
                     place([Need("m", degree, number)], device)
             else:
                 assert place([Need("m", degree, number)], device) == [copies[:number]]
@@ -168,9 +168,9 @@ def test_too_many_name_models_cores_and_the_fix():
     with pytest.raises(ConfigError) as raised:
         place(needs, named("inf2.48xlarge"))
     assert str(raised.value) == (
-        "3 copies of llama with 8 cores each and max copies of qwen with 2 cores each need 26 NeuronCores, and 24 of "
-        "inf2.48xlarge can be used; lower option.replicas (or set max) or option.tensor_parallel_degree, serve fewer "
-        "models, or use a larger machine"
+        "copies of llama (3 with 8 each) and qwen (max with 2 each) need 26 NeuronCores, and inf2.48xlarge gives 24; "
+        "lower option.replicas or option.tensor_parallel_degree, set replicas=max, serve fewer models, or use a larger "
+        "machine"
     )
 
 
