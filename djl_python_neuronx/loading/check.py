@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
-from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -166,7 +166,7 @@ def check(
     problems = Problems()
     name = target or str(sources.MODEL_DIR)
     try:
-        settings = _read_settings(target, environ, overrides, problems)
+        settings, in_file = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
         problems = Problems()  # of no settings nothing else is worth reporting
         problems.add_error(error)
@@ -181,6 +181,7 @@ def check(
         cache_root=fetch.download_root(environ),
     )
     here = machines.detect(environ=process) if machine is None else machine
+    _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=not here.has_neuron))
     preparation = Preparation(
         here,
         process,
@@ -231,8 +232,11 @@ def _read_settings(
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     problems: Problems,
-) -> Resolved:
-    """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name."""
+) -> tuple[Resolved, Sequence[sources.Setting]]:
+    """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name.
+
+    Also returns the settings of the file alone.
+    """
     # Not pathlib, which raises for the home of an unknown user, for a NUL and for a name that is too long.
     name = os.path.expanduser(str(sources.MODEL_DIR) if target is None else target)  # noqa: PTH111
     path = Path(name)
@@ -251,18 +255,21 @@ def _read_settings(
             raise ArtifactNotFoundError(msg)
         overrides = {"model_id": target, **overrides}
     settings = examine(None, folder, environ, problems, overrides, file=file)
+    in_file: Sequence[sources.Setting] = ()
     with problems.catch():
-        in_file = sources.from_properties(file) if file else folder and sources.from_file(folder)
-        lacking = djl_serving.missing_arguments(in_file or (), environ)
-        if lacking is not None:
-            problems.add(lacking.level, lacking.problem, lacking.names)
+        in_file = sources.from_properties(file) if file else sources.from_file(folder or path)
     if folder is None and settings.options.model_id is None:
         msg = (
             f"there is no {str(path)!r}, and neither variables nor command line name a model; expected a target, or "
             "HF_MODEL_ID, or OPTION_MODEL_ID"
         )
         raise ArtifactNotFoundError(msg)
-    return settings
+    return settings, in_file
+
+
+def _add(problems: Problems, findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        problems.add(finding.level, finding.problem, finding.names)
 
 
 def _missing_here(backend: str) -> Iterator[str]:

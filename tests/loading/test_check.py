@@ -723,7 +723,7 @@ def test_an_old_file_works_but_for_the_lines_that_have_to_change(environ, tmp_pa
     for fix in ("option.entryPoint=djl_python_neuronx.handler", "option.async_mode=true"):
         assert fix in told
     assert "option.rolling_batch=tnx" in told
-    added = "retry_threshold=3\nminWorkers=1\nmaxWorkers=1\n"
+    added = "retry_threshold=3\n"
     assert all(f"{line}" in told for line in added.split())
     path.write_text(
         added + OLD_FILE.format(entry_point="djl_python_neuronx.handler", rolling_batch="tnx")
@@ -762,6 +762,11 @@ def test_keys_that_djl_serving_needs(tmp_path, laptop, lines, variables, missing
     named = re.findall(r"(\w+)=\d", "".join(found))
     assert named == missing
     assert run(tmp_path, variables).ok
+    # A CPU gets a second worker under load; Neuron devices never do.
+    planned = run(tmp_path, variables, "inf2.xlarge").findings.messages("warning")
+    found = [text for text in planned if "without `option.`" in text]
+    assert re.findall(r"(\w+)=\d", "".join(found)) == [n for n in missing if "Workers" not in n]
+    assert not any("on a CPU" in text for text in planned)
 
 
 def test_keys_of_djl_serving_do_not_matter_outside_it(tmp_path, laptop):
