@@ -171,8 +171,11 @@ class Service:
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
         path: str = "",
+        payload: dict[str, Any] | None = None,
     ) -> ParsedRequest:
         """Parse and validate a request body. Any thread. `request_id` is the client's, for the response and for logs.
+
+        `payload`: see `parse_body`.
 
         Raises:
             RequestError: the request is invalid.
@@ -193,7 +196,7 @@ class Service:
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:
-            return parse_body(body, context)
+            return parse_body(body, context, payload)
         except ServingError as error:
             self._recorder.rejected(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,11 +98,31 @@ class Metrics:
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        from prometheus_client import generate_latest
 
-        return generate_latest(self.registry)
+class _Together:
+    """The metrics of several models, for a registry: each is there once, with the model as a label of its samples."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Any]:
+        """See `prometheus_client.registry.Collector`."""
+        found: dict[str, Any] = {}
+        for model, metrics in self._models.items():
+            for metric in metrics.registry.collect():
+                labelled = [
+                    one._replace(labels={**one.labels, "model": model}) for one in metric.samples
+                ]
+                metric.samples = []
+                found.setdefault(metric.name, metric).samples += labelled
+        return found.values()
+
+
+def exposition(models: Mapping[str, Metrics]) -> bytes:
+    """The metrics of models, by the name of each, in Prometheus' text format."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Together(models))  # needs `collect` alone
 
 
 class Recorder:
@@ -177,12 +197,12 @@ class Recorder:
         )
 
 
-def log_load_failure(error: BaseException) -> ServingError:
-    """Log why a model could not be loaded; returns the error for its clients."""
+def log_load_failure(error: BaseException, event: str = "load_failed") -> ServingError:
+    """Log why a model could not be loaded, after the words `event`; returns the error for its clients."""
     failure = load_failure(error)
     # The message of an error of ours is for a user: no traceback.
     cause = None if failure is error else error
-    logger.error("load_failed code=%s\n%s", failure.code, failure, exc_info=cause)
+    logger.error("%s code=%s\n%s", event, failure.code, failure, exc_info=cause)
     return failure
 
 
