@@ -20,7 +20,11 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 SETTINGS := $(shell echo '$(PYTHON) $(EXTRAS) $(CONSTRAINTS)' | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed-$(SETTINGS)
 
-.PHONY: help install serve test lint format docs clean always
+# What works on the package from outside, in an environment of its own: none of it is installed beside the package.
+TOOLS := .venv-tools
+TOOLS_INSTALLED := $(TOOLS)/.installed
+
+.PHONY: help install serve test lint format docs dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -58,5 +62,18 @@ docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, exam
 	$(BIN)/python -m tools.document metrics > docs/metrics.md
 	$(BIN)/python -m tools.document example > serving.properties.example
 
+$(TOOLS_INSTALLED): Makefile
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade build pip-audit twine
+	@touch $@
+
+dist: $(TOOLS_INSTALLED) ## wheel and sdist in dist/, with the version of the tag
+	rm -rf dist
+	$(TOOLS)/bin/python -m build
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+
+audit: $(INSTALLED) $(TOOLS_INSTALLED) ## known vulnerabilities of what the package depends on
+	$(BIN)/python -m tools.audit $(TOOLS)/bin/pip-audit
+
 clean: ## remove the environments
-	rm -rf .venv .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi
+	rm -rf dist .venv $(TOOLS) .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi

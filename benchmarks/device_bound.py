@@ -109,18 +109,6 @@ NEURON_LS = """#!/bin/sh
 echo '[{"neuron_device": 0, "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []}]'
 """
 """The device that the server looks for before it loads a library."""
-NXDI_ROOTS = ("libneuronxla", "neuronxcc", "nki", "nkilib", "torch_neuronx", "torch_xla")
-NXDI_ROOT = """
-import importlib, os, sys
-here = os.path.dirname(os.path.dirname(__file__))
-place = sys.path.index(here)
-sys.path.remove(here)
-del sys.modules[__name__]
-import _neuron_stub
-importlib.import_module(__name__)
-sys.path.insert(place, here)
-"""
-"""Makes the rig's packages of that rig importable in processes that ignore PYTHONPATH, and so its `sitecustomize`."""
 RUN = """
 for line in sys.stdin:
     print(run(float(line)), flush=True)
@@ -327,13 +315,8 @@ def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
     seen.parent.mkdir()
     seen.write_text(NEURON_LS)
     seen.chmod(0o755)
-    if options.backend == "nxdi":
-        for name in NXDI_ROOTS:
-            (work / "rig" / name).mkdir(parents=True)
-            (work / "rig" / name / "__init__.py").write_text(NXDI_ROOT)
     environ = {
         "PATH": f"{seen.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{work / 'rig'}:{os.environ.get('PYTHONPATH', '')}",
         rig.exec_variable: str(step_ms),
         "NEURON_RT_NUM_CORES": "1",
         "NEURON_COMPILE_CACHE_URL": str(work / "programs"),

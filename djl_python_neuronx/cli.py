@@ -126,13 +126,13 @@ def _add_check(commands: Commands) -> None:
         "check",
         help="dry run of a start: print options, plan and problems; needs no weights, device or compiler",
         description="Print every option with its value and source, the plan (backend, graphs to compile, memory per "
-        "core) and every problem with its fix. Reads config.json, no weights. Exit status: 0 if the plan is possible, "
-        "1 if it is not, 2 for a wrong command line.",
+        "core) and every problem with its fix, and of several models or copies the cores of each. Reads config.json, "
+        "no weights. Exit status: 0 if the plan is possible, 1 if it is not, 2 for a wrong command line.",
     )
     command.add_argument(
         "target",
-        nargs="?",
-        help="model folder, .properties file, Hugging Face id or s3:// URI "
+        nargs="*",
+        help="model folder, .properties file, Hugging Face id or s3:// URI; several: models of one server "
         f"(default {MODEL_DIR} if it exists, or else the model in HF_MODEL_ID or OPTION_MODEL_ID)",
     )
     _add_instance(command)
@@ -302,20 +302,20 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.loading.check import check
-    from djl_python_neuronx.loading.report import as_json, render
+    from djl_python_neuronx.loading.check import check_all
+    from djl_python_neuronx.loading.report import all_as_json, render
 
-    report = check(
-        arguments.target,
+    placement = check_all(
+        arguments.target or [None],
         environ=environment(),
         overrides=dict(arguments.option),
         machine=arguments.instance,
     )
     if arguments.json:
-        sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
+        sys.stdout.write(json.dumps(all_as_json(placement), indent=2) + "\n")
     else:
-        render(report, sys.stdout, everything=arguments.all)
-    return 0 if report.ok else 1
+        render(placement, sys.stdout, everything=arguments.all)
+    return 0 if placement.ok else 1
 
 
 def _compile(arguments: argparse.Namespace) -> int:

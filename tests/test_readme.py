@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
 from djl_python_neuronx.engine.streams import BlockingQueue
+from tests.known_answers import ROOT, rounded, shown
 from tests.protocol.wire_schemas import SCHEMAS
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-llama"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def shown() -> list[tuple[dict[str, Any], list[Any]]]:
-    """Each curl's body with the lines that the README shows as its answer; a long one goes on behind a blank."""
-    (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    found = []
-    for part in block.split("$ curl ")[1:]:
-        command, *lines = part.strip().replace("\n ", "").splitlines()
-        body = re.search(r"-d '(.*)'$", command)
-        assert body is not None
-        found.append((json.loads(body[1]), [json.loads(line) for line in lines]))
-    return found
-
-
-def rounded(value: Any) -> Any:
-    """The same without what differs between machines and answers: log-probabilities, times and ids of chats."""
-    if isinstance(value, dict):
-        return {
-            name: rounded(inner)
-            for name, inner in value.items()
-            if name not in ("log_prob", "created") and not str(inner).startswith("chatcmpl-")
-        }
-    return value
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +53,33 @@ def answers(service: Any, bodies: Sequence[Any], path: str = "") -> list[bytes]:
 def test_the_quick_starts_answers(service: Any) -> None:
     examples = shown()
     assert len(examples) == 3
-    for body, lines in examples:
-        (answer,) = answers(service, [body])
-        assert [rounded(json.loads(line)) for line in answer.splitlines()] == rounded_all(lines)
+    for path, body, lines in examples:
+        (answer,) = answers(service, [body], path=path)
+        assert [rounded(json.loads(line)) for line in answer.splitlines()] == lines
+
+
+@pytest.mark.parametrize(("changed", "status"), [(b"", 0), (b" Saturday", 1)])
+def test_a_server_that_answers_otherwise_is_found_out(changed: bytes, status: int) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            (lines,) = (
+                lines for path, asked, lines in shown() if (path, asked) == (self.path, body)
+            )
+            answer = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.replace(b" Friday", b" Friday" + changed))
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-I", str(ROOT / "tests/known_answers.py"), url]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        server.shutdown()
+    assert ran.returncode == status, ran.stderr
+    assert f"{3 - status} of 3 answers" in ran.stdout
+    assert (" Friday Saturday" in ran.stdout) == bool(changed)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,7 +100,3 @@ def test_the_example_models_chats(service: Any, stream: bool) -> None:
     contents = answers(service, bodies, path="/v1/chat/completions")
     check = SCHEMAS["chat_sse" if stream else "chat"]
     assert [check(content).texts for content in contents] == [[one["completion"]] for one in checks]
-
-
-def rounded_all(lines: list[Any]) -> list[Any]:
-    return [rounded(line) for line in lines]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from typing import Any
 
 from djl_python_neuronx.backends.env import count_cores
-from djl_python_neuronx.errors import BackendUnavailableError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    IncompatibleOptionsError,
+    did_you_mean,
+)
 from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
 
 ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
@@ -31,6 +36,24 @@ def import_library(package: str, module: str) -> Any:  # noqa: ANN401  (a module
     except Exception as error:
         message = f"{package} cannot be imported: {type(error).__name__}: {error}. {ADVICE}"
         raise BackendUnavailableError(message) from error
+
+
+def check_keywords(
+    keywords: Mapping[str, object], known: Collection[str], owner: str, prefix: str = ""
+) -> None:
+    """Refuse keywords that a library's class does not have. `owner`: the class and its package, for the message.
+
+    Raises:
+        IncompatibleOptionsError: the first of them, with its value; `prefix` stands before its name.
+    """
+    for name, value in keywords.items():
+        if name not in known:
+            hint = did_you_mean(name, known) or ";"
+            message = (
+                f"{prefix}{name}={value!r}: the {owner} has no such keyword{hint} correct or remove it in "
+                "option.override_neuron_config, or leave out the option that sets it"
+            )
+            raise IncompatibleOptionsError(message)
 
 
 def compiler_version() -> str:

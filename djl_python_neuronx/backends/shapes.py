@@ -75,6 +75,17 @@ def check_budget(parts: Sequence[Rows], spec: ModelSpec) -> None:
         refuse(f"{tokens} tokens", f"at most {most} in one step")
 
 
+def check_top_k(rows: Rows, largest: int) -> None:
+    """Refuse a top_k that the device cannot sample with.
+
+    Raises:
+        StepError: one is not from 1 to `largest`.
+    """
+    top_k = rows.sampling[:, 0]
+    if top_k.min() < 1 or top_k.max() > largest:
+        refuse(f"top_k {top_k.astype(int).tolist()}", f"1 to {largest} on the device")
+
+
 def refuse(asked: str, expected: str) -> NoReturn:
     """Raise the error of a step that the engine must not build."""
     message = f"a step asks for {asked}; expected {expected}. The step was not run"

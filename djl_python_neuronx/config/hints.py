@@ -88,10 +88,12 @@ def repair(value: object, allowed: Callable[[str], bool], *, is_name: bool = Fal
 
 _POSITIONS = ("seq_len", "max_seq_len", "sequence_length", "max_length", "max_total_tokens")
 _CORES = ("tp", "num_shard", "num_cores", "num_gpus")
+_COPIES = ("data_parallel_size", "dp", "dp_size", "num_replicas", "copies", "instance_count")
 OTHERS: Final = {
     **dict.fromkeys(_POSITIONS, "n_positions"),
     **dict.fromkeys(("max_input_length", "max_input_len"), "context_length_estimate"),
     **dict.fromkeys(_CORES, "tensor_parallel_degree"),
+    **dict.fromkeys(_COPIES, "replicas"),
     **dict.fromkeys(("model", "model_path", "model_name_or_path"), "model_id"),
     "max_batch_size": "max_rolling_batch_size",
     "auto_cast_type": "dtype",

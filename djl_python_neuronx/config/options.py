@@ -198,8 +198,16 @@ class GeneralOptions(OptionGroup):
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
     Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The
-    default is the one whose cores read least in a decode step, padding included; `check` prints it. Ignored by the cpu
+    default is the one whose cores read least in a decode step, padding included; `check` prints it. With several models
+    or copies it is another, see `replicas`. Ignored by the cpu
     backend, so that a file for Inferentia can be tried on a CPU unchanged."""
+    replicas: Annotated[
+        Count | Literal["max"], Lower, Option(allowed=f'{COUNT}, or "max"', output="file")
+    ] = 1
+    """Copies of the model, each in an engine process with NeuronCores of its own; requests go to the one that has least
+    to do. `max` is as many as the machine holds beside the other models of the server, and 1 on a CPU. With several
+    copies the default of `tensor_parallel_degree` is the degree with the most slots per core. Under DJL Serving, on
+    Neuron devices, leave it out: it starts a process of its own for each copy."""
     dtype: Annotated[
         AutoDtype,
         Option(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,25 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ServingError
+from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    ConfigError,
+    ServingError,
+)
 from djl_python_neuronx.loading.compiled import foresee
-from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
+from djl_python_neuronx.loading.prepare import (
+    DRAFT_PREFIX,
+    SILENT,
+    LoadProgress,
+    Preparation,
+    Prepared,
+)
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import examine
 
@@ -55,22 +68,125 @@ class Report:
         return self.ok and self.prepared is not None and not self.lacking
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The models of one server, and the cores of their copies."""
+
+    reports: tuple[Report, ...]
+    findings: Problems
+    """Every error, warning and note about all models together; of a single model those in its report."""
+    placed: tuple[tuple[str, ...], ...]
+    """For each model the cores of each copy, see `cores.place`; empty if there is an error."""
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no errors."""
+        return not self.findings.errors and all(report.ok for report in self.reports)
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The machine whose cores are placed; something was."""
+        return _device([report.prepared for report in self.reports if report.prepared is not None])
+
+    def raise_errors(self) -> None:
+        """Raise all errors; return if there are none.
+
+        Raises:
+            ServingError: the only error as it is, or a `ConfigError` that lists all of them.
+        """
+        together = Problems()
+        for report in self.reports:
+            together.include(report.findings, f"{report.target}: ", ())
+        together.include(self.findings, "", ())
+        together.raise_errors()
+
+
+def check_all(
+    targets: Sequence[str | None],
+    *,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, str],
+    machine: DeviceInfo | None = None,
+    starting: bool = False,
+    progress: LoadProgress = SILENT,
+) -> Placement:
+    """Check all models of one server, and place their copies on the machine's cores.
+
+    `starting`: prepare each model as a start does: fetch its weights, assume no machine. Others: see `check`.
+    """
+    reports = tuple(
+        check(
+            target,
+            environ=environ,
+            overrides=overrides,
+            machine=machine,
+            among_others=len(targets) > 1,
+            starting=starting,
+            progress=progress,
+        )
+        for target in targets
+    )
+    findings = Problems() if len(targets) > 1 else reports[0].findings
+    models = [report.prepared for report in reports if report.ok and report.prepared is not None]
+    placed: list[tuple[str, ...]] = []
+    if len(models) == len(reports):
+        with findings.catch():
+            placed = place_models(models, findings)
+    return Placement(reports, findings, tuple(placed))
+
+
+def place_models(models: Sequence[Prepared], findings: Problems) -> list[tuple[str, ...]]:
+    """Return the cores of each copy of each model, see `cores.place`.
+
+    Raises:
+        ConfigError: the cores do not hold all copies, or the models are not planned for the same cores.
+    """
+    needs = [model.need for model in models]
+    for need in needs:
+        if need.replicas == "max" and not need.cores:
+            findings.add("note", f"{need.name}: replicas=max is 1 on a CPU", ("replicas",))
+    devices = {model.case.device: model.name for model in models if not model.case.on_cpu}
+    if len({(one.instance_type, one.neuron_cores, one.core_numbers) for one in devices}) > 1:
+        planned = join_words(
+            f"{name} for {one.visible_cores} of {one.neuron_cores} cores of {one.instance_type}"
+            for one, name in devices.items()
+        )
+        msg = (
+            f"the models are not planned for the same cores: {planned}; set NEURON_RT_VISIBLE_CORES for the server, "
+            "not in option.env, give all models the same logical_nc_config, and name the machine with --instance"
+        )
+        raise ConfigError(msg)
+    return place(needs, _device(models))
+
+
+def _device(models: Sequence[Prepared]) -> DeviceInfo:
+    """Return the machine of the models, with the cores of those that are not on its CPU."""
+    return min(models, key=lambda model: model.case.on_cpu).case.device
+
+
 def check(
     target: str | None,
     *,
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     machine: DeviceInfo | None = None,
+    among_others: bool = False,
+    starting: bool = False,
+    progress: LoadProgress = SILENT,
 ) -> Report:
     """Check the model folder, `.properties` file, Hugging Face id or URI `target`.
 
-    Never raises for problems of settings or model; the report has them. Downloads no more than config.json.
+    Never raises for problems of settings or model; the report has them. Downloads no more than config.json, unless
+    `starting`.
 
     Args:
         target: None for SageMaker's folder or, without it, the model that variables or `overrides` name.
         environ: the environment's variables.
         overrides: options of the command line.
         machine: the machine to plan for; None for this one or, without a Neuron device, an assumed one.
+        among_others: the machine serves other models too.
+        starting: see `check_all`.
+        progress: of downloads.
     """
     problems = Problems()
     name = target or str(sources.MODEL_DIR)
@@ -91,11 +207,17 @@ def check(
     )
     here = machines.detect(environ=process) if machine is None else machine
     preparation = Preparation(
-        here, process, problems, fetch_weights=False, named=machine is not None
+        here,
+        process,
+        problems,
+        fetch_weights=starting,
+        named=machine is not None,
+        among_others=among_others,
+        progress=progress,
     )
     prepared = preparation.prepare(settings)
-    if prepared is None:
-        return Report(name, problems, settings)
+    if prepared is None or starting:
+        return Report(name, problems, settings, prepared)
     serves_here = machine is None and here.has_neuron
     obstacles = [*_missing_here(prepared.backend)]
     for obstacle in obstacles:

@@ -49,10 +49,11 @@ from djl_python_neuronx.loading.mismatch import (
     graph_target,
     has_own_graphs,
 )
-from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.cores import Need
 from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
@@ -145,6 +146,25 @@ class Prepared:
         """The machine, with the cores that this process may use."""
         return self.case.machine
 
+    @property
+    def need(self) -> Need:
+        """The cores of each copy, those of a draft model included."""
+        options, cores = self.options, 0
+        if not self.case.on_cpu:
+            groups = options.pipeline_parallel_degree * options.ep_degree
+            cores = max(self.case.degree * groups, self.process_cores)
+        return Need(self.name, cores, options.replicas)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory that the load of a copy takes at its peak, see `memory.host_bytes`; None if unknown."""
+        sizes = [
+            memory.host_bytes(one.case, one.artifact.kind, one.artifact.dtype) or 0
+            for one in (self, self.draft)
+            if one is not None
+        ]
+        return sum(sizes) if all(sizes) else None
+
     def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
         """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.
 
@@ -168,11 +188,12 @@ def prepare_or_raise(
     overrides: Mapping[str, str] = MappingProxyType({}),
     machine: DeviceInfo | None = None,
     ahead: bool = False,
+    among_others: bool = False,
     progress: LoadProgress = SILENT,
 ) -> Prepared:
     """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `machine`: the one that will serve, if it is not this one. `ahead`: see `Preparation`.
+    `machine`: the one that will serve, if it is not this one. `ahead`, `among_others`: see `Preparation`.
 
     Raises:
         ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
@@ -195,6 +216,7 @@ def prepare_or_raise(
         problems,
         named=machine is not None,
         ahead=ahead,
+        among_others=among_others,
         progress=progress,
     )
     prepared = preparation.prepare(settings)
@@ -241,6 +263,8 @@ class Preparation:
     """`machine` is not this one, so that the libraries that are installed there are unknown."""
     ahead: bool = False
     """The model is compiled for a later start, perhaps elsewhere: there may be no Neuron device here."""
+    among_others: bool = False
+    """The machine serves other models too, so that the default degree leaves cores for them."""
     progress: LoadProgress = SILENT
 
     def prepare(self, settings: Resolved) -> Prepared | None:
@@ -288,7 +312,13 @@ class Preparation:
         draft_facts = None if draft is None else draft.facts
         found = backend == "nxdi" and bool(model.artifact.neuron_config)
         case = Case(
-            settings.options, model.facts, machine, backend, draft_facts, foreign_graphs=found
+            settings.options,
+            model.facts,
+            machine,
+            backend,
+            draft_facts,
+            foreign_graphs=found,
+            among_others=self.among_others,
         )
         prepared = self._plan(settings, model, case)
         if draft is not None and prepared.options.drafting and not self.problems.errors:

@@ -1,21 +1,22 @@
-"""Print a `check.Report`: as text, with rich if it is installed, or as JSON."""
+"""Print a `check.Placement` or `check.Report`: as text, with rich if it is installed, or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.errors import redacted
-from djl_python_neuronx.loading.check import Report
+from djl_python_neuronx.loading.check import Placement, Report
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.cores import chips, free_cores
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
 
@@ -55,6 +56,23 @@ class Block:
         return cls(title, tuple((line,) for line in lines), style=style)
 
 
+def all_as_json(placement: Placement) -> dict[str, Any]:
+    """The report of the only model, or those of all models, with their placement, under the keys of docs/check.md."""
+    if len(placement.reports) == 1:
+        shown = as_json(placement.reports[0])
+    else:
+        levels: tuple[Level, ...] = ("error", "warning", "note")
+        shown = {
+            "ok": placement.ok,
+            **{f"{level}s": list(placement.findings.messages(level)) for level in levels},
+            "models": [as_json(report) for report in placement.reports],
+        }
+    copies = [*_copies(placement)]
+    free = free_cores(placement.placed, placement.device) if copies else ""
+    shown["placement"] = {"copies": jsonable(copies), "free": free} if copies else None
+    return shown
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """The report as JSON values, under the keys that docs/check.md lists."""
     resolved, prepared, findings = report.resolved, report.prepared, report.findings
@@ -82,22 +100,81 @@ def as_json(report: Report) -> dict[str, Any]:
     return {name: jsonable(value) for name, value in shown.items()}
 
 
-def render(report: Report, stream: TextIO, *, everything: bool = False) -> None:
-    """Write the report to `stream`. `everything`: options at their default too."""
+def render(placement: Placement, stream: TextIO, *, everything: bool = False) -> None:
+    """Write the reports and the placement to `stream`. `everything`: options at their default too."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     ascii_only = not _encodes(encoding, "".join(mark for _, _, mark, _, _ in PARTS))
     write = _plain_writer(stream)
     with suppress(ImportError):
         write = _rich_writer(stream)
-    for block in blocks(report, everything=everything, ascii_only=ascii_only):
+    for block in all_blocks(placement, everything=everything, ascii_only=ascii_only):
         rows = (tuple(_escape(redacted(cell), encoding) for cell in row) for row in block.rows)
         write(replace(block, rows=tuple(rows)))
 
 
-def blocks(
-    report: Report, *, everything: bool = False, ascii_only: bool = False
+def all_blocks(
+    placement: Placement, *, everything: bool = False, ascii_only: bool = False
 ) -> Iterator[Block]:
-    """The sections of the report: settings, plan, library arguments, findings, verdict."""
+    """The sections of the reports; of several models each below its name, then their placement and a verdict."""
+    reports, placed = placement.reports, _placement_blocks(placement)
+    if len(reports) == 1:
+        yield from blocks(reports[0], placed, everything=everything, ascii_only=ascii_only)
+        return
+    for report in reports:
+        yield Block(f"Model {report.target}", ())
+        yield from blocks(report, everything=everything, ascii_only=ascii_only)
+    yield from placed
+    yield from _finding_blocks(placement.findings)
+    findings = [placement.findings, *(report.findings for report in reports)]
+    lacking = dict.fromkeys(reason for report in reports for reason in report.lacking)
+    yield _verdict(findings, lacking)
+
+
+def _placement_blocks(placement: Placement) -> tuple[Block, ...]:
+    """The cores of each copy, and what stays free; empty for a single copy."""
+    copies = [*_copies(placement)]
+    if not copies:
+        return ()
+    rows = [
+        (
+            one["model"],
+            str(one["copy"]),
+            one["cores"] or "CPU",
+            one["devices"],
+            gib(one["memory_per_core"] or 0),
+        )
+        for one in copies
+    ]
+    columns = ("model", "copy", "cores", "devices", "GiB per core")
+    free = free_cores(placement.placed, placement.device) or "none"
+    return Block("Placement", tuple(rows), columns), Block.of_lines("Free cores", [free])
+
+
+def _copies(placement: Placement) -> Iterator[dict[str, Any]]:
+    """Yield each copy of each model with its cores; nothing where there is only one."""
+    if sum(map(len, placement.placed)) < 2:
+        return
+    for report, copies in zip(placement.reports, placement.placed, strict=True):
+        if (prepared := report.prepared) is not None:
+            memory = prepared.planned.memory
+            for number, cores in enumerate(copies):
+                yield {
+                    "model": prepared.name,
+                    "copy": number,
+                    "cores": cores,
+                    "devices": chips(cores, placement.device),
+                    "memory_per_core": memory and memory.needed,
+                }
+
+
+def blocks(
+    report: Report,
+    placed: Iterable[Block] = (),
+    *,
+    everything: bool = False,
+    ascii_only: bool = False,
+) -> Iterator[Block]:
+    """The sections of the report: settings, plan, `placed`, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
             (name, as_property(value), origin)
@@ -112,11 +189,16 @@ def blocks(
         yield Block.of_lines("Plan", ["none: see the errors below"])
     else:
         yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
+        yield from placed
         yield from _argument_blocks(prepared)
+    yield from _finding_blocks(report.findings)
+    yield _verdict([report.findings], report.lacking)
+
+
+def _finding_blocks(findings: Problems) -> Iterator[Block]:
     for title, level, style in _LEVELS:
-        if messages := report.findings.messages(level):
+        if messages := findings.messages(level):
             yield Block.of_lines(title, [f"- {message}" for message in messages], style)
-    yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
 
 
 def gib(size_bytes: int) -> str:
@@ -164,6 +246,8 @@ def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
             whose = f"on {cores} both models"
         yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
+    if prepared.host_bytes is not None:
+        yield f"host      a load takes up to {gib(prepared.host_bytes)} GiB of the host's memory"
 
 
 def _two_degrees(prepared: Prepared) -> tuple[int, ...]:
@@ -240,15 +324,17 @@ def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterat
         yield f"          does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
 
 
-def _verdict(report: Report) -> str:
-    found = {word: len(report.findings.messages(word)) for word in ("error", "warning")}
-    counts = [f"{count} {word}{'s' * (count > 1)}" for word, count in found.items() if count]
+def _verdict(findings: Iterable[Problems], lacking: Iterable[str]) -> Block:
+    problems = Counter(problem.level for one in findings for problem in one)
+    found: tuple[Level, ...] = ("error", "warning")
+    counts = [f"{n} {word}{'s' * (n > 1)}" for word in found if (n := problems[word])]
     verdict = "ready"
-    if not report.ok:
+    if problems["error"]:
         verdict = "cannot be served like this"
-    elif report.lacking:
-        verdict = f"plan OK, but {', and '.join(report.lacking)}"
-    return verdict + (f": {', '.join(counts)}" if counts else "")
+    elif reasons := tuple(lacking):
+        verdict = f"plan OK, but {', and '.join(reasons)}"
+    line = verdict + (f": {', '.join(counts)}" if counts else "")
+    return Block.of_lines("Result", [line], "red" if problems["error"] else "green")
 
 
 def _argument_blocks(prepared: Prepared) -> Iterator[Block]:
@@ -289,6 +375,7 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
         "graphs": jsonable(plan.graphs),
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,
+        "host_bytes": prepared.host_bytes,
         "device": jsonable(plan.device),
         "arguments": jsonable(plan.arguments),
         "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),

@@ -88,6 +88,8 @@ class Case:
     """The weights are stored as each core takes its part."""
     foreign_graphs: bool = False
     """The graphs exist, and another program has compiled them."""
+    among_others: bool = False
+    """The machine serves other models too."""
 
     def with_options(self, **values: object) -> Case:
         """Return the same case with other values of options, which are not validated."""
@@ -131,6 +133,11 @@ class Case:
     def slots(self) -> int:
         """Sequences that are generated at once; 1 while it is not set."""
         return self.options.max_rolling_batch_size or 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """True if other models, or other copies of this one, are served from cores of the same machine."""
+        return self.among_others or self.options.replicas != 1
 
     @cached_property
     def continuous_batching(self) -> bool:

@@ -113,6 +113,11 @@ class _Room:
         read = self.on_core(degree, positions, slots or MAX_ROLLING_BATCH_SIZE).read
         return not self.fits(degree, least, slots or 1), read, degree
 
+    def slots_per_core(self, degree: int, positions: int) -> float:
+        """Return how many slots of this length each core makes possible; only if sizes are known."""
+        slots = self.case.options.max_rolling_batch_size or _slots(self, degree, positions)[0]
+        return slots / degree if self.fits(degree, positions, slots) else 0.0
+
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
@@ -147,7 +152,8 @@ def dtype_of(model: ModelFacts, backend: str) -> str:
 def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     """Return the documented degree with the shortest estimated decode step, of those that hold the model.
 
-    The estimate is what a core reads (`CoreMemory.read`). With the `largest`, or if sizes are not known, the largest.
+    The estimate is what a core reads (`CoreMemory.read`). With several models or copies it is the degree with the most
+    slots per core, of equals the smallest. With the `largest`, or if sizes are not known, the largest.
     """
     case = room.case
     if case.on_cpu:
@@ -161,6 +167,13 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     if size := memory.indivisible(case.model, legal[-1], case.backend):
         why += f" and that the library takes: {legal[-1]} does not divide {size}"
     chosen = degrees[-1]
+    slots = {degree: room.slots_per_core(degree, positions) for degree in degrees if room.known}
+    if case.shares_cores and not largest and any(slots.values()):
+        chosen = max(slots, key=lambda degree: slots[degree])
+        each = round(slots[chosen] * chosen)
+        return chosen, (
+            f"the most slots per core for several models or copies: {each} of {positions} tokens on {chosen}"
+        )
     if not largest and room.known:
         chosen = min(degrees, key=lambda degree: room.cost(degree, positions))
         padded = f"{degrees[-1]} would pad the heads so much that each core reads more in a step"

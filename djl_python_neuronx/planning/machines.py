@@ -49,6 +49,8 @@ class DeviceInfo:
     """The variable, with its value, that limits `visible_cores`; None without a limit."""
     allowed_cores: int | None = None
     """The number of cores that this variable allows, which may exceed `neuron_cores`."""
+    listed_cores: tuple[int, ...] = ()
+    """The numbers of the cores that this variable lists, ascending; empty without a list."""
     assumed: str | None = None
     """Assumptions about values that could not be detected, as a sentence; None without any."""
     local_degree: int | None = None
@@ -62,6 +64,11 @@ class DeviceInfo:
     def has_neuron(self) -> bool:
         """True if the machine has a Neuron device, working or not."""
         return self.neuron_devices > 0
+
+    @property
+    def core_numbers(self) -> tuple[int, ...]:
+        """Numbers of the cores that this process may use: those listed, else from 0 on; empty if not known."""
+        return (self.listed_cores or tuple(range(self.visible_cores)))[: self.visible_cores]
 
     @property
     def core_bytes_per_s(self) -> float:
@@ -248,8 +255,8 @@ class CoreLimit(NamedTuple):
     value: str
     num_cores: int | None
     """None: the value is invalid, or allows all cores."""
-    last_core: int | None = None
-    """The highest core number in the list; None without a list."""
+    listed: tuple[int, ...] = ()
+    """The core numbers in the list, ascending; empty without a list."""
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
@@ -268,10 +275,10 @@ class CoreLimit(NamedTuple):
         if cores and machine.family == "trn2":
             # As many as there are if each physical core is a logical one.
             cores = 2 * machine.neuron_devices * FAMILIES["trn2"].cores_per_device
-        if not cores or self.last_core is None or self.last_core < cores:
+        if not cores or not self.listed or self.listed[-1] < cores:
             return None
         name = machine.instance_type or "this machine"
-        return f"{self}: {name} has no core {self.last_core}; its cores are 0 to {cores - 1}"
+        return f"{self}: {name} has no core {self.listed[-1]}; its cores are 0 to {cores - 1}"
 
 
 @dataclass(frozen=True)
@@ -337,8 +344,8 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
     """
     listed = environ.get(_VISIBLE_CORES, "").strip()
     if listed:
-        cores = _listed_cores(listed)
-        return CoreLimit(_VISIBLE_CORES, listed, len(cores) or None, max(cores, default=None))
+        cores = listed_cores(listed)
+        return CoreLimit(_VISIBLE_CORES, listed, len(cores) or None, cores)
     count = environ.get(_NUM_CORES, "").strip()
     if not count:
         return None
@@ -383,7 +390,11 @@ def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
     cores = machine.neuron_cores
     visible = min(limit.num_cores, cores) if cores else limit.num_cores
     return replace(
-        machine, visible_cores=visible, limited_by=str(limit), allowed_cores=limit.num_cores
+        machine,
+        visible_cores=visible,
+        limited_by=str(limit),
+        allowed_cores=limit.num_cores,
+        listed_cores=limit.listed,
     )
 
 
@@ -396,19 +407,19 @@ def _describe(limit: CoreLimit | None) -> str:
     return f", {limit} allows {limit.num_cores} cores"
 
 
-def _listed_cores(text: str) -> set[int]:
-    """Parse a list of cores such as ``0,1,4-7``; empty if it is invalid."""
+def listed_cores(text: str) -> tuple[int, ...]:
+    """Parse a list of cores such as ``0,1,4-7``, ascending; empty if it is invalid."""
     named: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and len(last) < 6 and len(first) < 6):
-            return set()
+            return ()
         if int(first) > int(last):
-            return set()
+            return ()
         named.update(range(int(first), min(int(last), _MOST_CORES) + 1))
         named.add(int(last))
-    return named
+    return tuple(sorted(named))
 
 
 def _neuron_ls(search_path: str | None) -> _Listing:
@@ -448,13 +459,35 @@ def _product_name(root: Path) -> str | None:
 
 def _host_memory(root: Path) -> int:
     """Return the memory of the host or the limit of this container, whichever is less."""
-    sizes = [
-        int(words[1]) * 1024
-        for words in map(str.split, _read(root / "proc/meminfo").splitlines())
-        if len(words) > 1 and words[0] == "MemTotal:" and words[1].isdigit()
-    ]
+    found = _fields(root / "proc/meminfo")
+    sizes = [found["MemTotal:"] * 1024] if "MemTotal:" in found else []
     limit = _read(root / "sys/fs/cgroup/memory.max").strip()
     return min([*sizes, *([int(limit)] if limit.isdigit() else [])], default=0)
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that processes can still take here, in this container; None if unknown.
+
+    Cached files count as available. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    found = _fields(root / "proc/meminfo")
+    sizes = [found["MemAvailable:"] * 1024] if "MemAvailable:" in found else []
+    own = _read(root / "proc/self/cgroup").rpartition("0::/")[2].strip()
+    groups, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
+    v2 = [(one, "max", "current", "") for one in ((groups / own), *(groups / own).parents)]
+    for folder, limit, used, kind in (*v2, (v1, "limit_in_bytes", "usage_in_bytes", "total_")):
+        most, taken = (_read(folder / f"memory.{name}").strip() for name in (limit, used))
+        if most.isdigit() and taken.isdigit():
+            stat = _fields(folder / "memory.stat")
+            cached = sum(stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))
+            sizes.append(max(int(most) - int(taken) + cached, 0))
+    return min(sizes, default=None)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel with a name and a number in each line."""
+    lines = [line.split() for line in _read(path).splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _cpus() -> int:

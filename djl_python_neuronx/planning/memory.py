@@ -22,6 +22,8 @@ SPARE = 20
 """Defaults and advice leave 1/20 of a core's memory free on top of the headroom. Values that the user sets may use
 it."""
 
+_PROCESS_BYTES = GIB // 2
+"""An engine's process with its libraries, before the first weight: 170 to 290 MiB measured with the cpu backend."""
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 _LENGTH_STEP = 128
 """Tokens: advised lengths are multiples of this."""
@@ -205,6 +207,44 @@ def weight_bytes(model: ModelFacts, load: Load) -> int:
     table = 0 if model.tied_embeddings else head
     width = _WIDTHS[load.dtype]
     return layers * _WIDTHS[load.weight_dtype or load.dtype] + (table + embedding) * width
+
+
+def host_bytes(case: Case, kind: str | None, stored: str | None) -> int | None:
+    """Return the bytes of host memory that one load takes at its peak, its process included; None if unknown.
+
+    Without a draft model. What the kernel can take back is left out: mapped files of another type than `dtype`.
+
+    cpu: the weights and the cache (measured: benchmarks/README.md, "Memory of a load"). transformers-neuronx: a layer
+    after the other, each with the copy that is cut and padded, and the embedding if it stays there; of pickles first
+    the whole checkpoint, and a copy. NxD Inference: the whole checkpoint and the copy that is cut; of `ranks` only
+    that. Source: transformers-neuronx 0.13, module.py `materialize` and `load_pytorch_model_bin`;
+    neuronx-distributed-inference 0.9, application_base.py `load_weights`; neuronx-distributed 0.18, model_builder.py
+    `shard_checkpoint`. Not measured on a device.
+
+    Args:
+        case: With options that are filled in.
+        kind: The weights' `WeightsKind`; None if they are not here, taken as safetensors.
+        stored: The weights' type; None or one that is not known: `dtype`.
+    """
+    if case.model.num_parameters is None or core_memory(case) is None:
+        return None
+    load = Load.of(case)
+    weights = weight_bytes(case.model, load)
+    if case.on_cpu:
+        return _PROCESS_BYTES + weights + cache_bytes(case.model, load)
+    whole = replace(load, weight_dtype=None, dtype=stored if stored in _WIDTHS else load.dtype)
+    files = weight_bytes(case.model, whole)
+    small = replace(load, max_model_len=1, num_slots=1)  # the cache is the device's
+    *_, padding = _parts(case.model, small, case.degree, case.backend)
+    cut = weights + padding * case.degree
+    if case.backend == "nxdi":
+        return _PROCESS_BYTES + cut + (0 if kind == "ranks" else files)
+    if kind == "pickle":
+        return _PROCESS_BYTES + files + cut
+    layers, head, embedding = (number * _WIDTHS[load.dtype] for number in _tensors(case.model))
+    layer = layers // (case.model.num_layers or 1)
+    table = 0 if load.on_device_embedding else embedding
+    return _PROCESS_BYTES + table + 2 * max(layer, head)
 
 
 def cache_bytes(model: ModelFacts, load: Load) -> int:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.loading import compiled as graphs
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import prepare_or_raise
-from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import named
-from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.plan import library_arguments
+from tests.backends.tnx_plans import library_plan
 from tests.tiny_models import save_tiny_model
 from tests.toy_tokenizer import TOKENIZER
-
-# A process has its cores once: those of the largest model here.
-os.environ.setdefault("NEURON_RT_NUM_CORES", "8")
-
-PLANS = TypeAdapter(LoadPlan)
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -54,49 +45,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 """Name → model type and what differs from `tiny_models`."""
 
 
-def nxdi_plan(
-    directory: Path,
-    num_slots: int = 4,
-    max_model_len: int = 48,
-    prefill_buckets: tuple[int, ...] = (8, 20),
-    token_buckets: tuple[int, ...] = (24, 48),
-    *,
-    continuous: bool = True,
-    tp: int = 1,
-    **more: object,
-) -> LoadPlan:
-    """The plan of a start; `more` are options, or else keywords of `override_neuron_config`."""
-    assert token_buckets[-1] == max_model_len
-    fields = ServingOptions.model_fields
-    options = ServingOptions.model_validate(
-        {
-            "dtype": "float32",
-            "max_rolling_batch_size": num_slots,
-            "n_positions": token_buckets,
-            "context_length_estimate": prefill_buckets,
-            "tensor_parallel_degree": tp,
-            "rolling_batch_strategy": "continuous_batching"
-            if continuous
-            else "naive_rolling_batch",
-            "override_neuron_config": {k: v for k, v in more.items() if k not in fields} or None,
-            **{name: value for name, value in more.items() if name in fields},
-        }
-    )
-    path = directory / "config.json"
-    model = ModelFacts.from_config(json.loads(path.read_text()) if path.exists() else {})
-    plan = LoadPlan(
-        directory,
-        num_slots,
-        max_model_len,
-        prefill_buckets,
-        token_buckets,
-        tensor_parallel_degree=tp,
-        arguments=library_arguments(Case(options, model, named("trn1.32xlarge"), "nxdi")),
-    )
-    # As the process that loads it has it.
-    crossed = PLANS.validate_json(PLANS.dump_json(plan))
-    assert crossed == plan
-    return crossed
+nxdi_plan = partial(library_plan, "nxdi")
+"""The plan of a start, see `library_plan`."""
 
 
 SETTINGS: Mapping[str, str] = {
@@ -144,7 +94,7 @@ def _compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> No
 def loaded(plan: LoadPlan, compiled: Path | None = None) -> Iterator[Backend]:
     """A loaded backend; the rig's processes end with it."""
     backend: Any = backends.get("nxdi").load(plan, compiled)
-    ranks = backend._application.traced_model.nxd_model.ranks
+    ranks = backend._model.traced_model.nxd_model.ranks
     try:
         yield backend
     finally:

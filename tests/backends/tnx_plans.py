@@ -61,7 +61,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 """Name → model type and what differs from `tiny_models`: transformers-neuronx knows no projected embeddings."""
 
 
-def tnx_plan(
+def library_plan(
+    backend: str,
     directory: Path,
     num_slots: int = 4,
     max_model_len: int = 48,
@@ -69,19 +70,14 @@ def tnx_plan(
     token_buckets: tuple[int, ...] = (24, 48),
     *,
     continuous: bool = True,
-    block_size: int | None = None,
     tp: int = 1,
-    num_speculative_tokens: int = 0,
+    facts: Mapping[str, Any] = MappingProxyType({}),
     foreign_graphs: bool = False,
     **more: object,
 ) -> LoadPlan:
-    """The plan of a start; `more` are options, or else keywords of `override_neuron_config`.
-
-    `block_size`: prompts in chunks, the cache in blocks.
-    """
+    """The plan of a start; `more` are options, or else keywords of `override_neuron_config`; `facts`: of `LoadPlan`."""
     assert token_buckets[-1] == max_model_len
     fields = ServingOptions.model_fields
-    in_blocks = {"enable_chunked_prefill": True, "pa_block_size": block_size, "cache_layout": "BSH"}
     options = ServingOptions.model_validate(
         {
             "dtype": "float32",
@@ -92,28 +88,47 @@ def tnx_plan(
             "rolling_batch_strategy": "continuous_batching"
             if continuous
             else "naive_rolling_batch",
-            "ngram_prompt_lookup_max": 1 if num_speculative_tokens else None,
-            "speculative_length": num_speculative_tokens,
             "override_neuron_config": {k: v for k, v in more.items() if k not in fields} or None,
-            **(in_blocks if block_size else {}),
             **{name: value for name, value in more.items() if name in fields},
         }
     )
     path = directory / "config.json"
     model = ModelFacts.from_config(json.loads(path.read_text()) if path.exists() else {})
-    case = Case(options, model, named("trn1.32xlarge"), "tnx", foreign_graphs=foreign_graphs)
+    case = Case(options, model, named("trn1.32xlarge"), backend, foreign_graphs=foreign_graphs)
     plan = LoadPlan(
         directory,
         num_slots,
         max_model_len,
         prefill_buckets,
         token_buckets,
-        mixed_steps=block_size is not None,
-        num_speculative_tokens=num_speculative_tokens,
         tensor_parallel_degree=tp,
         arguments=library_arguments(case),
+        **facts,
     )
     # As the process that loads it has it.
     crossed = PLANS.validate_json(PLANS.dump_json(plan))
     assert crossed == plan
     return crossed
+
+
+def tnx_plan(
+    directory: Path,
+    *lengths: Any,
+    block_size: int | None = None,
+    num_speculative_tokens: int = 0,
+    **more: Any,
+) -> LoadPlan:
+    """See `library_plan`. `block_size`: prompts in chunks, the cache in blocks."""
+    in_blocks = {"enable_chunked_prefill": True, "pa_block_size": block_size, "cache_layout": "BSH"}
+    return library_plan(
+        "tnx",
+        directory,
+        *lengths,
+        facts={
+            "mixed_steps": block_size is not None,
+            "num_speculative_tokens": num_speculative_tokens,
+        },
+        ngram_prompt_lookup_max=1 if num_speculative_tokens else None,
+        speculative_length=num_speculative_tokens,
+        **{**(in_blocks if block_size else {}), **more},
+    )

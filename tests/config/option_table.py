@@ -190,6 +190,10 @@ GENERAL = {
         also=("tp_degree", "tensor_parallel_size"),
         env=("TENSOR_PARALLEL_DEGREE",),
     ),
+    "replicas": Row(
+        (("2", 2), (12, 12), ("max", "max"), ("Max", "max")),
+        ("0", "-1", "all", "auto", "1.5", [2], "None"),
+    ),
     "dtype": Row(
         (*DTYPES, ("auto", "auto"), ("AUTO", "auto")),
         DTYPE_BAD,

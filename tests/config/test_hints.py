@@ -117,6 +117,7 @@ REFUSED = {
     "option.model_name_or_path=a/b": ("model_name_or_path", "did you mean 'model_id'"),
     "option.tp=8": ("'tp'", f"did you mean '{DEGREE}'"),
     "option.num_shard=8": ("num_shard", f"did you mean '{DEGREE}'"),
+    "option.data_parallel_size=2": ("data_parallel_size", "did you mean 'replicas'"),
     "option.num_cores=8": ("num_cores", f"did you mean '{DEGREE}'"),
     "option.max_input_length=64": ("max_input_length", "did you mean 'context_length_estimate'"),
     "option.max_total_tokens=64": ("max_total_tokens", "did you mean 'n_positions'"),

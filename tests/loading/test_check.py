@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import prepare as prepare_module
-from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.report import as_json, as_property, bar, gib, render
+from djl_python_neuronx.loading.check import Placement, check, check_all
+from djl_python_neuronx.loading.report import all_as_json, as_json, as_property, bar, gib, render
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -100,7 +101,7 @@ def run(target, environ=None, machine=None, **options):
 
 def printed(report, **kwargs):
     stream = io.StringIO()
-    render(report, stream, **kwargs)
+    render(Placement((report,), report.findings, ()), stream, **kwargs)
     return stream.getvalue()
 
 
@@ -525,7 +526,8 @@ def test_without_rich_the_same_is_said(environ, monkeypatch):
 def test_a_stream_that_is_ascii_only(laptop):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="replace")
-    render(run(TINY, max_rolling_batch_size="2"), stream)
+    report = run(TINY, max_rolling_batch_size="2")
+    render(Placement((report,), report.findings, ()), stream)
     stream.flush()
     assert b"- headroom" in raw.getvalue()
 
@@ -582,7 +584,9 @@ def test_whatever_a_configuration_holds_there_is_a_report(config, options, machi
 
 
 def test_the_keys_of_the_json_are_those_of_the_page(environ):
-    told = as_json(run(ROOT / "configs" / "llama3-8b-inf2.properties", environ, "inf2.xlarge"))
+    recipe = str(ROOT / "configs" / "llama3-8b-inf2.properties")
+    machine = machines.named("inf2.48xlarge")
+    told = all_as_json(check_all([recipe], environ=environ, overrides={}, machine=machine))
     json.dumps(told, allow_nan=False)
     page = (ROOT / "docs" / "check.md").read_text()
     rows = re.findall(r"^\| (`[^|]*) \|", page.partition("## JSON")[2], re.MULTILINE)
@@ -1060,3 +1064,161 @@ def test_the_rules_of_a_named_library_hold_for_a_model_that_cannot_be_read(lapto
     errors = report.findings.messages("error")
     assert len(errors) == 2, errors
     assert any("only the fused projection can be tiled" in error for error in errors)
+
+
+def models(tmp_path, *names):
+    """Folders of published models, and one with a serving.properties for each pair of a name and its text."""
+    folders = []
+    for number, (name, text) in enumerate(names):
+        path = tmp_path / f"{number}-{name}"
+        path.mkdir()
+        folder(path, text, json.loads((MODELS / f"{name}.json").read_text()))
+        folders.append(str(path))
+    return folders
+
+
+def run_all(targets, machine="inf2.48xlarge", environ=None, **options):
+    named = machine and machines.named(machine)
+    return check_all(targets, environ=environ or {}, overrides=options, machine=named)
+
+
+class TestSeveral:
+    def test_copies_of_8b_fill_a_machine(self, tmp_path):
+        told = run_all(models(tmp_path, ("llama-3-8b", "")), replicas="max")
+        assert told.ok
+        assert told.placed == (tuple(f"{core}-{core + 1}" for core in range(0, 24, 2)),)
+        (report,) = told.reports
+        assert report.prepared.options.max_rolling_batch_size == 16
+        assert "the most slots per core" in report.resolved.origins["tensor_parallel_degree"]
+
+    def test_what_is_printed(self, tmp_path, capsys):
+        targets = models(
+            tmp_path,
+            ("llama-3-8b", "option.tensor_parallel_degree=8\noption.replicas=2"),
+            ("tinyllama-1.1b", "option.tensor_parallel_degree=2"),
+        )
+        assert cli.main(["check", *targets, "--instance", "inf2.48xlarge"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        expected = [
+            [targets[0], "0", "0-7", "0-3"],
+            [targets[0], "1", "8-15", "4-7"],
+            [targets[1], "0", "16-17", "8"],
+        ]
+        assert [
+            words[:4] for words in lines if words[:1] in ([targets[0]], [targets[1]])
+        ] == expected
+        assert lines[lines.index(["Free", "cores"]) + 1] == ["18-23"]
+        assert lines[-2][:2] == ["plan", "OK,"]
+
+    def test_json(self, tmp_path, capsys):
+        targets = models(tmp_path, ("llama-3-8b", ""), ("tinyllama-1.1b", ""))
+        assert cli.main(["check", *targets, "--instance", "inf2.xlarge", "--json"]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert told["placement"] is None
+        assert "need 3 NeuronCores, and 2 of inf2.xlarge can be used" in told["errors"][0]
+        assert [model["ok"] for model in told["models"]] == [True, True]
+        assert cli.main(["check", *targets, "--instance", "inf2.24xlarge", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["placement"]["free"] == "3-11"
+        memory = [model["plan"]["memory_per_core"]["needed_bytes"] for model in told["models"]]
+        assert told["placement"]["copies"] == [
+            {"model": targets[0], "copy": 0, "cores": "0-1", "devices": "0", "memory_per_core": memory[0]},
+            {"model": targets[1], "copy": 0, "cores": "2", "devices": "1", "memory_per_core": memory[1]},
+        ]  # fmt: skip
+
+    def test_a_single_copy_is_not_placed(self, tmp_path):
+        told = run_all(models(tmp_path, ("llama-3-8b", "")))
+        assert told.placed == (("",),)
+        assert all_as_json(told)["placement"] is None
+        stream = io.StringIO()
+        render(told, stream)
+        assert "Placement" not in stream.getvalue()
+
+    def test_too_many_copies_of_one_model(self, tmp_path):
+        told = run_all(models(tmp_path, ("llama-3-8b", "")), replicas="13")
+        assert not told.ok
+        shown = all_as_json(told)
+        assert (shown["ok"], shown["placement"]) == (False, None)
+        assert "13 copies" in shown["errors"][0]
+        with pytest.raises(ConfigError, match="need 26 NeuronCores, and 24"):
+            told.raise_errors()
+
+    def test_errors_of_several_models_name_them(self, tmp_path):
+        targets = models(
+            tmp_path, ("llama-3-8b", "option.dtype=int3"), ("tinyllama-1.1b", "option.rolling=x")
+        )
+        with pytest.raises(ConfigError) as raised:
+            run_all(targets).raise_errors()
+        assert f"{targets[0]}: " in str(raised.value)
+        assert f"{targets[1]}: " in str(raised.value)
+
+    def test_a_draft_model_lies_on_the_cores_of_its_model(self, tmp_path):
+        (draft,) = models(tmp_path, ("tinyllama-1.1b", ""))
+        (target,) = models(tmp_path, ("llama-2-7b", ""))
+        told = run_all(
+            [target],
+            replicas="max",
+            model_loader="tnx",
+            tensor_parallel_degree="4",
+            speculative_draft_model=draft,
+            draft_model_tp_size="8",
+        )
+        assert told.findings.messages("error") == ()
+        assert told.placed == (("0-7", "8-15", "16-23"),)
+
+    def test_single_cores_of_trn2(self, tmp_path):
+        options = {"tensor_parallel_degree": "64", "replicas": "max", "logical_nc_config": "1"}
+        told = run_all(models(tmp_path, ("llama-3-70b", "")), "trn2.48xlarge", **options)
+        assert told.placed == (("0-63", "64-127"),)
+
+    def test_models_that_count_cores_differently(self, tmp_path):
+        targets = models(
+            tmp_path, ("llama-3-8b", "option.logical_nc_config=1"), ("tinyllama-1.1b", "")
+        )
+        (problem,) = run_all(targets, "trn2.48xlarge").findings.messages("error")
+        assert "for 128 of 128 cores of trn2.48xlarge" in problem
+        assert "for 64 of 64 cores" in problem
+        assert "logical_nc_config" in problem
+
+    def test_copies_within_the_visible_cores(self, tmp_path):
+        told = run_all(
+            models(tmp_path, ("llama-3-8b", "")),
+            environ={"NEURON_RT_VISIBLE_CORES": "4-7,10-11"},
+            replicas="max",
+        )
+        assert told.placed == (("10-11", "4-5", "6-7"),)
+        assert "Free cores\n  none" in printed_all(told)
+
+    def test_on_a_cpu(self, laptop):
+        told = run_all([str(TINY), str(TINY)], None, model_loader="cpu", replicas="max")
+        assert told.placed == (("",), ("",))
+        assert told.findings.messages("note") == (f"{TINY}: replicas=max is 1 on a CPU",)
+        assert [one["cores"] for one in all_as_json(told)["placement"]["copies"]] == ["", ""]
+
+    def test_as_a_start_prepares_it(self, laptop, tmp_path):
+        """No machine is assumed, and absent weights are an error."""
+        settings = "option.tensor_parallel_degree=2\noption.replicas=2"
+        targets = models(tmp_path, ("llama-3-8b", settings))
+        told = check_all(targets, environ={}, overrides={}, starting=True)
+        assert [report.prepared for report in told.reports] == [None]
+        assert "no weights" in told.findings.messages("error")[0]
+        (tmp_path / "tiny").mkdir()
+        shutil.copytree(TINY, tmp_path / "tiny", dirs_exist_ok=True)
+        overrides = {"tensor_parallel_degree": "2", "replicas": "2", "model_loader": "auto"}
+        told = check_all([str(tmp_path / "tiny")], environ={}, overrides=overrides, starting=True)
+        assert told.findings.messages("error") == ()
+        assert told.placed == (("", ""),), "the cpu backend, as a start without a Neuron device"
+
+
+def printed_all(placement):
+    stream = io.StringIO()
+    render(placement, stream)
+    return stream.getvalue()
+
+
+def test_host_memory_is_printed(tmp_path):
+    (target,) = models(tmp_path, ("llama-3-8b", ""))
+    report = run(target, machine="inf2.48xlarge", model_loader="nxdi")
+    # 16.06 GB of weights twice, and half a GiB
+    assert "a load takes up to 32.42 GiB of the host's memory" in printed(report)
+    assert as_json(report)["plan"]["host_bytes"] == report.prepared.host_bytes

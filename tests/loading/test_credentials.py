@@ -11,7 +11,7 @@ import pytest
 
 from djl_python_neuronx import cli
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.loading.check import Placement, check
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.report import as_json, render
@@ -60,7 +60,7 @@ def _machine(monkeypatch, tmp_path, caplog):
 def shown(report, tmp_path):
     text = tmp_path / "report"
     with text.open("w") as stream:
-        render(report, stream, everything=True)
+        render(Placement((report,), report.findings, ()), stream, everything=True)
     return text.read_text() + json.dumps(as_json(report)) + repr(report.findings.errors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from djl_python_neuronx import cli, handler
 from djl_python_neuronx.artifacts import formats
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactMismatchError,
@@ -26,8 +28,8 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.service import Service
+from tests.known_answers import rounded
 from tests.neuron_machine import GRAPHS, TINY, load
-from tests.test_readme import BlockingQueue, rounded
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
@@ -168,6 +170,23 @@ def test_an_output_of_graphs_compiles_nothing(machine, options, tmp_path):
     anew["compiled_graph_path"] = options["compiled_graph_path"]
     assert load(machine, anew, tmp_path / "other") == (0, 1)
     assert machine.compiled() == 2 * GRAPHS
+
+
+def test_another_version_of_this_package_compiles_nothing_again(
+    machine, options, tmp_path, monkeypatch
+):
+    """A version from git changes with each commit: it is recorded and decides nothing."""
+    real, ours = metadata.version, "djl-python-neuronx"
+    installed = {}
+    monkeypatch.setattr(metadata, "version", lambda name: installed.get(name) or real(name))
+    for number in ("0.1.0", "0.1.1.dev3+g78251c299.d20261123"):
+        installed[ours] = number
+        out = tmp_path / number
+        made = compile_model(str(TINY), str(out), environ=machine.environ, overrides=options)
+        assert (made.package_version, made.packages[ours]) == (number, number)
+        assert machine.compiled() == GRAPHS
+    assert load(machine, {}, tmp_path / "0.1.0") == (0, 0)
+    assert machine.compiled() == GRAPHS
 
 
 def test_weights_are_cut_beside_copies_of_the_stored_graphs(machine, options, tmp_path):

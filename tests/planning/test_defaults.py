@@ -21,7 +21,7 @@ from djl_python_neuronx.planning.machines import (
     legal_degrees,
     named,
 )
-from djl_python_neuronx.planning.memory import Load, can_split, needed
+from djl_python_neuronx.planning.memory import Load, can_split, core_memory, needed
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import graphs, library_arguments
 
@@ -262,6 +262,59 @@ class TestDegree:
         unknown = replace(facts_of("llama-3-8b"), model_type="new")
         options = filled(unknown, "trn1.32xlarge", "nxdi", pipeline_parallel_degree=2)
         assert options.tensor_parallel_degree == 16
+
+
+class TestDegreeOfCopies:
+    """With several models or copies: the degree with the most slots per core."""
+
+    @pytest.mark.parametrize(
+        ("name", "machine", "values", "degree"),
+        [
+            ("llama-3-8b", "inf2.48xlarge", {}, 2),  # 16 slots on 2 cores, 32 on 4
+            ("llama-3-8b", "inf2.48xlarge", {"max_rolling_batch_size": 32}, 4),
+            ("llama-3-8b", "inf2.48xlarge", {"max_rolling_batch_size": 16}, 2),
+            ("llama-3-8b", "inf2.48xlarge", {"n_positions": 128}, 2),
+            ("llama-3-8b", "trn2.48xlarge", {}, 2),  # 8 slots on one core, 32 on 2
+            ("llama-3-8b", "trn2.48xlarge", {"max_rolling_batch_size": 8}, 1),
+            ("tinyllama-1.1b", "inf2.48xlarge", {}, 1),
+            ("llama-3-70b", "inf2.48xlarge", {}, 24),
+            ("llama-3-70b", "trn1.32xlarge", {}, 16),
+            ("llama-3-70b", "inf2.xlarge", {}, 2),  # nothing holds it: the largest, and an error
+        ],
+    )
+    def test_holds_the_wanted_lengths_and_slots(self, name, machine, values, degree):
+        for replicas in (2, "max"):
+            options = filled(name, machine, "nxdi", replicas=replicas, **values)
+            assert options.tensor_parallel_degree == degree
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("machine", INSTANCES)
+    def test_no_other_degree_gives_the_machine_more_slots(self, name, machine):
+        facts, device = facts_of(name), named(machine)
+
+        def slots(degree):
+            options = filled(name, machine, "tnx", replicas="max", **degree)
+            case = Case(options, facts, device, "tnx")
+            held = core_memory(case).roomy and options.max_model_len == wanted
+            return options.max_rolling_batch_size * held / options.tensor_parallel_degree
+
+        wanted = min(facts.max_positions, 4096)
+        degrees = legal_degrees(device.family, device.visible_cores)
+        takes = [degree for degree in degrees if can_split(facts, degree, "tnx")]
+        each = [slots({"tensor_parallel_degree": degree}) for degree in takes]
+        if any(each):
+            assert slots({}) == max(each)
+
+    def test_one_of_several_models(self):
+        case = Case(
+            options_with(), facts_of("llama-3-8b"), named("inf2.48xlarge"), "tnx", among_others=True
+        )
+        degree, why = fill(case)["tensor_parallel_degree"]
+        assert (degree, why) == (
+            2,
+            "the most slots per core for several models or copies: 16 of 4096 tokens on 2",
+        )
+        assert fill(replace(case, among_others=False))["tensor_parallel_degree"][0] == 24
 
 
 class TestPositions:

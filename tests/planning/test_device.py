@@ -9,6 +9,7 @@ import pytest
 from djl_python_neuronx.planning.machines import (
     INSTANCES,
     DeviceInfo,
+    available_memory,
     core_limit,
     detect,
     for_process,
@@ -266,3 +267,55 @@ def test_what_is_not_understood_is_said(environ, told):
     problem = core_limit(environ).problem
     assert (problem is not None) == told
     assert not told or "expected" in problem
+
+
+class TestAvailableMemory:
+    """What is left for loads, of the host and of the containers around this process."""
+
+    @pytest.fixture
+    def host(self, tmp_path):
+        def build(files):
+            meminfo = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 800 kB\n"
+            for name, text in {"proc/meminfo": meminfo, **files}.items():
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_text(text)
+            return available_memory(tmp_path)
+
+        return build
+
+    def test_of_the_host(self, host):
+        assert host({}) == 800 * 1024
+
+    def test_unknown(self, tmp_path):
+        assert available_memory(tmp_path) is None
+
+    def test_of_a_container_cached_files_are_available(self, host):
+        group = "sys/fs/cgroup/memory."
+        files = {f"{group}max": "500000\n", f"{group}current": "300000\n"}
+        assert host(files) == 200000
+        stat = {f"{group}stat": "anon 1\nactive_file 40000\ninactive_file 60000\nfile 150000\n"}
+        assert host(files | stat) == 300000
+        assert host(files | stat | {f"{group}max": "max\n"}) == 800 * 1024
+        assert host(files | stat | {f"{group}max": "100000\n", f"{group}stat": ""}) == 0
+
+    def test_of_a_service_and_the_slice_around_it(self, host):
+        slice_, service = "sys/fs/cgroup/a.slice", "sys/fs/cgroup/a.slice/b.service"
+        files = {
+            "proc/self/cgroup": "0::/a.slice/b.service\n",
+            f"{slice_}/memory.max": "400000\n",
+            f"{slice_}/memory.current": "100000\n",
+            f"{service}/memory.max": "900000\n",
+            f"{service}/memory.current": "500000\n",
+        }
+        assert host(files) == 300000
+        assert host({**files, f"{service}/memory.max": "600000\n"}) == 100000
+
+    def test_of_a_container_of_version_1(self, host):
+        group = "sys/fs/cgroup/memory/memory."
+        files = {
+            "proc/self/cgroup": "12:memory:/docker/1\n1:name=systemd:/docker/1\n",
+            f"{group}limit_in_bytes": "500000\n",
+            f"{group}usage_in_bytes": "300000\n",
+            f"{group}stat": "total_active_file 10000\ntotal_inactive_file 20000\nactive_file 7\n",
+        }
+        assert host(files) == 230000

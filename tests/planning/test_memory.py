@@ -18,6 +18,7 @@ from djl_python_neuronx.planning.memory import (
     Heads,
     Load,
     can_split,
+    host_bytes,
     keeps_strategy,
     needed,
     padded_heads,
@@ -570,3 +571,48 @@ def test_more_kv_heads_than_heads_are_nonsense_and_pad_nothing(loader, kv_heads)
     facts = replace(facts_of("llama-3-8b"), num_kv_heads=kv_heads)
     found = needed(facts, Load(128, 1, "bfloat16"), degree=8, core_memory_bytes=0, backend=loader)
     assert found.padding == 0
+
+
+class TestHost:
+    """The host's memory that a load takes, against arithmetic by hand: 8.03 billion parameters."""
+
+    WEIGHTS = 8_030_261_248
+    TABLE = 4096 * 128_256
+    PROCESS = GIB // 2
+
+    def of(self, backend, kind="safetensors", stored="bfloat16", facts=None, **values):
+        options = {"dtype": "bfloat16", "n_positions": 4096, "max_rolling_batch_size": 4}
+        options |= {"tensor_parallel_degree": 8, "model_id": "m"} | values
+        facts = facts or facts_of("llama-3-8b")
+        case = Case(ServingOptions.model_validate(options), facts, named("inf2.48xlarge"), backend)
+        return host_bytes(case, kind, stored)
+
+    def test_cpu_takes_weights_and_cache(self):
+        cache = 32 * 2 * 8 * 128 * 4096 * 4
+        assert self.of("cpu") == self.PROCESS + 2 * (self.WEIGHTS + cache)
+        assert self.of("cpu", dtype="float32") == self.PROCESS + 4 * (self.WEIGHTS + cache)
+
+    def test_tnx_takes_a_layer_at_a_time(self):
+        """The output projection is larger than a layer here."""
+        assert self.of("tnx") == self.PROCESS + 2 * (self.TABLE + 2 * self.TABLE)
+        assert self.of("tnx", on_device_embedding=True) == self.PROCESS + 4 * self.TABLE
+        assert self.of("tnx", "split") == self.of("tnx", "presharded") == self.of("tnx", None)
+
+    def test_tnx_reads_pickles_whole(self):
+        assert self.of("tnx", "pickle") == self.PROCESS + 4 * self.WEIGHTS
+        assert self.of("tnx", "pickle", "float32") == self.PROCESS + 6 * self.WEIGHTS
+
+    def test_nxdi_takes_the_checkpoint_and_what_the_cores_take(self):
+        assert self.of("nxdi") == self.PROCESS + 4 * self.WEIGHTS
+        assert self.of("nxdi", "ranks") == self.PROCESS + 2 * self.WEIGHTS
+        assert self.of("nxdi", stored="of_the_future") == self.of("nxdi")
+
+    def test_heads_that_are_padded_count(self):
+        padded = self.of("nxdi", "ranks", tensor_parallel_degree=24)
+        assert padded > self.of("nxdi", "ranks") + 2 * 32 * 2 * 4096 * 128 * (48 - 32)
+        longer = self.of("nxdi", "ranks", tensor_parallel_degree=24, n_positions=8192)
+        assert longer == padded, "the cache is the device's"
+
+    def test_unknown(self):
+        facts = replace(facts_of("llama-3-8b"), num_parameters=None)
+        assert self.of("nxdi", facts=facts) is None

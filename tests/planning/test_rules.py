@@ -74,6 +74,13 @@ GENERAL = [
     ("model_loader", "note", {"model_loader": "optimum"}, {"model_loader": "auto"}),
     ("model_loader", "note", {"model_loader": "vllm"}, {"model_loader": "tnx"}),
     (
+        "tensor_parallel_degree",
+        "error",
+        {"tensor_parallel_degree": "max", "replicas": 2},
+        {"tensor_parallel_degree": 2},
+    ),
+    ("replicas", "error", {"engine_process": False, "replicas": "max"}, {"replicas": 1}),
+    (
         "pipeline_parallel_degree",
         "warning",
         {"pipeline_parallel_degree": 2},

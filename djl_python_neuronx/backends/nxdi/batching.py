@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from djl_python_neuronx.backends.base import (
     ModelSpec,
     PartKind,
     Rows,
-    Step,
+    StepKind,
     StepOutput,
     Want,
 )
@@ -26,8 +25,8 @@ from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.nxdi.ahead import StepAhead
 from djl_python_neuronx.backends.nxdi.nan import Doubts
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import choose_bucket, refuse
-from djl_python_neuronx.backends.slots import SlotBackend
+from djl_python_neuronx.backends.shapes import check_top_k, choose_bucket, refuse
+from djl_python_neuronx.backends.slots import DeviceBackend, record
 
 _GREEDY = (1.0, 1.0, 1.0)
 LARGEST_TEMPERATURE = 100.0
@@ -40,7 +39,7 @@ _PROBES = 4
 for each layer, or many."""
 
 
-class ContinuousBackend(SlotBackend):
+class ContinuousBackend(DeviceBackend):
     """Each slot has a position of its own; prompts run one at a time.
 
     A decode names every slot up to the highest live one, in order. A row that the library adds itself would write the
@@ -57,8 +56,7 @@ class ContinuousBackend(SlotBackend):
 
     def __init__(self, application: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         """Every slot is empty. `application`: loaded."""
-        super().__init__(_make_spec(application, plan))
-        self._application = application
+        super().__init__(_make_spec(application, plan), application)
         self._prompt_buckets = _lengths(application.context_encoding_model)
         self._batches = self.spec.decode_slots or (plan.num_slots,)
         self._ids = np.zeros((plan.num_slots, 1), np.int32)
@@ -72,27 +70,9 @@ class ContinuousBackend(SlotBackend):
         self._bucket = 0
         """Columns that the last prefill has written."""
 
-    def run(self, step: Step) -> StepOutput:
-        """Run a step.
-
-        Raises:
-            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
-            DeviceMemoryError: the device is out of memory.
-        """
-        if self._application is None:
-            raise self._closed()
-        if step.kind == "mixed":
-            refuse("a mixed step", "a prefill or a decode")
-        [(kind, rows)] = step.parts
-        self._check(kind, rows)
-        try:
-            with torch.inference_mode():
-                output = (self._decode if kind == "decode" else self._prefill)(rows)
-        except Exception as error:
-            # The cache of these rows is undefined from their starts on.
-            self._filled[rows.slots] = rows.starts
-            raise of_step(error, f"a {kind} step of {len(rows.slots)} rows") from error
-        self._filled[rows.slots] = rows.starts + rows.lens
+    def _run(self, kind: StepKind, rows: Rows) -> StepOutput:
+        with torch.inference_mode():
+            output = (self._decode if kind == "decode" else self._prefill)(rows)
         written = 1 if self._ahead is None else 2
         self._doubts.note(rows, rows.starts + written if kind == "decode" else self._bucket, output)
         return output
@@ -118,18 +98,16 @@ class ContinuousBackend(SlotBackend):
 
     def close(self) -> None:
         """Drop the application: the runtime frees the device's memory with the last reference."""
-        self._application = self._ahead = None
-        gc.collect()  # its parts refer to one another
+        self._ahead = None
+        super().close()
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
         super()._check(kind, rows)
         if kind == "decode" and rows.input_ids.shape[1] != 1:
             refuse(f"a decode of {rows.input_ids.shape[1]} columns", "one for each row")
-        if (most := self.spec.largest_top_k) is not None:
-            top_k = rows.sampling[:, 0]
-            if top_k.min() < 1 or top_k.max() > most:
-                refuse(f"top_k {top_k.astype(int).tolist()}", f"1 to {most} on the device")
+        if self.spec.largest_top_k is not None:
+            check_top_k(rows, self.spec.largest_top_k)
 
     def _forget(self, slots: Sequence[int]) -> None:
         chosen = list(slots)
@@ -142,7 +120,7 @@ class ContinuousBackend(SlotBackend):
         reads what it writes, each round makes numbers of one layer more.
         """
         longest = self._prompt_buckets[-1]
-        for turn in range(int(self._application.config.num_hidden_layers) + 1):
+        for turn in range(int(self._model.config.num_hidden_layers) + 1):
             if not self._is_spoiled(slot, doubtful.stop):
                 return
             if turn == 0:
@@ -181,7 +159,7 @@ class ContinuousBackend(SlotBackend):
         mask[:, 0] = 1
         if self._ahead is not None:
             self._ahead.drop(alone=True)
-        return self._application(
+        return self._model(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions[:, None].astype(np.int32)),
@@ -235,7 +213,7 @@ class ContinuousBackend(SlotBackend):
         # every column; the next tokens overwrite the others.
         alone = lens <= 1
         tokens[alone], positions[alone] = tokens[alone, :1], 0
-        return self._application(
+        return self._model(
             input_ids=torch.from_numpy(tokens),
             attention_mask=torch.from_numpy(inside[:, : bucket - 1].astype(np.int32)),
             position_ids=torch.from_numpy(positions),
@@ -260,7 +238,7 @@ class ContinuousBackend(SlotBackend):
             else:
                 self._ahead.drop(alone=True)
         mask = (self._columns[:width] < positions).astype(np.int32)
-        output = self._application(
+        output = self._model(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions),
@@ -307,22 +285,10 @@ class StaticBackend(ContinuousBackend):
         self._history = np.zeros((plan.num_slots, plan.max_model_len), np.int32)
         self._stale = False
         """A prefill has failed: the cache of every slot is undefined."""
-        self._num_reprefilled = 0
-
-    def run(self, step: Step) -> StepOutput:
-        """Run a step as `ContinuousBackend.run` does, and count the tokens that were prefilled again."""
-        self._num_reprefilled = 0
-        output = super().run(step)
-        output.num_reprefilled = self._num_reprefilled
-        return output
 
     def _prefill(self, rows: Rows) -> StepOutput:
         """Prefill all sequences from their first tokens on."""
-        slots, lens = rows.slots, self._filled.astype(np.int32)
-        lens[slots] = rows.starts + rows.lens
-        for row, slot in enumerate(slots.tolist()):
-            count = rows.lens[row]
-            self._history[slot, rows.starts[row] : lens[slot]] = rows.input_ids[row, :count]
+        slots, lens = rows.slots, record(self._history, self._filled, rows)
         self._remember(slots, self._history[slots, lens[slots] - 1], lens[slots] - 1, rows)
         self._stale = True  # until the call has succeeded
         output = self._encode(range(len(lens)), self._history, lens)

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.backends.neuron import import_library
+from djl_python_neuronx.backends.neuron import check_keywords, import_library
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     BackendError,
     BackendUnavailableError,
-    IncompatibleOptionsError,
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
@@ -173,11 +172,4 @@ def _check_keywords(kind: type, keywords: Mapping[str, Any], prefix: str = "") -
     bases = [base for base in kind.__mro__ if base is not object]
     known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
     known.update(*(_TAKEN.findall(inspect.getsource(base)) for base in bases))
-    for name, value in keywords.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or ";"
-            message = (
-                f"{prefix}{name}={value!r}: the {kind.__name__} of the installed {PACKAGE} has no such keyword{hint} "
-                "correct or remove it in option.override_neuron_config, or leave out the option that sets it"
-            )
-            raise IncompatibleOptionsError(message)
+    check_keywords(keywords, known, f"{kind.__name__} of the installed {PACKAGE}", prefix)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,21 +16,21 @@ from djl_python_neuronx.backends.base import (
     ModelSpec,
     PartKind,
     Rows,
-    Step,
+    StepKind,
     StepOutput,
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
-from djl_python_neuronx.backends.slots import SlotBackend
+from djl_python_neuronx.backends.slots import DeviceBackend
 from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
 
 _PIECE = 8192
 
 
-class TnxBackend(SlotBackend, ABC):
+class TnxBackend(DeviceBackend):
     """A `Backend` on a model that `to_neuron` has put on the device."""
 
     name = "tnx"
@@ -39,8 +38,7 @@ class TnxBackend(SlotBackend, ABC):
     def __init__(self, model: Any, plan: LoadPlan, **of_mode: Any) -> None:  # noqa: ANN401
         """Every slot is empty. `of_mode`: fields of `ModelSpec` that depend on how the model batches."""
         sampling = DeviceSampling.of(model, plan)
-        super().__init__(replace(_make_spec(model, plan, sampling), **of_mode))
-        self._model = model
+        super().__init__(replace(_make_spec(model, plan, sampling), **of_mode), model)
         self._sampling = sampling
         self._spoiled = np.zeros(plan.num_slots, np.bool_)
         """Slots whose cache may hold NaN."""
@@ -71,29 +69,12 @@ class TnxBackend(SlotBackend, ABC):
         """Remove every NaN and infinity from a free slot's cache."""
         clear(self._model, slot)
 
-    def run(self, step: Step) -> StepOutput:
-        """Run a step.
-
-        Raises:
-            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
-            DeviceMemoryError: the device is out of memory.
-        """
-        if self._model is None:
-            raise self._closed()
-        rows = self._rows_of(step)
-        run = self._decode if step.prefill is None else self._prefill
-        try:
-            if self._sampling:
-                self._sampling.send(rows)
-            with torch.inference_mode():
-                output = self._answer(run(rows), rows)
-        except Exception as error:
-            # The cache of these rows is undefined from their starts on.
-            self._filled[rows.slots] = rows.starts
-            what = f"a {step.kind} step of {len(rows.slots)} rows"
-            raise of_step(error, what) from error
-        self._filled[rows.slots] = rows.starts + rows.lens
-        return output
+    def _run(self, kind: StepKind, rows: Rows) -> StepOutput:
+        if self._sampling:
+            self._sampling.send(rows)
+        run = self._decode if kind == "decode" else self._prefill
+        with torch.inference_mode():
+            return self._answer(run(rows), rows)
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Return 0: no prefix is ever reused."""
@@ -111,17 +92,8 @@ class TnxBackend(SlotBackend, ABC):
 
     def close(self) -> None:
         """Drop the model: the runtime frees the device's memory with the last reference."""
-        self._model = None
         self._sampling = None
-        gc.collect()  # the model's parts refer to one another
-
-    def _rows_of(self, step: Step) -> Rows:
-        """Return the rows of a step after checking them against the spec."""
-        if step.kind == "mixed":
-            refuse("a mixed step", "a prefill or a decode")
-        [(kind, rows)] = step.parts
-        self._check(kind, rows)
-        return rows
+        super().close()
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""

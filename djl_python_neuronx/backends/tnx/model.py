@@ -16,8 +16,6 @@ from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
-    IncompatibleOptionsError,
-    did_you_mean,
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.fields import rope_type
@@ -151,14 +149,9 @@ def _neuron_config(library: Any, arguments: LibraryArguments) -> Any:  # noqa: A
     """
     parameters = inspect.signature(library.NeuronConfig).parameters.values()
     known = [entry.name for entry in parameters if entry.kind is not entry.VAR_KEYWORD]
-    for name, value in arguments.neuron_config.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or ";"
-            message = (
-                f"{name}={value!r}: the NeuronConfig of the installed {PACKAGE} has no such keyword{hint} correct or "
-                "remove it in option.override_neuron_config, or leave out the option that sets it"
-            )
-            raise IncompatibleOptionsError(message)
+    neuron.check_keywords(
+        arguments.neuron_config, known, f"NeuronConfig of the installed {PACKAGE}"
+    )
     config = importlib.import_module(f"{library.__name__}.config")
     classes: dict[str, Any] = {
         "quant": library.QuantizationConfig,

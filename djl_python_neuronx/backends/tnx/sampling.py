@@ -9,7 +9,7 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import Float32Array, Rows
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import refuse
+from djl_python_neuronx.backends.shapes import check_top_k
 from djl_python_neuronx.backends.tnx.model import import_library
 
 _GREEDY = (1.0, 1.0, 1.0)
@@ -61,9 +61,7 @@ class DeviceSampling:
         """
         if not self._dynamic or np.array_equal(self._sent[rows.slots], rows.sampling):
             return
-        top_k, most = rows.sampling[:, 0], self.largest_top_k or 0
-        if top_k.min() < 1 or top_k.max() > most:
-            refuse(f"top_k {top_k.astype(int).tolist()}", f"1 to {most} on the device")
+        check_top_k(rows, self.largest_top_k or 0)
         wanted = self._sent.copy()
         wanted[(wanted[:, 0] < 1)] = _GREEDY
         wanted[rows.slots] = rows.sampling

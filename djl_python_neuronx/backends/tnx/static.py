@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Rows, Step, StepOutput
+from djl_python_neuronx.backends.base import Rows
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.slots import record
 from djl_python_neuronx.backends.tnx.base import TnxBackend
 
 _NOWHERE = -1
@@ -30,14 +31,6 @@ class StaticBackend(TnxBackend):
         self._next = np.zeros((plan.num_slots, 1), np.int32)
         self._end = _NOWHERE
         self._pads = torch.zeros(plan.num_slots, dtype=torch.int32)
-        self._num_reprefilled = 0
-
-    def run(self, step: Step) -> StepOutput:
-        """Run a step as `TnxBackend.run` does, and count the tokens that were prefilled again."""
-        self._num_reprefilled = 0
-        output = super().run(step)
-        output.num_reprefilled = self._num_reprefilled
-        return output
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; their rows are padding from now on."""
@@ -59,12 +52,7 @@ class StaticBackend(TnxBackend):
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
         """Prefill all sequences from their first tokens on; return the output of `rows`, whose new tokens come last."""
-        lens = self._filled.copy()
-        lens[rows.slots] = rows.starts + rows.lens
-        for slot, start, count, new in zip(
-            rows.slots, rows.starts, rows.lens, rows.input_ids, strict=True
-        ):
-            self._history[slot, start : lens[slot]] = new[:count]
+        lens = record(self._history, self._filled, rows)
         width = int(lens.max())
         ids = np.zeros((len(lens), width), np.int32)
         pads = np.where(lens, width - lens, 0).astype(np.int32)

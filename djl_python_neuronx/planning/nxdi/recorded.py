@@ -115,7 +115,7 @@ def differences(recorded: Config, wanted: Config) -> dict[str, tuple[object, obj
 
 
 def _normal(config: Config) -> dict[str, Any]:
-    """The keywords that say something: without defaults and what follows from others, with lengths written out."""
+    """The keywords that are neither defaults nor follow from others, with lengths written out."""
     given = _written_out(config)
     follows = {**_DEFAULTS, **_follows(given)}
     return {

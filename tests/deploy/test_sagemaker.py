@@ -1,0 +1,754 @@
+"""deploy/sagemaker: what its commands would create, value by value, and their calls against moto and botocore."""
+
+import fnmatch
+import json
+import re
+import shutil
+from pathlib import Path
+
+import boto3
+import pytest
+from botocore import xform_name
+from botocore.session import get_session
+from dashboard import LEFT_OUT
+from moto import mock_aws
+from moto.sagemaker.models import FakeEndpointConfig
+
+import deploy
+from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.resolve import read_settings
+from djl_python_neuronx.planning import machines
+from djl_python_neuronx.telemetry import METRICS
+
+MODELS = Path(__file__).parents[1] / "planning" / "models"
+ACCOUNT, REGION, NAME = "123456789012", "us-east-2", "chat"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/chat"
+IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/djl-neuronx:nxdi"
+MODEL = "s3://models/llama-3-8b"
+LLAMA_8B_BYTES = 8_030_261_248 * 2
+"""Source: the parameters of Meta-Llama-3-8B, in bfloat16."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that gives the folder of a model with nothing but its config.json."""
+
+    def of(model):
+        (tmp_path / model).mkdir(exist_ok=True)
+        shutil.copy(MODELS / f"{model}.json", tmp_path / model / "config.json")
+        return str(tmp_path / model)
+
+    return of
+
+
+@pytest.fixture
+def calls(folder, capsys, monkeypatch):
+    """A function that gives the calls of a dry run: parameters by operation. It has neither credentials nor network."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def dry_run(*words, model="llama-3-8b", instance="ml.inf2.48xlarge", **env):
+        status = deploy.main(
+            [*arguments(folder(model), *words, instance=instance, **env), "--dry-run"]
+        )
+        assert status == 0, capsys.readouterr().err
+        rows = json.loads(capsys.readouterr().out)
+        found = {row["operation"]: row["parameters"] for row in rows}
+        assert len(found) == len(rows)
+        return found
+
+    return dry_run
+
+
+def arguments(folder, command, *words, instance="ml.inf2.48xlarge", **env):
+    start = [command, "--name", NAME, "--region", REGION]
+    if command == "delete":
+        return [*start, *words]
+    variables = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+    data = () if "HF_MODEL_ID" in env else ("--model-data", MODEL)
+    made = ["--image", IMAGE, "--role", ROLE, "--instance", instance, "--plan", folder, *data]
+    return [*start, *made, *variables, *words]
+
+
+def refused(capsys, *words):
+    """The error of a command."""
+    assert deploy.main(words) == 1
+    found = capsys.readouterr()
+    assert not found.out
+    return found.err
+
+
+def variant(found):
+    (only,) = found["create_endpoint_config"]["ProductionVariants"]
+    return only
+
+
+class TestDeploy:
+    def test_the_model_is_a_prefix_without_an_archive(self, calls):
+        model = calls("deploy", OPTION_COMPILATION="forbid")["create_model"]
+        assert model == {
+            "ModelName": "chat-1",
+            "ExecutionRoleArn": ROLE,
+            "PrimaryContainer": {
+                "Image": IMAGE,
+                "Environment": {"OPTION_COMPILATION": "forbid", "OPTION_MODEL_NAME": "chat"},
+                "ModelDataSource": {
+                    "S3DataSource": {
+                        "S3Uri": "s3://models/llama-3-8b/",
+                        "S3DataType": "S3Prefix",
+                        "CompressionType": "None",
+                    }
+                },
+            },
+        }
+
+    def test_an_archive_is_an_object(self, calls):
+        found = calls(
+            "deploy", "--model-data", "s3://models/llama/model.tar.gz", OPTION_COMPILATION="forbid"
+        )
+        source = found["create_model"]["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]
+        assert source == {
+            "S3Uri": "s3://models/llama/model.tar.gz",
+            "S3DataType": "S3Object",
+            "CompressionType": "Gzip",
+        }
+
+    def test_the_environment_is_one_that_the_package_accepts(self, calls, tmp_path):
+        given = {
+            "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+            "OPTION_REPLICAS": "max",
+            "OPTION_COMPILATION": "forbid",
+            "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "60",
+        }
+        environ = calls("deploy", **given)["create_model"]["PrimaryContainer"]["Environment"]
+        assert given.items() <= environ.items()
+        problems = Problems()
+        options = read_settings(None, tmp_path, environ, problems, {}).options
+        assert problems.messages("error") == ()
+        assert options.model_names == ("chat",)
+        assert (options.tensor_parallel_degree, options.replicas, options.predict_timeout) == (
+            2,
+            "max",
+            60,
+        )
+
+    def test_timeouts_are_longer_than_the_estimates(self, calls):
+        found = variant(calls("deploy", instance="ml.inf2.8xlarge"))
+        transfer_s = LLAMA_8B_BYTES / 100e6
+        # 6 prefill and 6 decode graphs of 32 layers, 3 s each, and at most twice that.
+        compile_s = 2 * 12 * 32 * 3
+        assert found["ModelDataDownloadTimeoutInSeconds"] == pytest.approx(transfer_s + 300, abs=2)
+        startup_s = found["ContainerStartupHealthCheckTimeoutInSeconds"]
+        assert startup_s == pytest.approx(compile_s + transfer_s + 300, abs=2)
+
+    def test_compiled_beforehand_waits_for_no_compiler(self, calls):
+        found = variant(calls("deploy", instance="ml.inf2.8xlarge", OPTION_COMPILATION="forbid"))
+        startup_s = found["ContainerStartupHealthCheckTimeoutInSeconds"]
+        assert startup_s == pytest.approx(LLAMA_8B_BYTES / 100e6 + 300, abs=2)
+
+    def test_a_container_that_downloads_has_the_time_for_it(self, calls):
+        env = {"HF_MODEL_ID": "meta-llama/Meta-Llama-3-8B", "OPTION_COMPILATION": "forbid"}
+        found = calls("deploy", **env, instance="ml.inf2.8xlarge")
+        assert "ModelDataSource" not in found["create_model"]["PrimaryContainer"]
+        startup_s = variant(found)["ContainerStartupHealthCheckTimeoutInSeconds"]
+        assert startup_s == pytest.approx(2 * LLAMA_8B_BYTES / 100e6 + 300, abs=2)
+        assert variant(found)["ModelDataDownloadTimeoutInSeconds"] == 300
+
+    def test_the_instance_and_its_disk(self, calls):
+        env = {"OPTION_COMPILATION": "forbid", "OPTION_TENSOR_PARALLEL_DEGREE": "2"}
+        found = variant(calls("deploy", **env))
+        assert found["InstanceType"] == "ml.inf2.48xlarge"
+        assert machines.known(found["InstanceType"]) in machines.INSTANCES.values()
+        assert found["VolumeSizeInGB"] == 32 + 30  # twice 14.96 GiB
+        assert found["InitialInstanceCount"] == 1
+        assert found["ModelName"] == "chat-1"
+        # Cut for 24 cores, with 48 query and 24 KV heads in place of 32 and 8, it is larger.
+        padded = LLAMA_8B_BYTES + 32 * 2 * 4096 * 128 * (16 + 16) * 2
+        cut = variant(
+            calls("deploy", OPTION_COMPILATION="forbid", OPTION_TENSOR_PARALLEL_DEGREE="24")
+        )
+        assert cut["VolumeSizeInGB"] == pytest.approx(32 + 2 * padded / 2**30, abs=1)
+        # Trn1 has disks of its own.
+        trn1 = variant(calls("deploy", instance="ml.trn1.32xlarge", **env))
+        assert "VolumeSizeInGB" not in trn1
+
+    def test_the_order_of_the_calls(self, calls):
+        found = calls("deploy", "--max-instances", "2", OPTION_COMPILATION="forbid")
+        assert list(found) == [
+            "create_model",
+            "create_endpoint_config",
+            "create_endpoint",
+            "describe_endpoint",
+            "register_scalable_target",
+            "put_scaling_policy",
+            "put_dashboard",
+        ]
+        assert found["create_endpoint"] == {"EndpointName": NAME, "EndpointConfigName": "chat-1"}
+
+    def test_one_instance_is_not_scaled(self, calls):
+        found = calls("deploy", OPTION_COMPILATION="forbid")
+        assert not {"register_scalable_target", "put_scaling_policy"} & found.keys()
+
+
+class TestScaling:
+    def test_concurrent_requests_by_the_slots_of_all_copies(self, calls):
+        env = {
+            "OPTION_COMPILATION": "forbid",
+            "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+            "OPTION_MAX_ROLLING_BATCH_SIZE": "16",
+            "OPTION_REPLICAS": "max",
+        }
+        found = calls("deploy", "--max-instances", "4", **env)
+        assert found["register_scalable_target"] == {
+            "ServiceNamespace": "sagemaker",
+            "ResourceId": "endpoint/chat/variant/main",
+            "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+            "MinCapacity": 1,
+            "MaxCapacity": 4,
+        }
+        tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert tracking["PredefinedMetricSpecification"] == {
+            "PredefinedMetricType": "SageMakerVariantConcurrentRequestsPerModelHighResolution"
+        }
+        assert tracking["TargetValue"] == pytest.approx(0.7 * 12 * 16)  # 24 cores are 12 copies
+        # A new instance is not asked for again before it can have started.
+        times = variant(found)
+        started_s = sum(times[name] for name in times if name.endswith("TimeoutInSeconds"))
+        assert tracking["ScaleOutCooldown"] >= started_s
+
+    @pytest.mark.parametrize("metric", ["slots_in_use", "waiting_requests"])
+    def test_our_own_metrics(self, calls, metric):
+        words = ("--max-instances", "2", "--scale-on", metric, "--target-value", "9")
+        found = calls("deploy", *words, OPTION_COMPILATION="forbid")
+        tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert tracking["TargetValue"] == 9
+        assert tracking["CustomizedMetricSpecification"] == {
+            "Namespace": "djl-neuronx/chat",
+            "MetricName": f"djl_neuronx_{metric}",
+            "Dimensions": [{"Name": "model", "Value": "chat"}],
+            "Statistic": "Average",
+        }
+
+    def test_asynchronous_requests_by_their_backlog(self, calls):
+        words = (
+            "--async-output",
+            "s3://models/answers",
+            "--min-instances",
+            "0",
+            "--max-instances",
+            "3",
+        )
+        env = {"OPTION_COMPILATION": "forbid", "OPTION_MAX_ROLLING_BATCH_SIZE": "8"}
+        found = calls("deploy", *words, **env)
+        assert found["create_endpoint_config"]["AsyncInferenceConfig"] == {
+            "OutputConfig": {"S3OutputPath": "s3://models/answers"},
+            "ClientConfig": {"MaxConcurrentInvocationsPerInstance": 8},
+        }
+        assert variant(found)["InitialInstanceCount"] == 1
+        assert found["register_scalable_target"]["MinCapacity"] == 0
+        tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert tracking["CustomizedMetricSpecification"] == {
+            "Namespace": "AWS/SageMaker",
+            "MetricName": "ApproximateBacklogSizePerInstance",
+            "Dimensions": [{"Name": "EndpointName", "Value": NAME}],
+            "Statistic": "Average",
+        }
+
+
+class TestInferenceComponents:
+    ENV = {"OPTION_COMPILATION": "forbid", "OPTION_TENSOR_PARALLEL_DEGREE": "8"}  # noqa: RUF012
+
+    def test_copies(self, calls):
+        found = calls("deploy", "--copies", "2", "--max-copies", "3", **self.ENV)
+        config = found["create_endpoint_config"]
+        assert "ModelName" not in variant(found)
+        assert config["ExecutionRoleArn"] == ROLE
+        made = found["create_inference_component"]
+        assert (made["EndpointName"], made["VariantName"]) == (NAME, "main")
+        assert made["RuntimeConfig"] == {"CopyCount": 2}
+        specification = made["Specification"]
+        assert specification["ModelName"] == found["create_model"]["ModelName"]
+        needs = specification["ComputeResourceRequirements"]
+        # 8 cores are 4 chips of Inferentia2; the weights pass through the host's memory.
+        assert needs["NumberOfAcceleratorDevicesRequired"] == 4
+        host_gib = machines.INSTANCES["inf2.48xlarge"].host_memory_gib
+        assert LLAMA_8B_BYTES / 2**20 < needs["MinMemoryRequiredInMb"] < host_gib * 1024 / 3
+        assert found["register_scalable_target"] == {
+            "ServiceNamespace": "sagemaker",
+            "ResourceId": "inference-component/chat",
+            "ScalableDimension": "sagemaker:inference-component:DesiredCopyCount",
+            "MinCapacity": 2,
+            "MaxCapacity": 3,
+        }
+        policy = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert policy["PredefinedMetricSpecification"] == {
+            "PredefinedMetricType": "SageMakerInferenceComponentConcurrentRequestsPerCopyHighResolution"
+        }
+
+    def test_an_update_replaces_the_copies_one_by_one(self, calls):
+        found = calls("update", "--version", "2", "--copies", "2", **self.ENV)
+        assert list(found) == [
+            "create_model",
+            "update_inference_component",
+            "describe_inference_component",
+        ]
+        made = found["update_inference_component"]
+        assert made["Specification"]["ModelName"] == "chat-2"
+        rolling = made["DeploymentConfig"]["RollingUpdatePolicy"]
+        assert rolling["MaximumBatchSize"] == {"Type": "COPY_COUNT", "Value": 1}
+        assert 600 <= rolling["MaximumExecutionTimeoutInSeconds"] <= 28800
+
+    def test_a_copy_that_the_host_cannot_load(self, capsys, folder):
+        words = ("deploy", "--copies", "1")
+        given = arguments(
+            folder("llama-3-8b"), *words, instance="ml.inf2.xlarge", OPTION_COMPILATION="forbid"
+        )
+        assert "ml.inf2.xlarge has 16 GiB" in refused(capsys, *given)
+
+
+class TestUpdate:
+    def test_blue_green(self, calls):
+        found = calls("update", "--version", "2", OPTION_COMPILATION="forbid")
+        made = found["update_endpoint"]
+        assert (
+            made["EndpointConfigName"]
+            == found["create_endpoint_config"]["EndpointConfigName"]
+            == "chat-2"
+        )
+        assert made["RetainAllVariantProperties"] is True
+        (kind,) = made["DeploymentConfig"]
+        assert kind == "BlueGreenUpdatePolicy"
+        assert "create_endpoint" not in found
+
+    def test_rolling_has_the_time_of_all_instances(self, calls):
+        words = (
+            "--version",
+            "2",
+            "--strategy",
+            "rolling",
+            "--min-instances",
+            "2",
+            "--max-instances",
+            "4",
+        )
+        found = calls("update", *words, OPTION_COMPILATION="forbid")
+        rolling = found["update_endpoint"]["DeploymentConfig"]["RollingUpdatePolicy"]
+        assert rolling["MaximumBatchSize"] == {"Type": "INSTANCE_COUNT", "Value": 1}
+        times = variant(found)
+        once_s = sum(times[name] for name in times if name.endswith("TimeoutInSeconds"))
+        assert rolling["MaximumExecutionTimeoutInSeconds"] > 4 * once_s
+
+
+class TestDelete:
+    def test_everything_that_was_made(self, calls):
+        words = ("--version", "1", "--version", "2", "--scaled", "--copies", "2")
+        status = deploy.delete(deploy.parser().parse_args(arguments("", "delete", *words)))
+        made = [(call.operation, [*call.parameters.values()]) for call in status]
+        assert made == [
+            (
+                "deregister_scalable_target",
+                [
+                    "sagemaker",
+                    "inference-component/chat",
+                    "sagemaker:inference-component:DesiredCopyCount",
+                ],
+            ),
+            ("delete_inference_component", ["chat"]),
+            ("describe_inference_component", ["chat"]),
+            ("delete_endpoint", ["chat"]),
+            ("delete_endpoint_config", ["chat-1"]),
+            ("delete_model", ["chat-1"]),
+            ("delete_endpoint_config", ["chat-2"]),
+            ("delete_model", ["chat-2"]),
+            ("delete_dashboards", [["chat"]]),
+        ]
+
+
+class TestRefused:
+    def test_serverless(self, capsys, folder):
+        given = arguments(folder("llama-3-8b"), "deploy", "--serverless")
+        assert "serverless inference has no accelerators" in refused(capsys, *given)
+
+    def test_a_model_that_does_not_fit(self, capsys, folder):
+        given = arguments(folder("llama-3-70b"), "deploy", instance="ml.inf2.8xlarge")
+        error = refused(capsys, *given)
+        assert "this cannot be served on ml.inf2.8xlarge" in error
+        assert "GiB" in error
+
+    def test_a_compile_that_no_timeout_covers(self, capsys, folder):
+        given = arguments(folder("llama-3-70b"), "deploy")
+        error = refused(capsys, *given)
+        assert "SageMaker allows 3600 s" in error
+        assert "deploy.py compile" in error
+
+    @pytest.mark.parametrize(
+        "instance", ["ml.g5.xlarge", "inf2.xlarge", "ml.inf1.xlarge", "ml.trn2.3xlarge"]
+    )
+    def test_an_instance_that_endpoints_or_the_package_lack(self, capsys, folder, instance):
+        error = refused(capsys, *arguments(folder("llama-3-8b"), "deploy", instance=instance))
+        assert f"'{instance}' is not a Neuron instance" in error
+        assert "ml.inf2.48xlarge" in error
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("TENSOR_DEGREE", "nothing in the image reads the variable TENSOR_DEGREE"),
+            ("OPTION_TENSOR_DEGREE", "tensor_degree"),
+            ("OPTION_REPLICAS", "OPTION_REPLICAS"),
+        ],
+    )
+    def test_a_variable_that_the_package_refuses(self, capsys, folder, name, words):
+        assert words in refused(
+            capsys, *arguments(folder("llama-3-8b"), "deploy", **{name: "many"})
+        )
+
+    def test_more_copies_than_cores(self, capsys, folder):
+        env = {
+            "OPTION_REPLICAS": "13",
+            "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+            "OPTION_COMPILATION": "forbid",
+        }
+        assert "26 NeuronCores" in refused(
+            capsys, *arguments(folder("llama-3-8b"), "deploy", **env)
+        )
+
+    def test_no_instances_without_a_queue(self, capsys, folder):
+        given = arguments(folder("llama-3-8b"), "deploy", "--min-instances", "0")
+        assert "--async-output" in refused(capsys, *given)
+
+    @pytest.mark.parametrize(
+        ("word", "value", "expected"),
+        [
+            ("--name", "my_model", "does not allow 'my_model-1'"),
+            ("--name", "a" * 63, "has 65 characters, at most 63"),
+            ("--role", "chat", "Invalid length"),
+            ("--max-instances", "0", None),
+        ],
+    )
+    def test_what_the_service_would_refuse(self, capsys, folder, word, value, expected):
+        given = [
+            *arguments(folder("llama-3-8b"), "deploy", OPTION_COMPILATION="forbid"),
+            word,
+            value,
+            "--dry-run",
+        ]
+        if expected is None:
+            assert deploy.main(given) == 0
+        else:
+            assert expected in refused(capsys, *given)
+
+
+class TestCompile:
+    OUTPUT = ("--output", "s3://models/compiled/llama")
+
+    def test_without_a_device(self, calls):
+        found = calls("compile", *self.OUTPUT, OPTION_N_POSITIONS="4096")
+        (job,) = found.values()
+        assert job["AppSpecification"] == {
+            "ImageUri": IMAGE,
+            "ContainerArguments": [
+                *(
+                    "compile",
+                    MODEL,
+                    "--output",
+                    "s3://models/compiled/llama",
+                    "--instance",
+                    "inf2.48xlarge",
+                )
+            ],
+        }
+        # The compiled model has the options that the endpoint gets.
+        assert job["Environment"]["OPTION_N_POSITIONS"] == "4096"
+        cluster = job["ProcessingResources"]["ClusterConfig"]
+        enum = get_session().get_service_model("sagemaker").shape_for("ProcessingInstanceType").enum
+        assert cluster["InstanceType"] in enum
+        assert not [name for name in enum if machines.known(name)]  # else a job could have a device
+        assert cluster["VolumeSizeInGB"] * 2**30 > 3 * LLAMA_8B_BYTES
+        estimate_s = 12 * 32 * 3
+        assert job["StoppingCondition"]["MaxRuntimeInSeconds"] > 2 * estimate_s
+
+    def test_on_a_device(self, calls):
+        words = ("--ami", "ami-0123456789abcdef0", "--instance-profile", "compile")
+        found = calls(
+            "compile", *self.OUTPUT, *words, OPTION_MODEL_LOADER="tnx", OPTION_ENV="A=b c"
+        )
+        made = found["run_instances"]
+        assert made["InstanceType"] == "inf2.48xlarge"
+        assert made["InstanceInitiatedShutdownBehavior"] == "terminate"
+        assert made["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 2}
+        (disk,) = made["BlockDeviceMappings"]
+        assert disk["Ebs"]["VolumeSize"] * 2**30 > 3 * LLAMA_8B_BYTES
+        lines = made["UserData"].splitlines()
+        assert lines[0] == "#!/bin/bash"
+        # It ends after a time, and whatever the compile comes to.
+        assert int(re.fullmatch(r"shutdown -P \+(\d+)", lines[1])[1]) > 60
+        assert re.fullmatch(r"trap '.*; shutdown -P now' EXIT", lines[3])
+        assert "s3://models/compiled/llama.log" in lines[3]
+        run = lines[-1]
+        assert all(f"--device=/dev/neuron{number} " in run for number in range(12))
+        assert "/dev/neuron12" not in run
+        assert "'--env=OPTION_ENV=A=b c'" in run
+        assert run.endswith(
+            f"compile {MODEL} --output s3://models/compiled/llama --instance inf2.48xlarge"
+        )
+
+    def test_a_device_needs_an_image_and_a_role(self, capsys, folder):
+        given = arguments(folder("llama-3-8b"), "compile", *self.OUTPUT, OPTION_MODEL_LOADER="tnx")
+        error = refused(capsys, *given)
+        assert "--ami" in error
+        assert "OPTION_MODEL_LOADER=nxdi" in error
+
+
+def test_the_calls_against_moto(folder, monkeypatch, capsys):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    # moto's list of instance types is older than Inferentia2; botocore's is in `deploy.validate`.
+    monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
+    env = {"OPTION_COMPILATION": "forbid"}
+    with mock_aws():
+        given = arguments(folder("llama-3-8b"), "deploy", "--max-instances", "3", **env)
+        assert deploy.main(given) == 0
+        sagemaker = boto3.client("sagemaker", region_name=REGION)
+        endpoint = sagemaker.describe_endpoint(EndpointName=NAME)
+        assert (endpoint["EndpointStatus"], endpoint["EndpointConfigName"]) == (
+            "InService",
+            "chat-1",
+        )
+        config = sagemaker.describe_endpoint_config(EndpointConfigName="chat-1")
+        model = sagemaker.describe_model(ModelName=config["ProductionVariants"][0]["ModelName"])
+        assert model["PrimaryContainer"]["Environment"] == {**env, "OPTION_MODEL_NAME": "chat"}
+        scaling = boto3.client("application-autoscaling", region_name=REGION)
+        (target,) = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
+            "ScalableTargets"
+        ]
+        assert (target["MinCapacity"], target["MaxCapacity"]) == (1, 3)
+        (policy,) = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
+            "ScalingPolicies"
+        ]
+        assert policy["PolicyType"] == "TargetTrackingScaling"
+        cloudwatch = boto3.client("cloudwatch", region_name=REGION)
+        body = cloudwatch.get_dashboard(DashboardName=NAME)["DashboardBody"]
+        assert json.loads(body)["widgets"]
+        assert deploy.main(arguments("", "delete", "--version", "1", "--scaled")) == 0
+        assert sagemaker.list_endpoints()["Endpoints"] == []
+        assert sagemaker.list_models()["Models"] == []
+        assert sagemaker.list_endpoint_configs()["EndpointConfigs"] == []
+        assert (
+            scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"] == []
+        )
+        assert cloudwatch.list_dashboards()["DashboardEntries"] == []
+
+
+class Client:
+    """A client whose `describe_endpoint` gives one answer after the other."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+
+    def describe_endpoint(self, EndpointName):  # noqa: N803
+        return self._answers.pop(0)
+
+
+class TestSettled:
+    UNTIL = {"EndpointStatus": "InService", "EndpointConfigName": "chat-2"}  # noqa: RUF012
+    CALL = deploy.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, UNTIL)
+
+    def test_waits_for_the_service(self):
+        states = ({"EndpointStatus": "Updating", "EndpointConfigName": "chat-1"}, self.UNTIL)
+        client = Client(*states)
+        deploy._settle(client, self.CALL, pause_s=0)
+        assert client._answers == []
+
+    @pytest.mark.parametrize(
+        "last",
+        [
+            {
+                "EndpointStatus": "Failed",
+                "EndpointConfigName": "chat-2",
+                "FailureReason": "no ping",
+            },
+            # An update that was rolled back.
+            {
+                "EndpointStatus": "InService",
+                "EndpointConfigName": "chat-1",
+                "FailureReason": "no ping",
+            },
+        ],
+    )
+    def test_names_the_reason_of_a_failure(self, last):
+        with pytest.raises(deploy.ServingError, match="no ping"):
+            deploy._settle(
+                Client({**last, "EndpointStatus": "RollingBack"}, last), self.CALL, pause_s=0
+            )
+
+
+class TestDashboard:
+    def test_has_every_metric_or_the_reason(self, calls):
+        body = json.loads(
+            calls("deploy", OPTION_COMPILATION="forbid")["put_dashboard"]["DashboardBody"]
+        )
+        lines = [
+            line for widget in body["widgets"] for line in widget["properties"].get("metrics", [])
+        ]
+        ours = [line for line in lines if line[0] == "djl-neuronx/chat"]
+        shown = {line[1].removeprefix("djl_neuronx_") for line in ours}
+        assert {tuple(line[2:4]) for line in ours} == {("model", "chat")}
+        for name, row in METRICS.items():
+            samples = {f"{name}_sum", f"{name}_count"} if row.kind == "histogram" else {name}
+            assert samples <= shown or LEFT_OUT[name]
+            shown -= samples
+        assert shown == set()
+
+    def test_widgets_lie_beside_each_other_within_the_grid(self, calls):
+        body = json.loads(
+            calls("deploy", OPTION_COMPILATION="forbid")["put_dashboard"]["DashboardBody"]
+        )
+        cells = set()
+        for widget in body["widgets"]:
+            assert widget["x"] + widget["width"] <= 24
+            own = {
+                (widget["x"] + dx, widget["y"] + dy)
+                for dx in range(widget["width"])
+                for dy in range(widget["height"])
+            }
+            assert not own & cells
+            cells |= own
+
+
+def policy(name):
+    words = ["policy", name, "--name", NAME, "--region", REGION, "--role", ROLE, "--image", IMAGE]
+    words += ["--model-data", MODEL, "--output", "s3://answers/out"]
+    return deploy.policy(deploy.parser().parse_args(words))
+
+
+def listed(value):
+    return [value] if isinstance(value, str) else value
+
+
+class TestPolicies:
+    NAMES = ("execution", "deployer", "compile")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_iam_takes_it(self, name, monkeypatch):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        with mock_aws():
+            document = json.dumps(policy(name))
+            assert "${" not in document
+            boto3.client("iam").create_policy(PolicyName=name, PolicyDocument=document)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_everything_only_where_nothing_narrower_exists(self, name):
+        for statement in policy(name)["Statement"]:
+            actions, resources = listed(statement["Action"]), listed(statement["Resource"])
+            assert statement["Effect"] == "Allow"
+            assert not [action for action in actions if "*" in action]
+            if "*" in resources:
+                assert actions == ["ecr:GetAuthorizationToken"]
+
+    def test_the_deployer_may_make_every_call(self, calls):
+        here, forbid = f"{REGION}:{ACCOUNT}", {"OPTION_COMPILATION": "forbid"}
+        sagemaker, scaling = f"arn:aws:sagemaker:{here}", f"arn:aws:application-autoscaling:{here}"
+        resources = {
+            "CreateModel": f"{sagemaker}:model/chat-1",
+            "CreateEndpointConfig": f"{sagemaker}:endpoint-config/chat-1",
+            "CreateEndpoint": f"{sagemaker}:endpoint/chat",
+            "DescribeEndpoint": f"{sagemaker}:endpoint/chat",
+            "UpdateEndpoint": f"{sagemaker}:endpoint/chat",
+            "DeleteEndpoint": f"{sagemaker}:endpoint/chat",
+            "DeleteEndpointConfig": f"{sagemaker}:endpoint-config/chat-1",
+            "DeleteModel": f"{sagemaker}:model/chat-1",
+            "CreateInferenceComponent": f"{sagemaker}:inference-component/chat",
+            "UpdateInferenceComponent": f"{sagemaker}:inference-component/chat",
+            "DescribeInferenceComponent": f"{sagemaker}:inference-component/chat",
+            "DeleteInferenceComponent": f"{sagemaker}:inference-component/chat",
+            "CreateProcessingJob": f"{sagemaker}:processing-job/chat-1",
+            "RegisterScalableTarget": f"{scaling}:scalable-target/0ec5",
+            "DeregisterScalableTarget": f"{scaling}:scalable-target/0ec5",
+            "PutScalingPolicy": f"{scaling}:scalable-target/0ec5",
+            "PutDashboard": f"arn:aws:cloudwatch::{ACCOUNT}:dashboard/chat",
+            "DeleteDashboards": f"arn:aws:cloudwatch::{ACCOUNT}:dashboard/chat",
+            "RunInstances": f"arn:aws:ec2:{here}:instance/i-0123456789abcdef0",
+        }
+        tnx = ("--ami", "ami-1", "--instance-profile", "compile", *TestCompile.OUTPUT)
+        made = set()
+        for found in (
+            calls("deploy", "--max-instances", "2", **forbid),
+            calls("deploy", "--copies", "1", "--max-copies", "2", **forbid),
+            calls("update", **forbid),
+            calls("update", "--copies", "1", **forbid),
+            calls("compile", *TestCompile.OUTPUT),
+            calls("compile", *tnx, OPTION_MODEL_LOADER="tnx"),
+            calls("delete", "--version", "1", "--scaled"),
+        ):
+            made |= found.keys()
+        made |= {"delete_inference_component"}  # of `delete --copies`
+        services = {name: get_session().get_service_model(name) for name in SERVICES}
+        names = {
+            xform_name(operation): (service, operation)
+            for service, model in services.items()
+            for operation in model.operation_names
+        }
+        statements = policy("deployer")["Statement"]
+        for operation in made:
+            service, action = names[operation]
+            resource = resources.pop(action)
+            assert any(
+                f"{service}:{action}" in listed(statement["Action"])
+                and any(fnmatch.fnmatchcase(resource, one) for one in listed(statement["Resource"]))
+                for statement in statements
+            ), f"{service}:{action} on {resource}"
+        assert resources == {}
+
+    def test_roles_are_passed_to_their_services_only(self):
+        (statement,) = (
+            one for one in policy("deployer")["Statement"] if one["Action"] == "iam:PassRole"
+        )
+        assert statement["Resource"] == ROLE
+        services = statement["Condition"]["StringEquals"]["iam:PassedToService"]
+        assert services == ["sagemaker.amazonaws.com", "ec2.amazonaws.com"]
+
+    @pytest.mark.parametrize(
+        ("action", "inside", "outside"),
+        [
+            (
+                "s3:GetObject",
+                "arn:aws:s3:::models/llama-3-8b/config.json",
+                "arn:aws:s3:::models/other/config.json",
+            ),
+            (
+                "s3:PutObject",
+                "arn:aws:s3:::answers/out/1.out",
+                "arn:aws:s3:::models/llama-3-8b/config.json",
+            ),
+            (
+                "ecr:BatchGetImage",
+                f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/djl-neuronx",
+                f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/other",
+            ),
+            (
+                "logs:PutLogEvents",
+                f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/Endpoints/chat:log-stream:main/i-1",
+                f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/Endpoints/chatter:log-stream:main/i-1",
+            ),
+        ],
+    )
+    def test_the_endpoint_reaches_its_own_places(self, action, inside, outside):
+        def allowed(resource):
+            return any(
+                action in listed(statement["Action"])
+                and any(fnmatch.fnmatchcase(resource, one) for one in listed(statement["Resource"]))
+                for statement in policy("execution")["Statement"]
+            )
+
+        assert allowed(inside)
+        assert not allowed(outside)
+
+    def test_an_image_of_another_registry(self):
+        words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]
+        words += ["--image", "docker.io/x:1", "--model-data", MODEL, "--output", "s3://answers/out"]
+        with pytest.raises(deploy.ServingError, match="not an image of ECR"):
+            deploy.policy(deploy.parser().parse_args(words))
+
+
+SERVICES = ("sagemaker", "application-autoscaling", "cloudwatch", "ec2")

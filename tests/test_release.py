@@ -1,0 +1,197 @@
+"""The wheel, the sdist and their version, built from copies of this checkout; the audit of what they need."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+
+from tools import audit
+
+pytest.importorskip("hatch_vcs", reason="needs the `dev` extra")
+if not shutil.which("git"):
+    pytest.skip("git is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).parents[1]
+# What the version depends on, and what the metadata name.
+PROJECT = ("pyproject.toml", ".git_archival.txt", ".gitattributes", "README.md", "LICENSE")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=b")
+    command = ["git", *identity, *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+def hatchling(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "hatchling", *arguments]
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def repository(folder: Path, names: list[str] | tuple[str, ...]) -> Path:
+    for name in names:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, place)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A", "-f")
+    git(folder, "commit", "-qm", "all")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """The files of this checkout, and those that the next commit adds."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = git(ROOT, "ls-files", "-z", "-co", "--exclude-standard").split("\0")
+    return [name for name in listed if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def built(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with wheel and sdist of a checkout at a tag, in which other things lie about."""
+    folder = repository(tmp_path_factory.mktemp("checkout"), tracked)
+    git(folder, "tag", "v9.8.7")
+    for name in ("credentials.txt", "notes/plan.md", ".venv-x/lib.py", "tests/__pycache__/a.pyc"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    hatchling(folder, "build", "-d", str(folder / "dist"))
+    return folder / "dist"
+
+
+def test_the_wheel_has_the_package_alone(built: Path, tracked: list[str]) -> None:
+    with zipfile.ZipFile(built / "djl_python_neuronx-9.8.7-py3-none-any.whl") as wheel:
+        names = wheel.namelist()
+        metadata = BytesParser().parsebytes(
+            wheel.read("djl_python_neuronx-9.8.7.dist-info/METADATA")
+        )
+        scripts = wheel.read("djl_python_neuronx-9.8.7.dist-info/entry_points.txt").decode()
+    package = {name for name in names if not name.startswith("djl_python_neuronx-9.8.7.dist-info/")}
+    assert package == {name for name in tracked if name.startswith("djl_python_neuronx/")}
+    assert "djl_python_neuronx/py.typed" in package
+    assert "djl_python_neuronx-9.8.7.dist-info/licenses/LICENSE" in names
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"cpu", "server", "s3", "check"} <= set(metadata.get_all("Provides-Extra"))
+    assert "djl-neuronx = djl_python_neuronx.cli:main" in scripts
+
+
+def test_the_sdist_has_what_git_has(built: Path, tracked: list[str]) -> None:
+    """So its tests run. Whoever adds a folder to the repository adds it to pyproject.toml."""
+    with tarfile.open(built / "djl_python_neuronx-9.8.7.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - {"PKG-INFO"} == set(tracked)
+
+
+def test_the_version_is_the_tags_wherever_it_is_built(built: Path, tmp_path: Path) -> None:
+    shutil.unpack_archive(built / "djl_python_neuronx-9.8.7.tar.gz", tmp_path)
+    assert hatchling(tmp_path / "djl_python_neuronx-9.8.7", "version") == "9.8.7"
+
+    checkout, source, shallow = (tmp_path / name for name in ("checkout", "source", "shallow"))
+    repository(checkout, PROJECT)
+    bare = tmp_path / "bare"
+    shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
+    assert hatchling(bare, "version") == "0.0"
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", hatchling(checkout, "version"))
+
+    git(checkout, "tag", "v1.2.3")
+    git(checkout, "archive", "-o", str(tmp_path / "source.tar"), "v1.2.3")
+    shutil.unpack_archive(tmp_path / "source.tar", source)
+    assert hatchling(source, "version") == "1.2.3"
+
+    git(checkout, "commit", "-qm", "more", "--allow-empty")
+    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", hatchling(checkout, "version"))
+    git(tmp_path, "clone", "-q", "--depth=1", checkout.as_uri(), str(shallow))
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", hatchling(shallow, "version"))
+
+
+def test_each_release_is_in_the_changelog() -> None:
+    def unlisted(tags: str, changelog: str) -> list[str]:
+        return [
+            tag
+            for tag in tags.split()
+            if not re.search(rf"^## {re.escape(tag[1:])} - \d{{4}}-\d\d-\d\d$", changelog, re.M)
+        ]
+
+    assert unlisted("v1.2.3 v0.1.0", "## Unreleased\n\n## 0.1.0 - 2026-12-01\n") == ["v1.2.3"]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## Unreleased" in changelog
+    assert not unlisted(git(ROOT, "tag", "--list", "v[0-9]*"), changelog)
+
+
+AUDITED = {
+    "name": "urllib3",
+    "version": "2.8.0",
+    "vulns": [
+        {"id": "CVE-2099-1", "fix_versions": ["3.0.0"], "aliases": ["GHSA-x"], "description": "d"}
+    ],
+}
+SKIPPED = {"name": "torch", "skip_reason": "Dependency not found on PyPI: torch (2.13.0)"}
+
+
+@pytest.mark.parametrize(
+    ("pypi", "osv", "ignored", "status", "words"),
+    [
+        (
+            [AUDITED, SKIPPED],
+            None,
+            {},
+            1,
+            ["VULNERABLE: urllib3 2.8.0: CVE-2099-1, GHSA-x", "3.0.0"],
+        ),
+        ([AUDITED, SKIPPED], None, {}, 1, ["not audited: Dependency not found on PyPI: torch"]),
+        ([AUDITED], None, {"GHSA-x": "no proxies, 2026-11-23"}, 0, ["ignored: ", "no proxies"]),
+        ([{**AUDITED, "vulns": []}], None, {}, 0, ["1 of "]),
+        ([SKIPPED], [AUDITED], {}, 1, ["VULNERABLE: "]),
+        ([SKIPPED], None, {}, 0, ["NOT AUDITED: "]),
+        (None, None, {}, 0, ["NOT AUDITED: "]),
+    ],
+)
+def test_an_audit_says_what_it_found_and_what_it_could_not_see(
+    pypi, osv, ignored, status, words, tmp_path, monkeypatch, capsys
+):
+    """The answers of the stand-in are pip-audit 2.10's for these services."""
+    command = tmp_path / "pip-audit"
+    answers = {"pypi": pypi, "osv": osv}
+    text = f"""#!{sys.executable}
+import json, sys
+(service,) = (part.partition("=")[2] for part in sys.argv if part.startswith("--vulnerability-service"))
+assert "pydantic==" in open(sys.argv[-1]).read()
+found = {answers!r}[service]
+if found is None:
+    sys.exit("Max retries exceeded")
+print(json.dumps({{"dependencies": found, "fixes": []}}))
+sys.exit(1)
+"""
+    command.write_text(text)
+    command.chmod(0o755)
+    monkeypatch.setattr(audit, "IGNORED", ignored)
+    monkeypatch.setattr(audit, "EXTRAS", ("s3",))  # some environments of .ci/run have no torch
+    assert audit.main(str(command)) == status
+    said = capsys.readouterr().out
+    assert all(word in said for word in words)
+    assert ("NOT AUDITED" in said) == (words == ["NOT AUDITED: "])
+
+
+def test_an_audit_is_of_what_the_package_needs_with_its_extras() -> None:
+    def names(*extras: str) -> set[str]:
+        return {line.partition("==")[0] for line in audit.dependencies(audit.PACKAGE, extras)}
+
+    assert {"pydantic", "pydantic-core", "transformers"} <= names()
+    assert not {"boto3", "starlette", "pytest", audit.PACKAGE} & names()
+    assert {"boto3", "botocore", "urllib3"} <= names("s3")
