@@ -218,6 +218,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from djl_python_neuronx.config.findings import Problems
         from djl_python_neuronx.config.resolve import read_settings
+        from djl_python_neuronx.loading.check import check_all
         from djl_python_neuronx.server.app import serve
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys

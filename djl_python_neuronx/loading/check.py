@@ -9,13 +9,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -127,12 +129,29 @@ def check_all(
         for target in targets
     )
     findings = Problems() if len(targets) > 1 else reports[0].findings
+    for conflict in _conflicts(reports):
+        findings.add("error", conflict)
     models = [report.prepared for report in reports if report.ok and report.prepared is not None]
     placed: list[tuple[str, ...]] = []
     if len(models) == len(reports):
         with findings.catch():
             placed = place_models(models, findings)
     return Placement(reports, findings, tuple(placed))
+
+
+def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
+    """Yield the names that two models have, and the options of the server itself in which two folders differ."""
+    read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
+    for (one, first), (other, second) in combinations(read, 2):
+        for name in set(first.options.model_names).intersection(second.options.model_names):
+            yield f"{one} and {other} are both models named {name!r}; set option.model_name in one of the folders"
+        for name in ServerOptions.model_fields:
+            values = [getattr(each.options, name) for each in (first, second)]
+            if values[0] != values[1]:
+                yield (
+                    f"option.{name} holds for the whole server: it is {as_property(values[0])} in {one} and "
+                    f"{as_property(values[1])} in {other}; write one value, or set it with -o {name}=…"
+                )
 
 
 def place_models(models: Sequence[Prepared], findings: Problems) -> list[tuple[str, ...]]:
