@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from fcntl import ioctl
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from termios import TIOCOUTQ
@@ -26,6 +26,7 @@ from typing import Any
 
 import h11
 import orjson
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -51,7 +52,7 @@ LINGER_S = 2.0
 """Time that a client has to read the end of a connection's last answer. To close with unread data makes the kernel
 reset the connection, and the client may lose the answer."""
 SPARE_CONNECTIONS = 64
-"""Connections above the limit that are answered with 503; any more are closed without an answer."""
+"""Connections above the limit, with answers to probes and 503 for others; any more are closed without an answer."""
 BUFFER_BYTES = 64 * 1024
 """Most unread bytes that wait for a client before its answer pauses; with TLS asyncio's own limit is 512 KiB."""
 PROBES = frozenset({"/ping", "/health"})
@@ -267,7 +268,7 @@ class LimitedProtocol(H11Protocol):
         """Ends the wait for a client that does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse a connection above the limit, else wait for a request. With TLS it is called after the keys again."""
+        """Wait for a request; above the limit for a probe alone. With TLS it is called after the keys again."""
         self._raw = transport
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
         if self.scheme == "http":
@@ -278,10 +279,10 @@ class LimitedProtocol(H11Protocol):
             transport.abort()
         elif self._tls is not None and self.scheme == "http":
             self._exchange_keys(self._tls)
-        elif len(self.connections) > limit:
-            msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
-            self._answer(QueueFullError(msg))
         else:
+            if len(self.connections) > limit:
+                msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
+                self.app = partial(self._answer_probes, QueueFullError(msg))
             self._watch()
 
     def _exchange_keys(self, tls: ssl.SSLContext) -> None:
@@ -300,6 +301,15 @@ class LimitedProtocol(H11Protocol):
         if self.scheme == "http":  # asyncio reports the end of a connection with keys only
             logger.info("tls_refused client=%s reason=%r", self.client, str(done.exception()))
             self.connection_lost(None)
+
+    async def _answer_probes(
+        self, error: ServingError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        # Without a place for a probe, many clients would make SageMaker or a load balancer end the server.
+        if scope["path"] in PROBES:
+            await self.config.loaded_app(scope, receive, send)
+        else:
+            self.refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""

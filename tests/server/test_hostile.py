@@ -449,10 +449,12 @@ def test_a_client_that_half_closes_has_left() -> None:
         client.close()
 
 
-def test_a_connection_too_many_gets_503() -> None:
+def test_a_connection_too_many_gets_503_and_a_probe_its_answer() -> None:
     with serving(max_connections=2) as server:
         held = [connect(server) for _ in range(2)]
         wait_for_connections(server, 2)
+        probe = b"GET /ping HTTP/1.1\r\nHost: toy\r\nConnection: close\r\n\r\n"
+        assert status(talk(server, probe)) == 200
         reply = talk(server, post(REQUEST))
         assert content(reply)["type"] == "queue_full"
         assert "option.max_connections" in content(reply)["error"]
