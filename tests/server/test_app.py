@@ -545,10 +545,8 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
         assert http.get(running.url + "/ping").status_code == 200
         http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        settings = replace(application.models[0].service.loop._settings, step_timeout_s=0.2)
-        application.models[
-            0
-        ].service.loop._settings = settings  # from now on: other steps may be slow
+        (loop,) = application.models[0].service.loop._loops
+        loop._settings = replace(loop._settings, step_timeout_s=0.2)  # other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
         assert "option.predict_timeout" in hung.json()["error"]
