@@ -91,9 +91,7 @@ class Service:
             on_death=on_death,
             on_progress=progress.stage,
         )
-        for i in range(len(launches)):
-            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
-                self.metrics[name].labels(i).set_function(partial(self._count, i, count))
+        self.observe(self.metrics)
         # The tokenizer and the engines load side by side: each imports a large library.
         started = ThreadPoolExecutor(1).submit(self.loop.start_all) if start else None
         try:
@@ -134,7 +132,12 @@ class Service:
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
         prepared = prepare_or_raise(
-            properties, model_dir, environ=environ, overrides=overrides, progress=progress
+            properties,
+            model_dir,
+            environ=environ,
+            overrides=overrides,
+            among_others=bool(placed),
+            progress=progress,
         )
         options = prepared.options
         functions = {name: one for name, one in (properties or {}).items() if callable(one)}
@@ -241,6 +244,13 @@ class Service:
         except ServingError as error:
             self._recorder.rejected(error)
             raise
+
+    def observe(self, metrics: Metrics) -> None:
+        """Go on with these metrics, which another service has written so far."""
+        self.metrics = self._recorder.metrics = metrics
+        for i in range(len(self.loop.copies)):
+            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
+                metrics[name].labels(i).set_function(partial(self._count, i, count))
 
     def _count(self, i: int, name: str) -> int:
         return int(getattr(self.loop.copies[i], name))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
 
 from djl_python_neuronx.errors import ServingError, load_failure
 
@@ -78,6 +82,9 @@ METRICS: dict[str, Metric] = {
 }
 
 
+_GAUGES = {f"{NAMESPACE}_{name}" for name, row in METRICS.items() if row.kind == "gauge"}
+
+
 class Metrics:
     """The metrics of `METRICS`, in a registry of their own: two services in one process do not share them."""
 
@@ -94,9 +101,34 @@ class Metrics:
             name: make[row.kind](f"{NAMESPACE}_{name}", row.doc, row.labels, registry=self.registry)
             for name, row in METRICS.items()
         }
+        self._last: dict[str, float] = {}
+        """What `embedded` saw last."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
+
+    def embedded(self, namespace: str, model: str) -> str:
+        """A line of JSON from which CloudWatch Logs makes metrics below `namespace` (its Embedded Metric Format).
+
+        It has the gauges' values, and what counters and the sums and counts of histograms gained since the last line.
+        """
+        values: dict[str, float] = defaultdict(float)
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    values[sample.name] += sample.value
+        gained = {
+            name: value if name in _GAUGES else value - self._last.get(name, 0.0)
+            for name, value in values.items()
+        }
+        self._last = values
+        directive = {
+            "Namespace": namespace,
+            "Dimensions": [["model"]],
+            "Metrics": [{"Name": name} for name in gained],
+        }
+        about = {"Timestamp": int(1000 * time.time()), "CloudWatchMetrics": [directive]}
+        return orjson.dumps({"_aws": about, "model": model, **gained}).decode()
 
 
 class _Together:
@@ -129,15 +161,15 @@ class Recorder:
     """The engine loop's observer: metrics, and a log line per request."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
 
     def rejected(self, error: ServingError) -> None:
         """See `Observer`."""
-        self._metrics["rejected_requests_total"].labels(error.code).inc()
+        self.metrics["rejected_requests_total"].labels(error.code).inc()
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """See `Observer`."""
-        metrics = self._metrics
+        metrics = self.metrics
         metrics["generated_tokens_total"].inc(num_tokens)
         if info is None:
             return
@@ -160,16 +192,16 @@ class Recorder:
 
     def died(self, cause: str, copy: int) -> None:
         """See `Observer`."""
-        self._metrics["engine_deaths_total"].labels(cause, copy).inc()
+        self.metrics["engine_deaths_total"].labels(cause, copy).inc()
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""
-        self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
+        self.metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
         logger.info("request_aborted request_id=%s", stream.request.label)
 
     def ended(self, stream: Stream, delta: Delta) -> None:
         """See `Observer`."""
-        metrics, request = self._metrics, stream.request
+        metrics, request = self.metrics, stream.request
         total_s = stream.last_token_s - stream.submitted_s
         reason = delta.finish_reason.value if delta.finish_reason else ""
         metrics["requests_total"].labels(request.protocol, reason).inc()

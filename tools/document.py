@@ -125,6 +125,12 @@ Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Ed
 
 The embedded server exposes these on `/metrics`, in Prometheus' text format. A histogram has `_bucket`, `_sum` and
 `_count`; times are in seconds.
+
+**CloudWatch.** With `option.cloudwatch_namespace` the server also logs them once a minute, as a line of JSON in the
+Embedded Metric Format. Wherever its log reaches CloudWatch Logs, as that of a SageMaker endpoint does, each becomes a
+metric with the dimension `model`: the sum over its other labels; of counters, sums and counts what the minute has
+added; without buckets. CloudWatch charges for each metric. SageMaker's "detailed observability" reads `/metrics` itself
+(port 8080), with labels and buckets, for queries in PromQL, which target tracking does not take.
 """
 
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {

@@ -165,7 +165,9 @@ def environment(arguments: argparse.Namespace) -> dict[str, str]:
         if not known and name != sources.API_KEYS:
             msg = f"nothing in the image reads the variable {name}; an option is set by OPTION_<NAME> (docs/options.md)"
             raise ConfigError(msg)
-    given.setdefault("OPTION_MODEL_NAME", arguments.name)
+    if not {"OPTION_MODEL_NAME", "OPTION_SERVED_MODEL_NAME"} & given.keys():
+        given["OPTION_MODEL_NAME"] = arguments.name
+    given.setdefault("OPTION_CLOUDWATCH_NAMESPACE", namespace(arguments.name))
     return given
 
 

@@ -40,6 +40,7 @@ from djl_python_neuronx.config.values import (
     Lower,
     ModelSource,
     Names,
+    Namespace,
     Object,
     OneOrList,
     Option,
@@ -366,6 +367,9 @@ class ServerOptions(OptionGroup):
     access_log: Annotated[Literal["text", "json", "off"], Lower, Option()] = "text"
     """One line of the log for each request, when its answer ends (docs/protocols.md); `json`: as a JSON object.
     Successful requests of `/ping`, `/health` and `/metrics` are left out."""
+    cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
+    """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
+    (docs/metrics.md)."""
     admin_port: Annotated[Port | None, _OPERATOR] = None
     """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
     `/info` are then 404 on the first port."""

@@ -460,6 +460,13 @@ Origins = Annotated[
     _Split,
     Allowed('origins such as "https://app.example.com,http://localhost:3000", or "*" for any'),
 ]
+Namespace = Annotated[
+    str,
+    StringConstraints(
+        strip_whitespace=True, max_length=255, pattern="^[0-9A-Za-z._/#-][0-9A-Za-z._/#: -]*$"
+    ),
+    Allowed("a namespace of CloudWatch such as djl-neuronx/chat"),
+]
 Words = Annotated[
     tuple[_Name, ...], _Filled, _Split, Allowed('names such as "lm_head,embed_tokens"')
 ]

@@ -67,7 +67,7 @@ from djl_python_neuronx.server.responses import (
     on_http_error,
     on_serving_error,
 )
-from djl_python_neuronx.telemetry import exposition
+from djl_python_neuronx.telemetry import Metrics, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,9 @@ BODIES = 8
 """Bodies of the largest size that may be read and parsed at once."""
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
+
+LOG_METRICS_S = 60
+"""Pause between two lines of the metrics: CloudWatch's usual resolution."""
 
 _ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
@@ -177,13 +180,23 @@ class Application:
             body["models"] = {one.names[0]: one.problem or "ready" for one in self.models}
         return JSONResponse(body)
 
+    def _metrics(self) -> dict[str, Metrics]:
+        """The metrics of the models that are loaded, by name."""
+        return {one.names[0]: one.service.metrics for one in self.models if one.service}
+
     @answers(str, "text/plain")
     async def metrics(self, _request: Request) -> Response:
         """Prometheus metrics; those of a model from the end of its load on."""
-        loaded = {one.names[0]: one.service.metrics for one in self.models if one.service}
         # On a thread: a millisecond of Python that tokens would wait for in the event loop.
-        body = await asyncio.to_thread(exposition, loaded)
+        body = await asyncio.to_thread(exposition, self._metrics())
         return Response(body, media_type="text/plain; version=0.0.4")
+
+    async def log_metrics(self) -> None:
+        """Log the metrics of each model for CloudWatch, if `option.cloudwatch_namespace` is set."""
+        if (namespace := self.options.cloudwatch_namespace) is not None:
+            for name, metrics in self._metrics().items():
+                line = await asyncio.to_thread(metrics.embedded, namespace, name)
+                logger.info(line, extra={"bare": True})
 
     @answers(Union[dict[str, Any], list[dict[str, Any]]], query=("model",))
     async def info(self, request: Request) -> Response:
@@ -324,6 +337,8 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             log_config=None,
             access_log=False,
+            callback_notify=application.log_metrics,
+            timeout_notify=LOG_METRICS_S,
         )
         super().__init__(config)
         self._application = application

@@ -151,7 +151,9 @@ class Model:
                 self._inside[service] -= 1
 
     def admit(self, service: Service | None) -> None:
-        """Give new requests, and those that wait, to a service."""
+        """Give new requests, and those that wait, to a service. It goes on with the metrics of the one before."""
+        if service is not None and self.service is not None:
+            service.observe(self.service.metrics)
         with self._lock:
             self.service = service
             if not self.stopped:

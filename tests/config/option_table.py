@@ -281,6 +281,10 @@ SERVER = {
         ("a.test", "https://a.test/", "https://*.a.test", "https://u@a.test", "", "true", 7),
     ),
     "access_log": choice("text", "json", "off"),
+    "cloudwatch_namespace": Row(
+        (("djl-neuronx/chat", "djl-neuronx/chat"), (" My Models #1 ", "My Models #1"), *NONE),
+        (":a", 'a"b', "a" * 256, *TEXT_BAD),
+    ),
     "admin_port": Row((("9000", 9000), (9000, 9000), *NONE), ("0", "65536", "-1", "http", [1])),
     "admin_host": Row((("127.0.0.1", "127.0.0.1"), ("::1", "::1"), *NONE), TEXT_BAD),
 }

@@ -25,6 +25,8 @@ ACCOUNT, REGION, NAME = "123456789012", "us-east-2", "chat"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/chat"
 IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/djl-neuronx:nxdi"
 MODEL = "s3://models/llama-3-8b"
+ADDED = {"OPTION_MODEL_NAME": "chat", "OPTION_CLOUDWATCH_NAMESPACE": "djl-neuronx/chat"}
+"""Variables of every container: where the dashboard and the autoscaling look for its metrics."""
 LLAMA_8B_BYTES = 8_030_261_248 * 2
 """Source: the parameters of Meta-Llama-3-8B, in bfloat16."""
 
@@ -91,7 +93,7 @@ class TestDeploy:
             "ExecutionRoleArn": ROLE,
             "PrimaryContainer": {
                 "Image": IMAGE,
-                "Environment": {"OPTION_COMPILATION": "forbid", "OPTION_MODEL_NAME": "chat"},
+                "Environment": {"OPTION_COMPILATION": "forbid", **ADDED},
                 "ModelDataSource": {
                     "S3DataSource": {
                         "S3Uri": "s3://models/llama-3-8b/",
@@ -126,6 +128,7 @@ class TestDeploy:
         options = read_settings(None, tmp_path, environ, problems, {}).options
         assert problems.messages("error") == ()
         assert options.model_names == ("chat",)
+        assert options.cloudwatch_namespace == "djl-neuronx/chat"
         assert (options.tensor_parallel_degree, options.replicas, options.predict_timeout) == (
             2,
             "max",
@@ -516,7 +519,7 @@ def test_the_calls_against_moto(folder, monkeypatch, capsys):
         )
         config = sagemaker.describe_endpoint_config(EndpointConfigName="chat-1")
         model = sagemaker.describe_model(ModelName=config["ProductionVariants"][0]["ModelName"])
-        assert model["PrimaryContainer"]["Environment"] == {**env, "OPTION_MODEL_NAME": "chat"}
+        assert model["PrimaryContainer"]["Environment"] == {**env, **ADDED}
         scaling = boto3.client("application-autoscaling", region_name=REGION)
         (target,) = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
             "ScalableTargets"

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +61,76 @@ DIGESTS = read_keys(None, f"{KEY}, {OTHER}")
 def server() -> Iterator[Running]:
     with serving(api_keys=DIGESTS) as running:
         yield running
+
+
+def extracted(line: str) -> dict[tuple[str, str, str], float]:
+    """The metrics that CloudWatch Logs makes of a line, by namespace, model and name.
+
+    Source: CloudWatch's user guide, "Specification: Embedded metric format".
+    """
+    event = json.loads(line)  # nothing before or after the object
+    about = event["_aws"]
+    assert abs(about["Timestamp"] / 1000 - time.time()) < PATIENCE_S
+    (directive,) = about["CloudWatchMetrics"]
+    assert directive.keys() == {"Namespace", "Dimensions", "Metrics"}
+    assert directive["Dimensions"] == [["model"]]
+    assert 0 < len(directive["Metrics"]) <= 100
+    found = {}
+    for metric in directive["Metrics"]:
+        value = event[metric["Name"]]
+        assert isinstance(value, (int, float))
+        found[directive["Namespace"], event["model"], metric["Name"]] = value
+    return found
+
+
+class TestCloudWatch:
+    def test_lines_add_up_to_the_metrics(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "LOG_METRICS_S", 0)
+        setup_logging()
+        seen: list[dict[tuple[str, str, str], float]] = []
+
+        def total(name: str) -> float:
+            lines = capsys.readouterr().err.splitlines()
+            seen.extend(extracted(line) for line in lines if line.startswith('{"_aws"'))
+            return sum(one.get(("chat/1", "toy", f"djl_neuronx_{name}"), 0) for one in seen)
+
+        with serving(cloudwatch_namespace="chat/1", access_log="off") as server:
+            wait_until(lambda: total("generated_tokens_total") == 0 and seen)
+            for _ in range(3):
+                assert status(talk(server, post(REQUEST, CLOSE))) == 200
+            wait_until(lambda: total("requests_total") == 3)
+            text = httpx.get(server.url + "/metrics", timeout=PATIENCE_S).text
+        made = next(
+            line
+            for line in text.splitlines()
+            if "_generated_tokens_total" in line and line[0] != "#"
+        )
+        assert total("generated_tokens_total") == float(made.split()[-1]) > 3
+        assert total("request_seconds_count") == 3
+        assert 0 < total("request_seconds_sum") < 3 * PATIENCE_S
+        # Gauges are what they are at the time, in each line.
+        assert {one["chat/1", "toy", "djl_neuronx_waiting_requests"] for one in seen} == {0}
+        assert all(("chat/1", "toy", "djl_neuronx_slots_in_use") in one for one in seen)
+        assert not {name for one in seen for *_, name in one if name.endswith("_bucket")}
+
+    def test_without_a_namespace_there_are_none(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "LOG_METRICS_S", 0)
+        looked = threading.Event()
+        log_metrics = Application.log_metrics
+
+        async def noted(application: Application) -> None:
+            await log_metrics(application)
+            looked.set()
+
+        monkeypatch.setattr(Application, "log_metrics", noted)
+        setup_logging()
+        with serving():
+            assert looked.wait(PATIENCE_S)
+        assert "_aws" not in capsys.readouterr().err
 
 
 class TestKeys:
