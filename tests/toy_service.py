@@ -18,7 +18,7 @@ from tests.toy_tokenizer import TOKENIZER
 
 
 def toy_service(
-    *backends: Backend,
+    *backends: Backend | Callable[[], Backend],
     proposer: Proposer | None = None,
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
@@ -26,12 +26,12 @@ def toy_service(
     start: bool = True,
     **settings: Any,
 ) -> Service:
-    """`backends`: one for each copy. `functions`: of `model.py`. `settings`: options by name."""
+    """`backends`: of each copy one, or what makes one at a start. `functions`: of `model.py`. `settings`: options."""
     options = ServingOptions(model_id="toy", **settings)
 
-    def load(backend: Backend) -> Engine:
+    def load(backend: Backend | Callable[[], Backend]) -> Engine:
         return Engine(
-            backend,
+            backend() if callable(backend) else backend,
             decode_interleave=options.decode_interleave,
             max_join_wait_s=options.max_join_wait_ms / 1000,
             proposer=proposer,

@@ -140,17 +140,21 @@ def check_all(
 
 
 def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
-    """Yield the names that two models have, and the options of the server itself in which two folders differ."""
+    """Yield why models cannot be served together: equal names, options of the server itself that differ, no process."""
     read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
+    for target, resolved in read:
+        if len(reports) > 1 and not resolved.options.engine_process:
+            why = "each of several models needs a process of its own"
+            yield f"{target}: option.engine_process=false: {why}; leave it out"
     for (one, first), (other, second) in combinations(read, 2):
         for name in set(first.options.model_names).intersection(second.options.model_names):
             yield f"{one} and {other} are both models named {name!r}; set option.model_name in one of the folders"
         for name in ServerOptions.model_fields:
-            values = [getattr(each.options, name) for each in (first, second)]
-            if values[0] != values[1]:
+            value, another = (getattr(each.options, name) for each in (first, second))
+            if value != another:
                 yield (
-                    f"option.{name} holds for the whole server: it is {as_property(values[0])} in {one} and "
-                    f"{as_property(values[1])} in {other}; write one value, or set it with -o {name}=…"
+                    f"option.{name} holds for the whole server: it is {as_property(value)} for {one} and "
+                    f"{as_property(another)} for {other}; write one value, or set it with -o {name}=…"
                 )
 
 

@@ -39,9 +39,9 @@ class Pair:
         self.served = Running(self.application)
         self.url = self.served.url
 
-    def load(self, name: str, *_: Any, **more: Any) -> Service:
+    def load(self, name: str, *backends: ToyBackend, **more: Any) -> Service:
         options = {"model_name": (name, f"{name}-alias"), **self.settings.get(name, {})}
-        return toy_service(self.backends[name], **options, **more)
+        return toy_service(*backends or [self.backends[name]], **options, **more)
 
     def load_all(self) -> None:
         for name, model in self.models.items():
@@ -312,3 +312,244 @@ def test_a_model_whose_engine_is_given_up_leaves_the_others_alone() -> None:
     assert all(f"{name}: " in ping.json()["error"] for name in NAMES)
     assert "the device is gone" in str(pair.application.failure)
     loads.end()
+
+
+class Reloading:
+    """A server of one model, which is reloaded while a test asks."""
+
+    def __init__(self, num_copies: int = 1, **options: Any) -> None:
+        self.num_copies, self.options = num_copies, options
+        self.made: list[list[ToyBackend]] = []
+        """The backends of each load, in the order of their starts."""
+        self.prepare_fails: list[BaseException] = []
+        self.load_fails: list[BaseException] = []
+        self.start_fails: list[BaseException] = []
+        """Of the last copy: those before it have been replaced."""
+        self.hold = threading.Event()
+        """Engines start while it is set."""
+        self.hold.set()
+        self.model = Model("toy")
+        self.application = Application(self.model)
+        self.application.stop = lambda: None
+        self.loader = Loader(
+            {self.model: self._load}, self._prepare, lambda _: None, self.application.fail
+        )
+        self.served = Running(self.application)
+        self.url = self.served.url
+        self.loader.thread.start()
+        wait_until(lambda: http.get(self.url + "/ping").status_code == 200)
+
+    def _prepare(self) -> list[tuple[str, ...]]:
+        if self.prepare_fails:
+            raise self.prepare_fails.pop()
+        return [()]
+
+    def _load(self, _stage: Any, on_death: Any, *, placed: Any = (), start: bool = True) -> Service:
+        assert placed == ()
+        if self.load_fails:
+            raise self.load_fails.pop()
+        made: list[ToyBackend] = []
+        self.made.append(made)
+
+        def make() -> ToyBackend:
+            made.append(ToyBackend(replace(TOY_SPEC, num_slots=2), step_s=0.002))
+            return made[-1]
+
+        makes = [make] * self.num_copies
+        service = toy_service(*makes, on_death=on_death, start=start, **self.options)
+        begin = service.loop.start
+
+        def held(i: int) -> None:
+            assert self.hold.wait(PATIENCE_S)
+            if self.start_fails and i == self.num_copies - 1 and len(self.made) > 1:
+                raise self.start_fails.pop()
+            begin(i)
+
+        service.loop.start = held  # type: ignore[method-assign]
+        return service
+
+    def post(self, prompt: list[int], num_tokens: int = 5, **more: Any) -> Any:
+        return http.post(self.url + "/invocations", json=body(prompt, num_tokens, **more))
+
+    def reload(self) -> None:
+        self.loader.reload()
+
+    def close(self) -> None:
+        self.hold.set()
+        for backend in (one for backends in self.made for one in backends):
+            backend.resume.set()
+        self.served.close()
+        assert self.loader.end(PATIENCE_S)
+        for service in self.model.services:
+            service.close()
+
+
+class Crowd:
+    """Clients that ask without a pause until the end of a block; each answer must be right."""
+
+    def __init__(self, server: Reloading, count: int = 6) -> None:
+        self._server, self._enough = server, threading.Event()
+        self.wrong: list[str] = []
+        self.done = 0
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
+
+    def _ask(self, i: int) -> None:
+        turn = 0
+        while not self._enough.is_set():
+            turn += 1
+            prompt = [3 + i, 3 + turn % 250]
+            found = self._server.post(prompt, 12, stream=bool(turn % 2))
+            text = json.loads(found.text.splitlines()[-1]).get("generated_text")
+            if found.status_code != 200 or text != answer(prompt, 12):
+                self.wrong.append(found.text)
+            self.done += 1
+
+    def __enter__(self) -> Crowd:
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: self.done > len(self._threads))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        assert self.wrong == []
+
+
+@pytest.fixture(params=[1, 3])
+def reloading(request: pytest.FixtureRequest) -> Iterator[Reloading]:
+    made = Reloading(request.param)
+    yield made
+    made.close()
+
+
+def test_a_reload_fails_no_request(reloading: Reloading, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Crowd(reloading) as crowd:
+        for count in (1, 2):
+            reloading.reload()
+            wait_until(lambda count=count: caplog.text.count("reloaded model=toy") == count)
+            asked = crowd.done
+            wait_until(lambda asked=asked: crowd.done > asked + 6)
+    assert len(reloading.made) == 3
+    for backends in reloading.made[:2]:
+        assert all(backend.closed and not backend.acquired for backend in backends)
+    assert all(backend.num_steps for backend in reloading.made[2])
+    lines = http.get(reloading.url + "/metrics").text.splitlines()
+    name = "djl_neuronx_requests_total{"
+    counted = sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    assert counted == crowd.done
+
+
+def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
+    reloading = Reloading()
+    (old,) = reloading.made[0]
+    begun = old.num_steps
+    old.hang_at = {begun + 4}
+    answers: list[Any] = []
+
+    def ask(prompt: list[int]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: answers.append(reloading.post(prompt, 9)))
+        thread.start()
+        return thread
+
+    threads = [ask([5, 6])]
+    assert old.hanging.wait(PATIENCE_S)
+    reloading.hold.clear()
+    reloading.reload()
+
+    def ping() -> Any:
+        return http.get(reloading.url + "/ping")
+
+    wait_until(lambda: "is being reloaded" in ping().text)
+    threads += [ask([7, 8]), ask([9])]
+    model = reloading.model
+    wait_until(lambda: model._door is not None and len(model._door._done_callbacks) == 2)  # type: ignore[attr-defined]
+    old.resume.set()  # what runs ends on the old engine, and nothing else comes to it
+    threads[0].join(PATIENCE_S)
+    assert answers[0].json() == {"generated_text": answer([5, 6], 9)}
+    assert (old.num_steps - begun, ping().status_code) == (9, 503)
+    reloading.hold.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    texts = {found.json()["generated_text"] for found in answers}
+    assert texts == {answer(prompt, 9) for prompt in ([5, 6], [7, 8], [9])}
+    wait_until(lambda: ping().status_code == 200)
+    reloading.close()
+
+
+def test_who_waits_too_long_at_the_door_gets_503() -> None:
+    reloading = Reloading(predict_timeout=0.3)
+    reloading.hold.clear()
+    reloading.reload()
+    wait_until(lambda: "is being reloaded" in http.get(reloading.url + "/ping").text)
+    found = reloading.post([5])
+    assert (found.status_code, int(found.headers["retry-after"]) > 0) == (503, True)
+    assert "0.3 s (option.predict_timeout)" in found.json()["error"]
+    reloading.close()
+
+
+def test_a_stop_ends_the_wait_at_the_door() -> None:
+    reloading = Reloading()
+    reloading.hold.clear()
+    reloading.reload()
+    wait_until(lambda: "is being reloaded" in http.get(reloading.url + "/ping").text)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(reloading.post([5])))
+    thread.start()
+    model = reloading.model
+    wait_until(lambda: model._door is not None and model._door._done_callbacks)  # type: ignore[attr-defined]
+    reloading.served.close()
+    thread.join(PATIENCE_S)
+    assert (found[0].status_code, "server is stopping" in found[0].text) == (503, True)
+    reloading.close()
+    assert reloading.application.failure is None
+
+
+@pytest.mark.parametrize("failing", ["prepare_fails", "load_fails", "start_fails"])
+def test_a_reload_that_fails_leaves_the_old_service(
+    reloading: Reloading, failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    service = reloading.model.service
+    getattr(reloading, failing).append(BackendError("no memory"))
+    with Crowd(reloading) as crowd:
+        reloading.reload()
+        wait_until(lambda: "reload_failed" in caplog.text)
+        wait_until(lambda: not reloading.model.reloading)
+        asked = crowd.done
+        wait_until(lambda: crowd.done > asked + 6)
+        assert reloading.model.service is service
+        assert http.get(reloading.url + "/ping").status_code == 200
+    assert "no memory" in caplog.text
+    assert "reloaded model" not in caplog.text
+    assert reloading.application.failure is None
+    assert service is not None
+    assert all(copy.alive for copy in service.loop.copies)
+    reloading.reload()  # and the next one works
+    wait_until(lambda: "reloaded model" in caplog.text)
+    assert reloading.model.service is not service
+
+
+def test_a_reload_to_other_copies_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    reloading = Reloading(1)
+    reloading.num_copies = 2
+    reloading.reload()
+    wait_until(lambda: "restart the server" in caplog.text)
+    assert reloading.post([5, 6]).json() == {"generated_text": answer([5, 6])}
+    reloading.close()
+
+
+def test_wishes_during_a_reload_are_one_more(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reloading = Reloading(1)
+    reloading.hold.clear()
+    reloading.reload()
+    wait_until(lambda: len(reloading.made) == 2)
+    for _ in range(3):
+        reloading.reload()
+    reloading.hold.set()
+    wait_until(lambda: caplog.text.count("reloaded model=toy") == 2)
+    reloading.close()
+    assert len(reloading.made) == 3
