@@ -145,7 +145,7 @@ class Service:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
             functions.pop("output_formatter", None)
-        placed = placed or place([prepared.need], prepared.machine)[0]
+        placed = placed or place([prepared.need], prepared.case.device)[0]
         # All copies load the graphs that are compiled here, on the cores of the first one.
         models = [
             replace(model, environ=with_cores(model.environ, placed[0]))
