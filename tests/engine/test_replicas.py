@@ -304,6 +304,25 @@ def test_without_any_engine_requests_wait_for_the_first_that_is_ready() -> None:
         assert inbox.drain(PATIENCE_S)[-1].error is None
 
 
+def test_what_waits_for_a_restart_goes_to_the_first_copy_with_room_and_an_engine(
+    no_load: Callable[[], None],
+) -> None:
+    with rig(2, restarts=5, max_waiting=1) as copies:
+        for name in "abcd":
+            copies.submit(name)
+        assert (copies.where(*"ac"), copies.where(*"bd")) == (0, 1)
+        no_load()
+        copies.kill(0)
+        wait_until(lambda: len(copies.hosts[0]) == 2)
+        assert copies.owners("a") == [0]
+        copies.finish(1, "b")
+        assert copies.hosts[1][0].receive("add")["request_id"] == "a"
+        assert copies.owners("c") == [0]
+        copies.finish(1, "a")
+        assert copies.hosts[1][0].receive("add")["request_id"] == "c"
+        assert len(copies.loop.streams) == 2
+
+
 def test_the_others_serve_on_when_a_copy_is_given_up_and_the_last_ends_all() -> None:
     with rig(2, restarts=0) as copies:
         inboxes = [copies.submit(name) for name in "abc"]
