@@ -134,7 +134,12 @@ class Service:
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
         prepared = prepare_or_raise(
-            properties, model_dir, environ=environ, overrides=overrides, progress=progress
+            properties,
+            model_dir,
+            environ=environ,
+            overrides=overrides,
+            among_others=bool(placed),
+            progress=progress,
         )
         options = prepared.options
         functions = {name: one for name, one in (properties or {}).items() if callable(one)}
@@ -142,7 +147,7 @@ class Service:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
             functions.pop("output_formatter", None)
-        placed = placed or place([prepared.need], prepared.machine)[0]
+        placed = placed or place([prepared.need], prepared.case.device)[0]
         # All copies load the graphs that are compiled here, on the cores of the first one.
         models = [
             replace(model, environ=with_cores(model.environ, placed[0]))
