@@ -229,8 +229,8 @@ class EngineLoop:
         return True
 
     def release(self, request_id: str) -> Stream | None:
-        """Remove a request that no engine has, for another copy; None if it is not open."""
-        return self._remove(request_id, abort=False)
+        """Remove a request without a token, for another copy; None if it is not open."""
+        return self._remove(request_id)
 
     def stop(self) -> None:
         """End the engine; requests that still run get an error. Does not wait."""
@@ -416,12 +416,13 @@ class EngineLoop:
 
     def _restart(self, death: _Death) -> bool:
         """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
-        with self.streams.lock:
-            self._link = None
         self.stage = f"the engine has ended ({death.cause})"
         self.state, self._busy = EngineState(), False
         if self._engine.restartable:
             self._settle(death.error)
+        with self.streams.lock:
+            self._link = None
+        if self._engine.restartable:
             self._leave(None)
             end_engine(self._engine)
         while self._may_restart(death):
@@ -506,6 +507,7 @@ class EngineLoop:
         while not self._closing.wait(period_s) and output_thread.is_alive():
             self._end_late()
             if self._link is None:
+                self._leave(None)
                 self._expire()
             elif not (self._busy or len(self.streams)):
                 self._silent_s = 0.0

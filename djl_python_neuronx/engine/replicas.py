@@ -75,8 +75,8 @@ class Replicas:
     preferred whose slots last held the longest beginning of its prompt. Today this only keeps like prompts together: no
     backend reuses the cache of a prefix (`Backend.acquire` returns 0). One that does will find it in this copy.
 
-    If the engine of a copy dies, requests without a token go to another one that has an engine; what finds no room
-    there waits for the restart.
+    If the engine of a copy dies, requests without a token go to others that have an engine, as soon as there is room;
+    until then they wait for the restart.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Replicas:
         Raises:
             ServingError: see `EngineLoop.submit_all`; or no copy takes requests.
         """
-        beginnings = self._beginnings(group)
+        beginnings = _beginnings(group[0].request) if len(self._copies) > 1 else []
         with self._lock:
             copy = self._choose(beginnings)
             if copy is None:
@@ -319,9 +319,6 @@ class Replicas:
         equal = [copy for copy in taking if len(copy.loop.streams) == least]
         return max(equal, key=lambda copy: _num_held(copy, beginnings))
 
-    def _beginnings(self, group: Sequence[Stream]) -> list[int]:
-        return _beginnings(group[0].request) if len(self._copies) > 1 else []
-
     def _note(self, copy: _Copy, beginnings: Sequence[int]) -> None:
         """Note what a slot of a copy will hold; the oldest is forgotten."""
         for beginning in beginnings:
@@ -343,14 +340,13 @@ class Replicas:
                 loop.streams.close(given_up)
             for _, together in groupby(loop.streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
-                beginnings = self._beginnings(group)
-                other = self._choose(beginnings)
+                other = self._choose(())
                 # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
                 if other is None or other is copy or not (other.loop.alive or given_up):
                     break
-                if other.loop.adopt(group, loop.release):
-                    self._note(other, beginnings)
-                    num_moved += len(group)
+                if not other.loop.adopt(group, loop.release):
+                    break
+                num_moved += len(group)
         if num_moved:
             logger.warning("requests_moved from_copy=%d requests=%d", loop.copy, num_moved)
 

@@ -34,10 +34,12 @@ def place(needs: Sequence[Need], device: DeviceInfo) -> list[tuple[str, ...]]:
 
     Empty texts set no variable: on a CPU, where `max` is 1, and for one copy of one model, which takes the cores that
     the environment leaves it or the first free ones. All others get contiguous ranges of `device.core_numbers`, the
-    largest first. `max` models get a copy each beside the copies
-    that are numbered, then further ones in turn until no more fits.
+    largest first. `max` models get a copy each beside the copies that are numbered, then further ones in turn until no
+    more fits.
 
-    A placement is found whenever there is one if the cores have no gaps, or if each size divides the next larger one.
+    A placement is found whenever there is one, if each size divides the next larger one, and on Inf2 also with 12 cores
+    beside 8 if the numbers have no gaps. Other mixtures, such as three pipeline stages on Trn1, may be refused although
+    they would fit in another order.
 
     Raises:
         ConfigError: the cores do not hold all copies, or their number is not known.

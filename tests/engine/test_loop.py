@@ -641,6 +641,7 @@ class Parts:
 
     restartable = True
     loads = True
+    spec = LONG
 
     def __init__(self, log: list[str]) -> None:
         front, end = socket.socketpair()
@@ -649,7 +650,7 @@ class Parts:
         self._log = log
         log.append("started")
         if self.loads:
-            self.engine.send("ready", SPEC.dump_python(LONG, mode="json"), None)
+            self.engine.send("ready", SPEC.dump_python(self.spec, mode="json"), None)
 
     def receive(self, kind: str) -> Any:
         """The next message, which must be of a kind."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need, alignment, place
+from djl_python_neuronx.planning.defaults import fill
 from djl_python_neuronx.planning.machines import (
     FAMILIES,
     INSTANCES,
@@ -18,6 +23,7 @@ from djl_python_neuronx.planning.machines import (
     named,
     on_single_cores,
 )
+from djl_python_neuronx.planning.model import ModelFacts
 
 NOWHERE = DeviceInfo(None, 0, 0, 0, 4, "no devices")
 
@@ -182,6 +188,27 @@ def test_unknown_cores():
     assert place([Need("m", 2, "max")], limited) == [("0-1", "2-3")]
 
 
+MODELS = sorted((Path(__file__).parent / "models").glob("*.json"))
+
+
+@pytest.mark.parametrize("machine", INSTANCES)
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_each_model_fills_each_machine_with_what_its_degree_leaves_room_for(model, machine):
+    facts = ModelFacts.from_config(json.loads(model.read_text()))
+    device = named(machine)
+    for replicas in ("max", 2):
+        options = ServingOptions(model_id="m", model_loader="tnx", replicas=replicas)
+        degree, _ = fill(Case(options, facts, device, "tnx"))["tensor_parallel_degree"]
+        needs = [Need("m", degree, replicas)]
+        if replicas == 2 and 2 * degree > device.neuron_cores:
+            with pytest.raises(ConfigError, match=f"need {2 * degree} NeuronCores"):
+                place(needs, device)
+            continue
+        placed = place(needs, device)
+        free = check_placement(needs, device, placed)
+        assert replicas == 2 or len(free) < degree
+
+
 def _random_needs(draw: random.Random, device: DeviceInfo) -> list[Need]:
     family = FAMILIES[device.family]
     degrees = (*family.degrees, *family.used_degrees)
@@ -237,10 +264,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (1, 2, 3, 4, 6)], ids=["divisible", "pipelines"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [*((family, (1, 2, 4, 8)) for family in SMALL), ("inf2", (1, 2, 3, 4, 6))],
+)
 def test_found_whenever_there_is_one(family, sizes):
-    """With gaps where each size divides the next, without gaps whatever the sizes."""
+    """With gaps where each size divides the next, on Inf2 without gaps whatever the sizes."""
     device, compared = SMALL[family], 0
     lists = [range(8)]
     if sizes == (1, 2, 4, 8):
