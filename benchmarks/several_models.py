@@ -228,15 +228,13 @@ def cpu_s(pid: int | None) -> float:
 class Bench:
     """A server of several models, and its clients. A context."""
 
-    def __init__(
-        self, copies: Mapping[str, int], num_streams: int, step_s: float, seed: int
-    ) -> None:
-        """`copies`: of each model. `num_streams`: for each engine."""
+    def __init__(self, copies: Mapping[str, int], options: argparse.Namespace) -> None:
+        """`copies`: of each model."""
+        num_streams = options.streams // NUM_ENGINES
         self.num_slots = int(num_streams * RUNNING)
         self._copies = copies
-        self._streams = [name for name, count in copies.items() for _ in range(count * num_streams)]
-        self._step_s = step_s
-        self._seed = seed
+        self.streams = [name for name, count in copies.items() for _ in range(count * num_streams)]
+        self._options = options
         self.wrong: list[str] = []
         self._open = contextlib.ExitStack()
 
@@ -247,7 +245,11 @@ class Bench:
             self.folders = {name: work / name for name in self._copies}
             for number, (name, folder) in enumerate(self.folders.items()):
                 sleep_device.save_model(
-                    folder, vocab=VOCAB, step_s=self._step_s, length=LENGTH, answers=number
+                    folder,
+                    vocab=VOCAB,
+                    step_s=self._options.step_ms / 1e3,
+                    length=LENGTH,
+                    answers=number,
                 )
                 sleep_device.Stamps(folder)
                 lines = f"option.replicas={self._copies[name]}\n"
@@ -264,7 +266,7 @@ class Bench:
             self._end, end = context.Pipe()
             self._clients = context.Process(
                 target=ask_all,
-                args=(self.server.port, self.folders, self._streams, self._seed, end),
+                args=(self.server.port, self.folders, self.streams, self._options.seed, end),
                 daemon=True,
             )
             self._clients.start()
@@ -272,7 +274,7 @@ class Bench:
             end.close()
             for name in self._copies:
                 self.wait_busy(name)
-            time.sleep(SETTLE_S)
+            time.sleep(min(SETTLE_S, self._options.seconds))
             self._open = undo.pop_all()
         return self
 
@@ -377,8 +379,7 @@ def percentiles(results: Iterable[Result], began: Mark, end: Mark) -> list[float
 def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each run; nothing is killed in the first one."""
     runs = []
-    per_engine = options.streams // NUM_ENGINES
-    with Bench(COPIES, per_engine, options.step_ms / 1e3, options.seed) as bench:
+    with Bench(COPIES, options) as bench:
         for killed in (None, "a", "b"):
             began = bench.mark()
             time.sleep(options.seconds)
@@ -402,7 +403,7 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
         rates = run.kill.since(run.began)
         yield {
             "killed": run.killed,
-            "streams": per_engine * NUM_ENGINES,
+            "streams": len(bench.streams),
             "slots": bench.num_slots,
             "step_ms": options.step_ms,
             "requests": len(mine),
@@ -423,9 +424,8 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
 
 def engine_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each number of engines."""
-    per_engine = options.streams // NUM_ENGINES
     for count in options.engines:
-        with Bench({"a": count}, per_engine, options.step_ms / 1e3, options.seed) as bench:
+        with Bench({"a": count}, options) as bench:
             began = bench.mark()
             time.sleep(options.seconds)
             end = bench.mark()
@@ -436,7 +436,7 @@ def engine_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[
         p50, p99 = percentiles(results, began, end)
         yield {
             "engines": count,
-            "streams": count * per_engine,
+            "streams": len(bench.streams),
             "slots": bench.num_slots,
             "step_ms": options.step_ms,
             "tokens_s": round(rates.tokens),
