@@ -38,7 +38,8 @@ import orjson
 
 from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.loop import LoopSettings
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.protocol.base import Formatter, ParseContext
@@ -223,9 +224,13 @@ def _generate(
     sampling = sampling or SETTINGS[case.setting]
     random = np.random.default_rng(1)
     tokenizer = TableTokenizer(case.vocab)
-    loop = EngineLoop(
-        lambda: EngineThread(lambda: Engine(backend)), tokenizer, observer=Recorder(Metrics())
+    loop = Replicas(
+        [lambda: EngineThread(lambda: Engine(backend))],
+        lambda: tokenizer,
+        observer=Recorder(Metrics()),
+        settings=LoopSettings(),
     )
+    loop.start_all()
     body = {"inputs": "-", "stream": case.format == "jsonlines"}
     inbox = BlockingQueue()
     formatters: dict[str, Formatter] = {}

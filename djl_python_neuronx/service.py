@@ -7,23 +7,31 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.base import Want
+from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
-from djl_python_neuronx.engine.loop import EngineLoop, Host, LoopSettings, end_engine
+from djl_python_neuronx.engine.loop import Host, LoopSettings
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, prepare_or_raise
+from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
+from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
+from djl_python_neuronx.planning.cores import place
+from djl_python_neuronx.planning.machines import with_cores
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.custom import CustomFormatters
@@ -43,46 +51,62 @@ class Service:
     def __init__(
         self,
         options: ServingOptions,
-        tokenizer: Tokenizer,
-        launch: Callable[[], Host],
+        tokenizer: Callable[[], Tokenizer],
+        launches: Sequence[Callable[[], Host]],
         *,
-        first: Host | None = None,
-        on_death: Callable[[ServingError], None] | None = None,
+        cores: Sequence[str] = (),
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        room: Callable[[], AbstractContextManager[object]] = nullcontext,
+        start: bool = True,
+        on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engine is ready. `launch`, `first`, `on_death`: see `EngineLoop`.
+        """Wait until the engines are ready; with `start` false none is started.
+
+        `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
+        engines load. `functions`: of `model.py`.
 
         Raises:
-            ServingError: the engine could not be loaded.
+            ServingError: an engine could not be loaded.
         """
         self.options = options
-        self.tokenizer = tokenizer
-        self.custom: CustomFormatters | None = None
-        """The formatters of `model.py`, if it has any."""
         self.metrics = Metrics()
         self._recorder = Recorder(self.metrics)
         self._ids = itertools.count(1)
         self.defaults: Mapping[str, Any] = {}
         """Parameters of OpenAI's requests that set none; set before requests come."""
-        self.loop = EngineLoop(
-            launch,
+        self.loop = Replicas(
+            launches,
             tokenizer,
-            first=first,
+            observer=self._recorder,
+            cores=cores,
             settings=LoopSettings(
                 max_waiting=options.max_waiting,
                 step_timeout_s=options.predict_timeout,
                 queue_timeout_s=options.predict_timeout,
                 restarts=options.engine_restarts,
                 max_request_s=options.max_request_seconds or math.inf,
+                room=room,
             ),
             on_death=on_death,
             on_progress=progress.stage,
-            observer=self._recorder,
         )
+        for i in range(len(launches)):
+            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
+                self.metrics[name].labels(i).set_function(partial(self._count, i, count))
+        # The tokenizer and the engines load side by side: each imports a large library.
+        started = ThreadPoolExecutor(1).submit(self.loop.start_all) if start else None
+        try:
+            self.tokenizer = tokenizer()
+            self.custom = CustomFormatters(functions, self.tokenizer) if functions else None
+            """The formatters of `model.py`, if it has any."""
+        except BaseException:
+            self.loop.close()
+            raise
+        if started is not None:
+            started.result()
         self.loaded_s = int(time.time())
         """Time of the load, in seconds of the clock."""
-        self.metrics["slots_in_use"].set_function(lambda: self.loop.state.running)
-        self.metrics["waiting_requests"].set_function(lambda: self.loop.state.waiting)
 
     @classmethod
     def load(
@@ -92,12 +116,16 @@ class Service:
         *,
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, str] = MappingProxyType({}),
-        on_death: Callable[[ServingError], None] | None = None,
+        placed: Sequence[str] = (),
+        start: bool = True,
+        on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> Service:
         """Fetch, compile and load the model that the settings name, and start serving it. Takes seconds to hours.
 
-        `properties` come from DJL Serving (None outside it), `overrides` from the command line.
+        `properties` come from DJL Serving (None outside it), `overrides` from the command line. `placed`: the cores of
+        each copy, from `place`; by default this model has the machine to itself. With `start` false everything is
+        prepared and no engine started, which `Replicas.start` does.
 
         Raises:
             ServingError: the settings, the model's files or the machine do not allow it.
@@ -106,7 +134,12 @@ class Service:
         environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
         prepared = prepare_or_raise(
-            properties, model_dir, environ=environ, overrides=overrides, progress=progress
+            properties,
+            model_dir,
+            environ=environ,
+            overrides=overrides,
+            among_others=bool(placed),
+            progress=progress,
         )
         options = prepared.options
         functions = {name: one for name, one in (properties or {}).items() if callable(one)}
@@ -114,16 +147,23 @@ class Service:
             functions = custom.load(model_dir)
         if options.output_formatter is not None:
             functions.pop("output_formatter", None)
-        models = [model for model in (prepared, prepared.draft) if model is not None]
-        # The tokenizer and the engine load side by side: each imports a large library.
+        placed = placed or place([prepared.need], prepared.case.device)[0]
+        # All copies load the graphs that are compiled here, on the cores of the first one.
+        models = [
+            replace(model, environ=with_cores(model.environ, placed[0]))
+            for model in (prepared, prepared.draft)
+            if model is not None
+        ]
         tokenizer = ThreadPoolExecutor(1).submit(
-            prepared.load_tokenizer, needs_torch=not prepared.options.engine_process
+            prepared.load_tokenizer, needs_torch=not options.engine_process
         )
         # All before any is loaded: a compilation needs the cores that a loaded model holds.
         graphs = [obtain(model, tokenizer.result) for model in models]
         job = EngineJob(
             tuple(
-                ModelJob(model.backend, compiled.plan, compiled.folder)
+                ModelJob(
+                    model.backend, _with_threads(model, compiled.plan, len(placed)), compiled.folder
+                )
                 for model, compiled in zip(models, graphs, strict=True)
             ),
             ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
@@ -132,31 +172,37 @@ class Service:
             worker=WorkerSettings(options.predict_timeout, warm_up=not options.skip_warmup),
             log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
         )
-        launch: Callable[[], Host] = partial(EngineThread, job.load, job.worker)
+        launches: list[Callable[[], Host]] = [partial(EngineThread, job.load, job.worker)]
         if options.engine_process:
-            launch = partial(EngineProcess, job, prepared.environ)
-        first = launch()
-        try:
-            loaded = tokenizer.result()
-            formatters = CustomFormatters(functions, loaded) if functions else None
-        except BaseException:
-            first.kill()
-            end_engine(first)
-            raise
-        service = cls(options, loaded, launch, first=first, on_death=on_death, progress=progress)
-        service.custom = formatters
+            launches = [
+                partial(EngineProcess, replace(job, copy=i), with_cores(prepared.environ, cores))
+                for i, cores in enumerate(placed)
+            ]
+        service = cls(
+            options,
+            tokenizer.result,
+            launches,
+            cores=placed,
+            functions=functions,
+            room=partial(LOAD_MEMORY.of, prepared.host_bytes),
+            start=start,
+            on_death=on_death,
+            progress=progress,
+        )
         if options.generation_config == "auto":
             service.defaults = default_parameters(prepared.artifact.generation)
-        spec = service.loop.spec
-        logger.info(
-            "loaded backend=%s model_type=%s slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
-            prepared.backend,
-            prepared.artifact.model_type,
-            spec.num_slots,
-            spec.max_model_len,
-            spec.prefill_buckets,
-            time.monotonic() - started_s,
-        )
+        if start:
+            spec = service.loop.spec
+            logger.info(
+                "loaded backend=%s model_type=%s copies=%d slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
+                prepared.backend,
+                prepared.artifact.model_type,
+                len(placed),
+                spec.num_slots,
+                spec.max_model_len,
+                spec.prefill_buckets,
+                time.monotonic() - started_s,
+            )
         for compiled in graphs:
             if compiled.cache_hit is not None:
                 outcome = "hits" if compiled.cache_hit else "misses"
@@ -198,6 +244,9 @@ class Service:
             self._recorder.rejected(error)
             raise
 
+    def _count(self, i: int, name: str) -> int:
+        return int(getattr(self.loop.copies[i], name))
+
     @property
     def speculation(self) -> dict[str, object] | None:
         """The speculation in use, as plain values: number of drafts, their source, whether it is active. Or None."""
@@ -221,3 +270,10 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPlan:
+    """Return the plan of a copy: on a CPU the copies share the threads that one alone would take."""
+    if not prepared.case.on_cpu or plan.num_threads is not None or num_copies == 1:
+        return plan
+    return replace(plan, num_threads=max(1, (count_cores() - 1) // num_copies))

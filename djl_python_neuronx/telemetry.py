@@ -69,14 +69,14 @@ METRICS: dict[str, Metric] = {
     "accepted_draft_tokens_total": Metric("counter", "Draft tokens accepted."),
     "draft_seconds": Metric("histogram", "Time to propose the drafts of a step."),
     "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
-    "slots_in_use": Metric("gauge", "Sequences with a slot."),
-    "waiting_requests": Metric("gauge", "Sequences waiting for a slot."),
+    "slots_in_use": Metric("gauge", "Sequences with a slot.", ("copy",)),
+    "waiting_requests": Metric("gauge", "Sequences waiting for a slot.", ("copy",)),
     "compile_cache_hits_total": Metric("counter", "Compiled models found in a store or mirror."),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
         "counter",
-        "Unwanted ends of the engine, by signal, status or error.",
-        ("cause",),
+        "Unwanted ends of an engine, by signal or error.",
+        ("cause", "copy"),
     ),
     "load_seconds": Metric("gauge", "Time to load the model."),
 }
@@ -170,9 +170,9 @@ class Recorder:
             metrics["draft_tokens_total"].inc(info.drafted)
             metrics["accepted_draft_tokens_total"].inc(info.accepted)
 
-    def died(self, cause: str) -> None:
+    def died(self, cause: str, copy: int) -> None:
         """See `Observer`."""
-        self._metrics["engine_deaths_total"].labels(cause).inc()
+        self._metrics["engine_deaths_total"].labels(cause, copy).inc()
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""

@@ -428,11 +428,11 @@ def test_a_first_load_that_is_killed_ends_the_process_and_names_the_signal(serve
 def test_metrics_count_deaths_by_cause(server):
     name = "djl_neuronx_engine_deaths_total"
     causes = ("SIGKILL", "SIGSEGV")
-    before = [server.metric(f'{name}{{cause="{cause}"}}') for cause in causes]
+    before = [server.metric(f'{name}{{cause="{cause}",copy="0"}}') for cause in causes]
     for prompt, number in zip("ab", (signal.SIGKILL, signal.SIGSEGV), strict=True):
         server.kill_engine(number)
         assert ids(server.ask(prompt)) == right(prompt)
-    after = [server.metric(f'{name}{{cause="{cause}"}}') for cause in causes]
+    after = [server.metric(f'{name}{{cause="{cause}",copy="0"}}') for cause in causes]
     assert after == [count + 1 for count in before]
 
 
@@ -482,7 +482,7 @@ def test_sigterm_while_the_engine_starts_and_nobody_waits_ends_it(serve):
 
 
 def test_a_death_during_a_reload_keeps_its_signal(server):
-    name = 'djl_neuronx_engine_deaths_total{cause="SIGKILL"}'
+    name = 'djl_neuronx_engine_deaths_total{cause="SIGKILL",copy="0"}'
     before = server.metric(name)
     server.hold()
     server.kill_engine()

@@ -25,8 +25,8 @@ PROJECT = ("pyproject.toml", ".git_archival.txt", ".gitattributes", "README.md",
 
 
 def git(folder: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=b")
-    command = ["git", *identity, *arguments]
+    settings = ("user.name=a", "user.email=a@b.org", "commit.gpgsign=false", "safe.directory=*")
+    command = ["git", *(part for one in settings for part in ("-c", one)), *arguments]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=60, check=True
     ).stdout

@@ -12,7 +12,6 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.service import Service
 from tests.toy_tokenizer import TOKENIZER
 
@@ -22,7 +21,7 @@ def toy_service(
     *,
     proposer: Proposer | None = None,
     warm_up: bool = False,
-    on_death: Callable[[ServingError], None] | None = None,
+    on_death: Callable[[ServingError], None] = lambda _error: None,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **settings: Any,
 ) -> Service:
@@ -38,7 +37,10 @@ def toy_service(
         )
 
     worker = WorkerSettings(options.predict_timeout, warm_up=warm_up)
-    service = Service(options, TOKENIZER, lambda: EngineThread(load, worker), on_death=on_death)
-    if functions:
-        service.custom = CustomFormatters(functions, TOKENIZER)
-    return service
+    return Service(
+        options,
+        lambda: TOKENIZER,
+        [lambda: EngineThread(load, worker)],
+        functions=functions,
+        on_death=on_death,
+    )

@@ -27,10 +27,9 @@ from dashboard import dashboard, namespace
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.errors import ConfigError, ServingError
-from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning import machines, memory
-from djl_python_neuronx.planning.cores import Need, place
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 VARIANT = "main"
@@ -39,8 +38,8 @@ BYTES_PER_S = 100e6
 """Assumed speed of the download from S3, and of the load from the volume to the device."""
 START_S = 300
 """Assumed time of everything else: imports, tokenizer, warm-up, and the container's start."""
-HOST_BYTES = 4 * GIB
-"""Host memory of front and engine besides the weights that pass through it: an assumption."""
+FRONT_BYTES = 2 * GIB
+"""Host memory of the front process: an assumption."""
 SLOWEST_COMPILE = 2
 """Real compile times are up to twice the estimate, see `plan.COMPILE_BASIS`."""
 WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -85,11 +84,6 @@ class Plan:
     """0 if a start compiles nothing."""
     copies: int
     """Copies of the model in one container."""
-
-    @property
-    def cores(self) -> int:
-        """NeuronCores of one copy, of the draft model too."""
-        return max(self.prepared.process_cores, self.prepared.case.degree)
 
     @property
     def slots(self) -> int:
@@ -191,27 +185,23 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         for name, value in environ.items()
         if value.rstrip("/") != str(sources.MODEL_DIR)
     }
-    report = check(target, environ=here, overrides={}, machine=machine)
-    prepared = report.prepared
-    if not report.ok or prepared is None:
-        msg = f"this cannot be served on {instance}:\n" + "\n".join(
-            report.findings.messages("error")
-        )
+    placement = check_all([target], environ=here, overrides={}, machine=machine)
+    prepared = placement.reports[0].prepared
+    if not placement.ok or prepared is None:
+        problems = "\n".join(placement.findings.messages("error"))
+        msg = f"this cannot be served on {instance}:\n{problems}"
         raise ConfigError(msg)
     if prepared.case.on_cpu:
         msg = f"model_loader=cpu on {instance} would leave its Neuron devices idle; leave OPTION_MODEL_LOADER out"
         raise ConfigError(msg)
     compiled = prepared.artifact.compiled is not None or prepared.options.compilation == "forbid"
-    need = Need(
-        arguments.name, max(prepared.process_cores, prepared.case.degree), prepared.options.replicas
-    )
     return Plan(
         prepared,
         model_bytes=int(arguments.model_gib * GIB)
         if arguments.model_gib
         else _model_bytes(prepared),
         compile_s=0 if compiled else SLOWEST_COMPILE * prepared.planned.estimated_compile_s,
-        copies=len(place([need], machine)[0]),
+        copies=len(placement.placed[0]),
     )
 
 
@@ -319,18 +309,18 @@ def component(arguments: argparse.Namespace, planned: Plan) -> dict[str, Any]:
     """Specification of the inference component: one copy has whole chips, and the memory of the host that it loads."""
     chips = machines.FAMILIES[planned.prepared.machine.family or ""].cores_per_device
     replicas = planned.prepared.options.replicas
-    cores = planned.cores * (1 if replicas == "max" else replicas)
+    cores = planned.prepared.need.cores * (1 if replicas == "max" else replicas)
     instance = machines.known(arguments.instance)
-    host_mib = math.ceil((planned.model_bytes + HOST_BYTES) / 2**20)
-    if instance is not None and host_mib > instance.host_memory_gib * 1024:
+    host_bytes = (planned.prepared.host_bytes or 2 * planned.model_bytes) + FRONT_BYTES
+    if instance is not None and host_bytes > instance.host_memory_gib * GIB:
         there = f"{arguments.instance} has {instance.host_memory_gib} GiB"
-        msg = f"a copy needs {host_mib} MiB of the host's memory, {there}; choose a larger instance"
+        msg = f"a copy needs {host_bytes / GIB:.1f} GiB of the host's memory to load, {there}; choose a larger instance"
         raise ConfigError(msg)
     return {
         "ModelName": f"{arguments.name}-{arguments.version}",
         "ComputeResourceRequirements": {
             "NumberOfAcceleratorDevicesRequired": math.ceil(cores / chips),
-            "MinMemoryRequiredInMb": host_mib,
+            "MinMemoryRequiredInMb": math.ceil(host_bytes / 2**20),
         },
         "StartupParameters": timeouts(planned, downloads_itself=not arguments.model_data),
     }
@@ -734,7 +724,7 @@ def parser() -> argparse.ArgumentParser:
     add = made["compile"].add_argument
     add("--output", required=True, metavar="s3://…", help="where the compiled model is written")
     add("--compile-instance", default=COMPILE_INSTANCE, help="of the processing job (%(default)s)")
-    add("--ami", help="of the EC2 instance: ami-… or resolve:ssm:/… (README.md)")
+    add("--ami", help="of the EC2 instance, with the Neuron driver, Docker and the AWS CLI")
     add("--instance-profile", help="of the EC2 instance")
     add("--subnet", help="of the EC2 instance")
     add = made["policy"].add_argument

@@ -509,9 +509,14 @@ def _read_graphs(
         raise ArtifactError(msg) from error
     source = whole.get("_name_or_path")
     lost = recorded.get("save_sharded_checkpoint") and not whole_elsewhere
-    has_cut = "weights" in folder.names or lost
+    if lost and "weights" not in folder.names:
+        msg = (
+            f"{folder.path / 'weights'} is missing; {path} records weights in it (save_sharded_checkpoint). Copy it "
+            "too, or name the checkpoint in option.model_id and this folder in option.compiled_graph_path."
+        )
+        raise ArtifactNotFoundError(msg)
     return {
-        "weights": (_read_ranks(folder, recorded),) if has_cut else (),
+        "weights": (_read_ranks(folder, recorded),) if "weights" in folder.names else (),
         "weights_source": str(shortened(source)) if source else None,
         "compiled": folder.path,
         "compiled_for": compiled_for,

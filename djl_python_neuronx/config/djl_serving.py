@@ -73,6 +73,12 @@ _EXPECTED = {
     "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
     "minWorkers": (_ONE, "1", "processes share the cores of one"),
     "maxWorkers": (_ONE, "1", "processes share the cores of one"),
+    # Source: djl-serving d21927c, Connection.java getNeuronVisibleCores, ModelInfo.java getLoadOnDevices.
+    "replicas": (
+        _ONE,
+        "1",
+        "copies fit on a CPU only: on Neuron it starts a process for the cores of each copy",
+    ),
 }
 """Name to the pattern of values that work with this handler, the one to write, and what any other value does."""
 _VARIABLES = {
@@ -228,17 +234,22 @@ def _batches(java: Mapping[str, Setting], options: ServingOptions) -> Iterator[F
         yield Finding(("batch_size",), problem, "warning")
 
 
-def missing_arguments(in_file: Sequence[Setting], environ: Mapping[str, str]) -> Finding | None:
-    """Warning about `ARGUMENTS` that a file lacks; None for a file that was not written for DJL Serving."""
+def missing_arguments(
+    in_file: Sequence[Setting], environ: Mapping[str, str], *, on_cpu: bool
+) -> Iterator[Finding]:
+    """Warning about `ARGUMENTS` that a file lacks; none for a file that was not written for DJL Serving.
+
+    On Neuron devices a model has one process by default.
+    """
     given = {setting.name.rpartition(".")[2] for setting in in_file if not setting.by_user}
     given.update(*(names for variable, names in _VARIABLES.items() if variable in environ))
-    missing = [name for name in ARGUMENTS if name not in given]
-    if not missing or not is_for_djl(in_file):
-        return None
-    costs = "; ".join(dict.fromkeys(_COSTS[name] for name in missing))
-    lines = join_words(f"{name}={ARGUMENTS[name]}" for name in missing)
-    problem = f"{join_words(missing)} not set: {costs}; write {lines}, without `option.`"
-    return Finding(tuple(missing), problem, "warning")
+    needed = [name for name in ARGUMENTS if on_cpu or _COSTS[name] != _ONE_WORKER]
+    missing = [name for name in needed if name not in given]
+    if missing and is_for_djl(in_file):
+        costs = "; ".join(dict.fromkeys(_COSTS[name] for name in missing))
+        lines = join_words(f"{name}={ARGUMENTS[name]}" for name in missing)
+        problem = f"{join_words(missing)} not set: {costs}; write {lines}, without `option.`"
+        yield Finding(tuple(missing), problem, "warning")
 
 
 def chunked_read_timeout_s(environ: Mapping[str, str]) -> int:

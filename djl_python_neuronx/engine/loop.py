@@ -1,38 +1,27 @@
-"""The front's side of the border: requests to the engine, its tokens to whoever waits for them.
+"""The front's side of the border: requests to one engine, its tokens to whoever waits for them.
 
 The engine runs in a process of its own (or on a thread, see `EngineThread`). Two threads here: the output thread
 receives steps, makes text and delivers `Delta`s through each caller's `OutputQueue`, and starts the engine again after
-its death; the watchdog detects an engine that does not answer.
+its death; the watchdog detects an engine that does not answer. `Replicas` has the loops of a model.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, Protocol
-from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
-from djl_python_neuronx.engine.streams import (
-    AsyncQueue,
-    Generation,
-    Observer,
-    OutputQueue,
-    Stream,
-    StreamRegistry,
-)
-from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
+from djl_python_neuronx.engine.streams import Observer, OutputQueue, Stream, StreamRegistry
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     QueueFullError,
@@ -40,7 +29,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     revive,
 )
-from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
+from djl_python_neuronx.types import FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +45,7 @@ RELOAD_S, RELOAD_FACTOR = 60.0, 2.0
 """A load after a death hangs if it takes longer than this, plus so many times the load before it."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before the engine is started again; it doubles with each start that gave no token."""
+STOPPING = "the server is stopping; send the request elsewhere"
 
 
 class Host(Protocol):
@@ -85,6 +75,8 @@ class LoopSettings:
     """Starts after a death within `RESTART_WINDOW_S`."""
     max_request_s: float = math.inf
     """Longest time of every request: see `GenerationRequest.max_seconds`."""
+    room: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Waits until the host has memory for a load; held during each."""
 
 
 def end_engine(host: Host) -> None:
@@ -96,6 +88,14 @@ def end_engine(host: Host) -> None:
     host.link.close()
 
 
+def notify(event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """Call a method of the observer: a failure of metrics or logs must never cost a request."""
+    try:
+        event(*args, **kwargs)
+    except Exception:
+        logger.exception("observer_failed")
+
+
 class _Death(NamedTuple):
     """The end of an engine."""
 
@@ -105,37 +105,35 @@ class _Death(NamedTuple):
 
 
 class EngineLoop:
-    """Serves requests with an engine until it is closed or the engine is given up. Thread-safe."""
+    """Serves requests with one engine, from `start` until `stop` or until the engine is given up. Thread-safe."""
 
     def __init__(
         self,
         launch: Callable[[], Host],
-        tokenizer: Tokenizer,
         *,
         observer: Observer,
-        first: Host | None = None,
         settings: LoopSettings = LoopSettings(),
-        on_death: Callable[[ServingError], None] | None = None,
-        on_progress: Callable[[str], None] = logger.debug,
+        copy: int = 0,
+        on_orphans: Callable[[EngineLoop, ServingError | None], None],
+        on_death: Callable[[ServingError], None],
+        on_progress: Callable[[str], None],
     ) -> None:
-        """Wait until an engine is ready: `first`, or one that `launch` starts, as after each death.
+        """`launch` starts an engine, now and after each death. `copy`: the number of this copy, for logs and metrics.
 
-        `on_death` is called when no engine is started any more, after every waiting request has got the error.
+        `on_orphans` is called when requests have no engine, with an error if it is given up: it may give them to other
+        copies. `on_death` is called when no engine is started any more, after every request left has got the error.
         `on_progress` gets a line of text at each stage of a load.
-
-        Raises:
-            ServingError: the engine could not be loaded.
         """
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.state = EngineState()
+        self.copy = copy
         self._settings = settings
         self._launch = launch
-        self._tokenizer = tokenizer
         self._observer = observer
+        self._on_orphans = on_orphans
         self._on_death = on_death
         self._on_progress = on_progress
         self._closing = threading.Event()
-        self.stage = ""
+        self.stage = "starting"
         """What a load is doing, for people."""
         self._hang: ServingError | None = None
         """Why the watchdog has ended the engine."""
@@ -146,28 +144,43 @@ class EngineLoop:
         self._busy = False
         """The engine has sequences, as far as it has reported."""
         self._delivering = threading.Lock()
-        """Held while deltas are made: of a step by the output thread, at a deadline by the watchdog."""
+        """Held while deltas are made (of a step by the output thread, at a deadline by the watchdog), and while streams
+        are given to another copy."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
-        # A queue lives as long as a request of its event loop, and holds that loop.
-        self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
         self._link: Link | None = None
         """To the engine; None while none is ready. It changes under the registry's lock."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
-        self._host = launch() if first is None else first
+        self._host: Host | None = None
         self.spec: ModelSpec
         """Facts of the loaded model."""
-        if (death := self._await_ready()) is not None:
-            raise death.error
-        self.streams = StreamRegistry(self.spec.num_slots + settings.max_waiting)
-        self._link = self._host.link
+        self.streams = StreamRegistry(settings.max_waiting)
         self._threads = [
-            threading.Thread(target=body, name=f"djl-neuronx-{name}", daemon=True)
+            threading.Thread(target=body, name=f"djl-neuronx-{name}-{copy}", daemon=True)
             for name, body in (("output", self._serve), ("watchdog", self._watch))
         ]
+
+    def start(self) -> None:
+        """Start an engine, wait until it is ready, and serve.
+
+        Raises:
+            ServingError: the engine could not be loaded.
+        """
+        with self._settings.room():
+            if (death := self._load()) is not None:
+                raise death.error
+        self.streams.most += self.spec.num_slots
+        with self.streams.lock:
+            self._link = self._engine.link
         for thread in self._threads:
             thread.start()
+
+    @property
+    def _engine(self) -> Host:
+        """The engine that was started last."""
+        assert self._host is not None  # noqa: S101  (after the first launch)
+        return self._host
 
     @property
     def error(self) -> ServingError | None:
@@ -179,29 +192,8 @@ class EngineLoop:
         """True while requests are accepted and an engine is ready to answer them."""
         return self.error is None and self._link is not None
 
-    def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
-        """Check and queue a request; its deltas go to `output_queue`. See `prepare` and `submit_all`."""
-        self.submit_all(self.prepare(request), output_queue)
-
-    def prepare(self, *requests: GenerationRequest) -> list[Stream]:
-        """Check requests that are answered together, and encode them: up to 0.1 µs for each token of a prompt.
-
-        Raises:
-            RequestError: the loaded model cannot serve one of them.
-        """
-        try:
-            for request in requests:
-                check(request, self.spec)
-        except ServingError as error:
-            self._notify(self._observer.rejected, error)
-            raise
-        group = [Stream(one, self._tokenizer) for one in requests]
-        for stream in group:
-            stream.begun = group[0].begun
-        return group
-
     def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:
-        """Queue requests that `prepare` has passed, all or none; their deltas go to `output_queue`.
+        """Queue requests that are answered together, all or none; their deltas go to `output_queue`.
 
         Whoever reads them aborts the others if one fails.
 
@@ -216,48 +208,51 @@ class EngineLoop:
         except ServingError as error:
             if isinstance(error, QueueFullError) and self._link is None:
                 error.retry_after_s = max(1, math.ceil(self._load_s))
-            self._notify(self._observer.rejected, error)
+            notify(self._observer.rejected, error)
             raise
 
     def abort(self, request_id: str) -> None:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
         stream = self._remove(request_id)
         if stream is not None:
-            self._notify(self._observer.given_up, stream)
+            notify(self._observer.given_up, stream)
 
-    def generate(self, group: Sequence[Stream]) -> Generation:
-        """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.
+    def adopt(self, group: Sequence[Stream], release: Callable[[str], Stream | None]) -> bool:
+        """Take requests that are answered together from another copy, if there is room for all of them.
 
-        Raises:
-            ServingError: see `submit_all`; after that an error is the last delta, never an exception.
+        `release` takes each from the other one, unless it has ended meanwhile.
         """
-        event_loop = asyncio.get_running_loop()
-        async_queue = self._async_queues.setdefault(event_loop, AsyncQueue(event_loop, self.abort))
-        self.submit_all(group, async_queue)
-        # No delta can overtake the registration: both happen in this event loop's thread.
-        request_ids = [stream.request.request_id for stream in group]
-        return Generation(request_ids, async_queue, self.abort)
+        if len(group) > self.streams.room:
+            return False
+        released = [release(stream.request.request_id) for stream in group]
+        self.streams.open([stream for stream in released if stream is not None], self._add)
+        return True
 
-    def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
-        """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
+    def release(self, request_id: str) -> Stream | None:
+        """Remove a request without a token, for another copy; None if it is not open."""
+        return self._remove(request_id)
 
-        An engine that has not ended after `join_s` is killed. Idempotent; a second call cuts the drain of the first
-        short. False: the engine's thread is stuck in the device and left behind, because nothing can end it.
-        """
-        self.streams.close(
-            BackendUnavailableError("the server is stopping; send the request elsewhere")
-        )
-        self.streams.wait_until_empty(drain_s)
+    def stop(self) -> None:
+        """End the engine; requests that still run get an error. Does not wait."""
+        self.streams.close(BackendUnavailableError(STOPPING))
         self._closing.set()
-        if self._link is None:
-            self._host.kill()  # during a load an engine does not notice the end of its connection
-        self._host.link.end()
+        if self._host is not None:
+            if self._link is None:
+                self._host.kill()  # during a load an engine does not notice the end of its connection
+            self._host.link.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the threads after `stop`, and kill an engine that has not ended then."""
+        ends_s = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(join_s)
-        if self._host.wait(0) is None:
+                thread.join(max(0.0, ends_s - time.monotonic()))
+        if self._host is not None and self._host.wait(0) is None:
             self._host.kill()
-        return self._host.wait(join_s) is not None
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for the engine's end after `join`. False: it is stuck in the device."""
+        return self._host is None or self._host.wait(timeout_s) is not None
 
     def _add(self, stream: Stream) -> None:
         """Give a request to the engine; if none is ready, the next one gets it."""
@@ -289,21 +284,20 @@ class EngineLoop:
         if self._closing.is_set():
             stopped = "the server stopped before this request was finished; send it elsewhere"
             self._end(self.streams.end_all(), BackendUnavailableError(stopped))
-            end_engine(self._host)
+            end_engine(self._engine)
             return
-        self.streams.close(death.error)
         logger.critical(
-            "engine_given_up deaths=%d engine_restarts=%d error=%s",
-            len(self._deaths), self._settings.restarts, death.error,
+            "engine_given_up copy=%d deaths=%d engine_restarts=%d error=%s",
+            self.copy, len(self._deaths), self._settings.restarts, death.error,
         )  # fmt: skip
+        self._leave(death.error)
         self._end(self.streams.end_all(), death.error)
-        if self._on_death is not None:
-            self._on_death(death.error)
-        end_engine(self._host)
+        self._on_death(death.error)
+        end_engine(self._engine)
 
     def _receive(self) -> _Death:
         """Deliver what the engine sends until it ends. Returns why it ended."""
-        while (message := self._host.link.receive()) is not None:
+        while (message := self._engine.link.receive()) is not None:
             kind, *fields = message
             self._silent_s = 0.0
             if kind == "dead":
@@ -333,26 +327,39 @@ class EngineLoop:
         if self._hang is not None:
             return _Death(self._hang, "hang")
         # At a close nobody reads the reason, and everyone waits for an answer.
-        how = self._host.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
+        how = self._engine.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
         guess = ", as when the system runs out of memory" if how == "SIGKILL" else ""
         return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)
 
+    def _load(self) -> _Death | None:
+        """Start an engine and wait until it is loaded. Returns why it could not be, or None."""
+        self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self._load_s
+        try:
+            self._host, self._hang = self._launch(), None
+        except ServingError as error:
+            return _Death(error, error.code)
+        if self._closing.is_set():
+            self._host.kill()
+        if (death := self._await_ready()) is None:
+            self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
+        return death
+
     def _await_ready(self) -> _Death | None:
-        """Wait until the engine that was started is loaded. Returns why it could not be, or None."""
-        while (message := self._host.link.receive()) is not None:
+        """Wait until the engine that was started is ready. Returns why it is not, or None."""
+        while (message := self._engine.link.receive()) is not None:
             kind, *fields = message
             if kind == "ready":
                 facts, self.speculation = fields
-                self._load_s = time.monotonic() - self._host.link.opened_s
+                self._load_s = time.monotonic() - self._engine.link.opened_s
                 self.spec = SPEC.validate_python(facts)
                 return None
             if kind == "failed":
-                end_engine(self._host)
+                end_engine(self._engine)
                 error = revive(*fields)
                 return _Death(error, error.code)
             self._report(*fields)
         death = self._explain_end()
-        end_engine(self._host)
+        end_engine(self._engine)
         return death
 
     def _deliver(self, result: StepResult) -> None:
@@ -366,7 +373,7 @@ class EngineLoop:
             self._hand_over(output_queue, deltas)
         num_tokens = sum([len(output.token_ids) for output in result.outputs])
         self._idle_starts = 0 if num_tokens else self._idle_starts
-        self._notify(self._observer.stepped, result.info, num_tokens)
+        notify(self._observer.stepped, result.info, num_tokens)
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; a failure of its text is an error of this request only."""
@@ -388,7 +395,7 @@ class EngineLoop:
         unknown = output.finish_reason in {None, FinishReason.TIME}
         if self._remove(output.request_id, abort=unknown) is None:
             return None
-        self._notify(self._observer.ended, stream, delta)
+        notify(self._observer.ended, stream, delta)
         return delta
 
     def _hand_over(self, output_queue: OutputQueue, deltas: list[Delta]) -> None:
@@ -402,27 +409,22 @@ class EngineLoop:
         for stream in streams:
             stream.last_token_s = time.monotonic()
             delta = stream.failed(error)
-            self._notify(self._observer.ended, stream, delta)
+            notify(self._observer.ended, stream, delta)
             self._hand_over(stream.queue, [delta])
-
-    def _notify(self, event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call a method of the observer: a failure of metrics or logs must never cost a request."""
-        try:
-            event(*args, **kwargs)
-        except Exception:
-            logger.exception("observer_failed")
 
     # Death and restart, output thread
 
     def _restart(self, death: _Death) -> bool:
         """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
-        with self.streams.lock:
-            self._link = None
         self.stage = f"the engine has ended ({death.cause})"
         self.state, self._busy = EngineState(), False
-        if self._host.restartable:
+        if self._engine.restartable:
             self._settle(death.error)
-            end_engine(self._host)
+        with self.streams.lock:
+            self._link = None
+        if self._engine.restartable:
+            self._leave(None)
+            end_engine(self._engine)
         while self._may_restart(death):
             pause_s = (
                 min(LONGEST_PAUSE_S, 2.0 ** (self._idle_starts - 1)) if self._idle_starts else 0.0
@@ -431,24 +433,18 @@ class EngineLoop:
             self._report(f"starting the engine again after its end ({death.cause})")
             if self._closing.wait(pause_s):
                 return False
-            self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self._load_s
-            try:
-                self._host, self._hang = self._launch(), None
-            except ServingError as error:
-                death = _Death(error, error.code)
-                continue
-            failed = None if self._closing.is_set() else self._await_ready()
+            with self._settings.room():
+                failed = None if self._closing.is_set() else self._load()
             if self._closing.is_set():
                 return False
             if failed is not None:
                 death = failed
                 continue
-            self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
             with self.streams.lock:
-                self._link = self._host.link
+                self._link = self._engine.link
                 for stream in self.streams.open_streams():
                     self._add(stream)
-            logger.warning("engine_restarted seconds=%.2f", self._load_s)
+            logger.warning("engine_restarted copy=%d seconds=%.2f", self.copy, self._load_s)
             return True
         return False
 
@@ -457,11 +453,11 @@ class EngineLoop:
         now_s = time.monotonic()
         self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
         logger.error(
-            "engine_died cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s",
+            "engine_died copy=%d cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self.copy,
             death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S, death.error,
         )  # fmt: skip
-        self._notify(self._observer.died, death.cause)
-        return self._host.restartable and len(self._deaths) <= self._settings.restarts
+        notify(self._observer.died, death.cause, self.copy)
+        return self._engine.restartable and len(self._deaths) <= self._settings.restarts
 
     def _settle(self, error: ServingError) -> None:
         """End the streams that the next engine must not run again."""
@@ -482,15 +478,22 @@ class EngineLoop:
         )
         self._end(self._removed(twice), ServingError(message))
 
+    def _leave(self, given_up: ServingError | None) -> None:
+        """Let other copies have what waits here for an engine; `given_up`: why there will be none."""
+        if given_up is not None and self._engine.restartable:
+            self._settle(given_up)
+        with self._delivering:
+            self._on_orphans(self, given_up)
+
     def _removed(self, streams: list[Stream]) -> list[Stream]:
         """Remove streams; returns those that were still open."""
         removed = [self._remove(stream.request.request_id) for stream in streams]
         return [stream for stream in removed if stream is not None]
 
     def _report(self, stage: str) -> None:
-        logger.info("engine_progress stage=%r", stage)
+        logger.info("engine_progress copy=%d stage=%r", self.copy, stage)
         self.stage = stage
-        self._notify(self._on_progress, stage)
+        notify(self._on_progress, stage)
 
     # Watchdog thread
 
@@ -504,6 +507,7 @@ class EngineLoop:
         while not self._closing.wait(period_s) and output_thread.is_alive():
             self._end_late()
             if self._link is None:
+                self._leave(None)
                 self._expire()
             elif not (self._busy or len(self.streams)):
                 self._silent_s = 0.0
@@ -515,7 +519,7 @@ class EngineLoop:
                     "take so long, raise option.predict_timeout"
                 )
                 self._silent_s = 0.0
-                self._host.kill()
+                self._engine.kill()
 
     def _end_late(self) -> None:
         """End the requests whose time is over: with what there is, or with an error if they never had a slot."""

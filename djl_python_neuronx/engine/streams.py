@@ -168,8 +168,8 @@ class Observer(Protocol):
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """A step has run and given tokens; `info` is None if it failed."""
 
-    def died(self, cause: str) -> None:
-        """The engine has ended, by a signal, a status or an error."""
+    def died(self, cause: str, copy: int) -> None:
+        """The engine of a copy has ended, by a signal, a status or an error."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""
@@ -179,7 +179,7 @@ class Observer(Protocol):
 
 
 class StreamRegistry:
-    """Registry of open streams, bounded by `most`. Thread-safe.
+    """Registry of open streams. Thread-safe.
 
     `then` is called under the lock, so that the engine gets the command that ends a request after the one that adds it.
     """
@@ -187,7 +187,8 @@ class StreamRegistry:
     def __init__(self, most: int) -> None:
         self.closed: ServingError | None = None
         """Why nothing is accepted any more, or None."""
-        self._most = most
+        self.most = most
+        """Streams that may be open."""
         self._open: dict[str, Stream] = {}
         self._changed = threading.Condition()
         self.lock = self._changed
@@ -195,6 +196,11 @@ class StreamRegistry:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def room(self) -> int:
+        """Streams that may be opened now."""
+        return self.most - len(self)
 
     def get(self, request_id: str) -> Stream | None:
         """The stream of an id, or None if it is not open."""
@@ -208,15 +214,15 @@ class StreamRegistry:
             QueueFullError: there is no room for them among the open ones.
             RequestError: there are more than may ever be open, or an id is in use.
         """
-        if len(streams) > self._most:
-            msg = f"the request has {len(streams)} prompts; this deployment takes at most {self._most} at a time"
+        if len(streams) > self.most:
+            msg = f"the request has {len(streams)} prompts; this deployment takes at most {self.most} at a time"
             raise RequestError(msg)
         with self._changed:
             if self.closed is not None:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
-            if len(self._open) + len(streams) > self._most:
+            if len(self._open) + len(streams) > self.most:
                 msg = (
-                    f"{len(self._open)} requests are running or waiting, of at most {self._most}: no room for "
+                    f"{len(self._open)} requests are running or waiting, of at most {self.most}: no room for "
                     f"{len(streams)} more. Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
                 )
                 raise QueueFullError(msg)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
-from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -23,13 +23,7 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.loading.compiled import foresee
-from djl_python_neuronx.loading.prepare import (
-    DRAFT_PREFIX,
-    SILENT,
-    LoadProgress,
-    Preparation,
-    Prepared,
-)
+from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
@@ -74,8 +68,8 @@ class Placement:
 
     reports: tuple[Report, ...]
     findings: Problems
-    """Every error, warning and note about all models together; of a single model those in its report."""
-    placed: tuple[tuple[str, ...], ...]
+    """The errors of all models together; of a single model its own findings."""
+    placed: tuple[tuple[str, ...], ...] = ()
     """For each model the cores of each copy, see `cores.place`; empty if there is an error."""
 
     @property
@@ -84,9 +78,15 @@ class Placement:
         return not self.findings.errors and all(report.ok for report in self.reports)
 
     @property
+    def models(self) -> list[Prepared]:
+        """The models whose configuration could be read."""
+        return [report.prepared for report in self.reports if report.prepared is not None]
+
+    @property
     def device(self) -> DeviceInfo:
-        """The machine whose cores are placed; something was."""
-        return _device([report.prepared for report in self.reports if report.prepared is not None])
+        """The machine of the models, with the cores of those that are not on its CPU."""
+        on_cpu = DeviceInfo(None, 0, 0, 0, 0, "only CPUs are used")
+        return next((one.case.device for one in self.models if not one.case.on_cpu), on_cpu)
 
     def raise_errors(self) -> None:
         """Raise all errors; return if there are none.
@@ -108,60 +108,37 @@ def check_all(
     overrides: Mapping[str, str],
     machine: DeviceInfo | None = None,
     starting: bool = False,
-    progress: LoadProgress = SILENT,
 ) -> Placement:
     """Check all models of one server, and place their copies on the machine's cores.
 
     `starting`: prepare each model as a start does: fetch its weights, assume no machine. Others: see `check`.
     """
-    reports = tuple(
-        check(
-            target,
-            environ=environ,
-            overrides=overrides,
-            machine=machine,
-            among_others=len(targets) > 1,
-            starting=starting,
-            progress=progress,
-        )
-        for target in targets
-    )
-    findings = Problems() if len(targets) > 1 else reports[0].findings
-    models = [report.prepared for report in reports if report.ok and report.prepared is not None]
-    placed: list[tuple[str, ...]] = []
-    if len(models) == len(reports):
-        with findings.catch():
-            placed = place_models(models, findings)
-    return Placement(reports, findings, tuple(placed))
+    several = len(targets) > 1
+    checked = partial(check, environ=environ, overrides=overrides, machine=machine)
+    reports = tuple(checked(one, among_others=several, starting=starting) for one in targets)
+    found = Placement(reports, Problems() if several else reports[0].findings)
+    if found.ok and len(found.models) == len(reports):
+        with found.findings.catch():
+            return replace(found, placed=tuple(_place(found)))
+    return found
 
 
-def place_models(models: Sequence[Prepared], findings: Problems) -> list[tuple[str, ...]]:
-    """Return the cores of each copy of each model, see `cores.place`.
+def _place(found: Placement) -> list[tuple[str, ...]]:
+    """Return the cores of each copy.
 
     Raises:
         ConfigError: the cores do not hold all copies, or the models are not planned for the same cores.
     """
-    needs = [model.need for model in models]
-    for need in needs:
-        if need.replicas == "max" and not need.cores:
-            findings.add("note", f"{need.name}: replicas=max is 1 on a CPU", ("replicas",))
-    devices = {model.case.device: model.name for model in models if not model.case.on_cpu}
-    if len({(one.instance_type, one.neuron_cores, one.core_numbers) for one in devices}) > 1:
-        planned = join_words(
-            f"{name} for {one.visible_cores} of {one.neuron_cores} cores of {one.instance_type}"
-            for one, name in devices.items()
-        )
-        msg = (
-            f"the models are not planned for the same cores: {planned}; set NEURON_RT_VISIBLE_CORES for the server, "
-            "not in option.env, give all models the same logical_nc_config, and name the machine with --instance"
-        )
-        raise ConfigError(msg)
-    return place(needs, _device(models))
-
-
-def _device(models: Sequence[Prepared]) -> DeviceInfo:
-    """Return the machine of the models, with the cores of those that are not on its CPU."""
-    return min(models, key=lambda model: model.case.on_cpu).case.device
+    for model in found.models:
+        mine, first = model.case.device, found.device
+        if not model.case.on_cpu and mine.core_numbers != first.core_numbers:
+            msg = (
+                f"{model.name} is planned for {mine.visible_cores} cores, another model for {first.visible_cores}; "
+                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and "
+                "give all models the same logical_nc_config"
+            )
+            raise ConfigError(msg)
+    return place([model.need for model in found.models], found.device)
 
 
 def check(
@@ -172,7 +149,6 @@ def check(
     machine: DeviceInfo | None = None,
     among_others: bool = False,
     starting: bool = False,
-    progress: LoadProgress = SILENT,
 ) -> Report:
     """Check the model folder, `.properties` file, Hugging Face id or URI `target`.
 
@@ -186,12 +162,11 @@ def check(
         machine: the machine to plan for; None for this one or, without a Neuron device, an assumed one.
         among_others: the machine serves other models too.
         starting: see `check_all`.
-        progress: of downloads.
     """
     problems = Problems()
     name = target or str(sources.MODEL_DIR)
     try:
-        settings = _read_settings(target, environ, overrides, problems)
+        settings, in_file = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
         problems = Problems()  # of no settings nothing else is worth reporting
         problems.add_error(error)
@@ -206,6 +181,7 @@ def check(
         cache_root=fetch.download_root(environ),
     )
     here = machines.detect(environ=process) if machine is None else machine
+    _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=not here.has_neuron))
     preparation = Preparation(
         here,
         process,
@@ -213,7 +189,6 @@ def check(
         fetch_weights=starting,
         named=machine is not None,
         among_others=among_others,
-        progress=progress,
     )
     prepared = preparation.prepare(settings)
     if prepared is None or starting:
@@ -257,8 +232,11 @@ def _read_settings(
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     problems: Problems,
-) -> Resolved:
-    """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name."""
+) -> tuple[Resolved, Sequence[sources.Setting]]:
+    """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name.
+
+    Also returns the settings of the file alone.
+    """
     # Not pathlib, which raises for the home of an unknown user, for a NUL and for a name that is too long.
     name = os.path.expanduser(str(sources.MODEL_DIR) if target is None else target)  # noqa: PTH111
     path = Path(name)
@@ -277,18 +255,21 @@ def _read_settings(
             raise ArtifactNotFoundError(msg)
         overrides = {"model_id": target, **overrides}
     settings = examine(None, folder, environ, problems, overrides, file=file)
+    in_file: Sequence[sources.Setting] = ()
     with problems.catch():
-        in_file = sources.from_properties(file) if file else folder and sources.from_file(folder)
-        lacking = djl_serving.missing_arguments(in_file or (), environ)
-        if lacking is not None:
-            problems.add(lacking.level, lacking.problem, lacking.names)
+        in_file = sources.from_properties(file) if file else sources.from_file(folder or path)
     if folder is None and settings.options.model_id is None:
         msg = (
             f"there is no {str(path)!r}, and neither variables nor command line name a model; expected a target, or "
             "HF_MODEL_ID, or OPTION_MODEL_ID"
         )
         raise ArtifactNotFoundError(msg)
-    return settings
+    return settings, in_file
+
+
+def _add(problems: Problems, findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        problems.add(finding.level, finding.problem, finding.names)
 
 
 def _missing_here(backend: str) -> Iterator[str]:

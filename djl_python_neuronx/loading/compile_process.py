@@ -139,6 +139,7 @@ def main() -> None:
         compiler = backends.compiler(job.backend)
         assert compiler is not None  # noqa: S101  (else there is no job)
         compiler.compile(job.plan, job.target)
+        _follow_umask(job.target)
     except Exception as error:
         code = error.code if isinstance(error, ServingError) else CompileError.code
         if not isinstance(error, ServingError):
@@ -146,6 +147,15 @@ def main() -> None:
         found = {"code": code, "message": str(error) or type(error).__name__}
         os.write(sys.stdin.fileno(), json.dumps(found).encode())
         sys.exit(1)
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give each file at least the mode that the umask leaves: safetensors 0.8 writes for the owner alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | 0o666 & ~umask)
 
 
 class _Watch:

@@ -58,6 +58,8 @@ class EngineJob:
     max_join_wait_s: float = 0.0
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     log_level: str = "INFO"
+    copy: int = 0
+    """The number of this copy of the model, for logs."""
 
     def load(self) -> Engine:
         """Load the models onto the device.
@@ -128,7 +130,10 @@ class EngineProcess:
             msg = f"the engine process cannot be started: {error}"
             raise BackendUnavailableError(msg) from error
         self.link.send(_JOB.dump_json(job).decode())
-        logger.info("engine_started guard_pid=%d", self._process.pid)
+        cores = environ.get("NEURON_RT_VISIBLE_CORES", "")
+        logger.info(
+            "engine_started copy=%d guard_pid=%d cores=%r", job.copy, self._process.pid, cores
+        )
 
     def kill(self) -> None:
         """See `Host`."""
@@ -162,5 +167,5 @@ def main() -> None:
         sys.exit("the connection ended before the engine's job came")
     job = _JOB.validate_json(message[0])
     setup_logging(job.log_level)
-    logger.info("engine_process pid=%d", os.getpid())
+    logger.info("engine_process pid=%d copy=%d", os.getpid(), job.copy)
     sys.exit(0 if work(link, job.load, job.worker) else 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ class LoadMemory:
         """Start without loads. `available`: the bytes that can be taken now; None if unknown, which holds all."""
         self._available = available
         self._change = threading.Condition()
-        self._running: list[int | None] = []
+        self._running: list[float] = []
 
     @contextmanager
     def of(self, num_bytes: int | None) -> Iterator[None]:
@@ -30,30 +32,23 @@ class LoadMemory:
 
         A load always has room while no other runs. The running ones count in full, as if they had taken nothing yet.
         """
+        size = math.inf if num_bytes is None else num_bytes
         with self._change:
-            if not self._has_room(num_bytes):
-                logger.info("load_waits reason='memory of the host' gib=%s", _gib(num_bytes))
-            while not self._has_room(num_bytes):
+            if not self._has_room(size):
+                logger.info("load_waits reason='memory of the host' gib=%.1f", size / GIB)
+            while not self._has_room(size):
                 self._change.wait(_POLL_S)
-            self._running.append(num_bytes)
+            self._running.append(size)
         try:
             yield
         finally:
             with self._change:
-                self._running.remove(num_bytes)
+                self._running.remove(size)
                 self._change.notify_all()
 
-    def _has_room(self, num_bytes: int | None) -> bool:
-        loads = (*self._running, num_bytes)
-        known = [size for size in loads if size is not None]
-        if not self._running or len(known) < len(loads):
-            return not self._running
-        there = self._available()
-        return there is None or sum(known) <= there
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / GIB:.1f}"
+    def _has_room(self, size: float) -> bool:
+        needed, there = sum(self._running) + size, self._available()
+        return not self._running or needed <= (sys.maxsize if there is None else there)
 
 
 LOAD_MEMORY = LoadMemory()

@@ -1,9 +1,9 @@
-"""Print a `check.Placement` or `check.Report`: as text, with rich if it is installed, or as JSON."""
+"""Print a `check.Placement`: as text, with rich if it is installed, or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,6 +38,8 @@ _LEVELS: tuple[tuple[str, Level, str], ...] = (
     ("Warnings", "warning", "yellow"),
     ("Errors", "error", "red"),
 )
+_COPY = ("model", "copy", "cores", "devices", "memory_per_core")
+"""Keys of a copy in the placement."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,13 @@ class Block:
 
 def all_as_json(placement: Placement) -> dict[str, Any]:
     """The report of the only model, or those of all models, with their placement, under the keys of docs/check.md."""
-    if len(placement.reports) == 1:
-        shown = as_json(placement.reports[0])
-    else:
-        levels: tuple[Level, ...] = ("error", "warning", "note")
-        shown = {
-            "ok": placement.ok,
-            **{f"{level}s": list(placement.findings.messages(level)) for level in levels},
-            "models": [as_json(report) for report in placement.reports],
-        }
-    copies = [*_copies(placement)]
-    free = free_cores(placement.placed, placement.device) if copies else ""
-    shown["placement"] = {"copies": jsonable(copies), "free": free} if copies else None
-    return shown
+    shown, *others = models = [as_json(report) for report in placement.reports]
+    if others:
+        errors = placement.findings.messages("error")
+        shown = {"ok": placement.ok, "errors": list(errors), "models": models}
+    copies = [dict(zip(_COPY, copy, strict=True)) for copy in _copies(placement)]
+    placed = {"copies": copies, "free": free_cores(placement.placed, placement.device)}
+    return {**shown, "placement": jsonable(placed) if copies else None}
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -115,66 +111,34 @@ def render(placement: Placement, stream: TextIO, *, everything: bool = False) ->
 def all_blocks(
     placement: Placement, *, everything: bool = False, ascii_only: bool = False
 ) -> Iterator[Block]:
-    """The sections of the reports; of several models each below its name, then their placement and a verdict."""
-    reports, placed = placement.reports, _placement_blocks(placement)
-    if len(reports) == 1:
-        yield from blocks(reports[0], placed, everything=everything, ascii_only=ascii_only)
-        return
-    for report in reports:
-        yield Block(f"Model {report.target}", ())
+    """The sections of each report, those of several models below their names, and of the placement."""
+    several = len(placement.reports) > 1
+    for report in placement.reports:
+        if several:
+            yield Block(f"Model {report.target}", ())
         yield from blocks(report, everything=everything, ascii_only=ascii_only)
-    yield from placed
-    yield from _finding_blocks(placement.findings)
-    findings = [placement.findings, *(report.findings for report in reports)]
-    lacking = dict.fromkeys(reason for report in reports for reason in report.lacking)
-    yield _verdict(findings, lacking)
+    rows = [(*map(str, copy[:-1]), gib(copy[-1] or 0)) for copy in _copies(placement)]
+    if rows:
+        free = free_cores(placement.placed, placement.device)
+        yield Block("Placement", tuple(rows), (*_COPY[:-1], "GiB per core"))
+        yield Block.of_lines("Free cores", [free or "none"])
+    if several:
+        yield from _finding_blocks(placement.findings)
 
 
-def _placement_blocks(placement: Placement) -> tuple[Block, ...]:
-    """The cores of each copy, and what stays free; empty for a single copy."""
-    copies = [*_copies(placement)]
-    if not copies:
-        return ()
-    rows = [
-        (
-            one["model"],
-            str(one["copy"]),
-            one["cores"] or "CPU",
-            one["devices"],
-            gib(one["memory_per_core"] or 0),
-        )
-        for one in copies
-    ]
-    columns = ("model", "copy", "cores", "devices", "GiB per core")
-    free = free_cores(placement.placed, placement.device) or "none"
-    return Block("Placement", tuple(rows), columns), Block.of_lines("Free cores", [free])
-
-
-def _copies(placement: Placement) -> Iterator[dict[str, Any]]:
-    """Yield each copy of each model with its cores; nothing where there is only one."""
-    if sum(map(len, placement.placed)) < 2:
-        return
-    for report, copies in zip(placement.reports, placement.placed, strict=True):
-        if (prepared := report.prepared) is not None:
-            memory = prepared.planned.memory
+def _copies(placement: Placement) -> Iterator[tuple[str, int, str, str, int | None]]:
+    """Yield the values of `_COPY` for each copy of each model; nothing where there is only one."""
+    if sum(map(len, placement.placed)) > 1:
+        for model, copies in zip(placement.models, placement.placed, strict=True):
+            memory = None if model.planned.memory is None else model.planned.memory.needed
             for number, cores in enumerate(copies):
-                yield {
-                    "model": prepared.name,
-                    "copy": number,
-                    "cores": cores,
-                    "devices": chips(cores, placement.device),
-                    "memory_per_core": memory and memory.needed,
-                }
+                yield model.name, number, cores, chips(cores, placement.device), memory
 
 
 def blocks(
-    report: Report,
-    placed: Iterable[Block] = (),
-    *,
-    everything: bool = False,
-    ascii_only: bool = False,
+    report: Report, *, everything: bool = False, ascii_only: bool = False
 ) -> Iterator[Block]:
-    """The sections of the report: settings, plan, `placed`, library arguments, findings, verdict."""
+    """The sections of the report: settings, plan, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
             (name, as_property(value), origin)
@@ -189,10 +153,9 @@ def blocks(
         yield Block.of_lines("Plan", ["none: see the errors below"])
     else:
         yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
-        yield from placed
         yield from _argument_blocks(prepared)
     yield from _finding_blocks(report.findings)
-    yield _verdict([report.findings], report.lacking)
+    yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
 
 
 def _finding_blocks(findings: Problems) -> Iterator[Block]:
@@ -324,17 +287,15 @@ def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterat
         yield f"          does not fit: needs {gib(memory.needed)} GiB, has {gib(memory.capacity)}"
 
 
-def _verdict(findings: Iterable[Problems], lacking: Iterable[str]) -> Block:
-    problems = Counter(problem.level for one in findings for problem in one)
-    found: tuple[Level, ...] = ("error", "warning")
-    counts = [f"{n} {word}{'s' * (n > 1)}" for word in found if (n := problems[word])]
+def _verdict(report: Report) -> str:
+    found = {word: len(report.findings.messages(word)) for word in ("error", "warning")}
+    counts = [f"{count} {word}{'s' * (count > 1)}" for word, count in found.items() if count]
     verdict = "ready"
-    if problems["error"]:
+    if not report.ok:
         verdict = "cannot be served like this"
-    elif reasons := tuple(lacking):
-        verdict = f"plan OK, but {', and '.join(reasons)}"
-    line = verdict + (f": {', '.join(counts)}" if counts else "")
-    return Block.of_lines("Result", [line], "red" if problems["error"] else "green")
+    elif report.lacking:
+        verdict = f"plan OK, but {', and '.join(report.lacking)}"
+    return verdict + (f": {', '.join(counts)}" if counts else "")
 
 
 def _argument_blocks(prepared: Prepared) -> Iterator[Block]:

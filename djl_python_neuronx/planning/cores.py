@@ -5,7 +5,7 @@ Each copy is an engine process with cores of its own, named in its `NEURON_RT_VI
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,10 +34,12 @@ def place(needs: Sequence[Need], device: DeviceInfo) -> list[tuple[str, ...]]:
 
     Empty texts set no variable: on a CPU, where `max` is 1, and for one copy of one model, which takes the cores that
     the environment leaves it or the first free ones. All others get contiguous ranges of `device.core_numbers`, the
-    largest first. `max` models get a copy each beside the copies
-    that are numbered, then further ones in turn until no more fits.
+    largest first. `max` models get a copy each beside the copies that are numbered, then further ones in turn until no
+    more fits.
 
-    A placement is found whenever there is one if the cores have no gaps, or if each size divides the next larger one.
+    A placement is found whenever there is one, if each size divides the next larger one, and on Inf2 also with 12 cores
+    beside 8 if the numbers have no gaps. Other mixtures, such as three pipeline stages on Trn1, may be refused although
+    they would fit in another order.
 
     Raises:
         ConfigError: the cores do not hold all copies, or their number is not known.
@@ -127,14 +129,11 @@ def _block(first: int, size: int, largest: int, free: set[int]) -> int:
     return size
 
 
-def _runs(free: set[int]) -> Iterator[range]:
-    """Yield the runs of neighbouring cores, ascending."""
-    first = None
-    for core in sorted(free):
-        first = core if first is None else first
-        if core + 1 not in free:
-            yield range(first, core + 1)
-            first = None
+def _runs(cores: set[int]) -> list[range]:
+    """Return the runs of neighbouring cores, ascending."""
+    firsts = sorted(core for core in cores if core - 1 not in cores)
+    lasts = sorted(core for core in cores if core + 1 not in cores)
+    return [range(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
 
 
 def _text(runs: Iterable[range]) -> str:
@@ -142,24 +141,19 @@ def _text(runs: Iterable[range]) -> str:
 
 
 def _described(needs: Sequence[Need]) -> str:
-    """``2 copies of a with 8 cores each and 1 copy of b with 4 cores``."""
-    return join_words(
-        f"{need.replicas} {'copy' if need.replicas == 1 else 'copies'} of {need.name} with {need.cores} "
-        f"core{'s' * (need.cores != 1)}{' each' * (need.replicas != 1)}"
-        for need in needs
-        if need.cores
-    )
+    """``copies of a (2 with 8 cores each) and b (max with 2)``."""
+    sizes = [
+        f"{need.name} ({need.replicas} with {need.cores} each)" for need in needs if need.cores
+    ]
+    return f"copies of {join_words(sizes)}"
 
 
 def _too_many(needs: Sequence[Need], device: DeviceInfo) -> str:
     least = sum(need.cores * (1 if need.replicas == "max" else need.replicas) for need in needs)
-    where = f" of {device.instance_type}" if device.instance_type else ""
-    limit = f" ({device.limited_by})" if device.limited_by else ""
     there = device.visible_cores
-    problem = f"{_described(needs)} need {least} NeuronCores, and {there}{where} can be used{limit}"
-    if least <= there:
-        problem += ", not in ranges that the chips' topology allows"
+    limit = device.limited_by or device.instance_type or "this machine"
+    topology = ", not in ranges that its chips' topology allows" * (least <= there)
     return (
-        f"{problem}; lower option.replicas (or set max) or option.tensor_parallel_degree, serve fewer models, or use a "
-        "larger machine"
+        f"{_described(needs)} need {least} NeuronCores, and {limit} gives {there}{topology}; lower option.replicas or "
+        "option.tensor_parallel_degree, set replicas=max, serve fewer models, or use a larger machine"
     )

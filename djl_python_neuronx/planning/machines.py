@@ -353,6 +353,17 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
     return CoreLimit(_NUM_CORES, count, (understood and int(count)) or None)
 
 
+def with_cores(environ: Mapping[str, str], cores: str) -> Mapping[str, str]:
+    """Return the variables of a process with cores of its own (as in NEURON_RT_VISIBLE_CORES); unchanged without any.
+
+    NEURON_RT_NUM_CORES is removed, because it is the limit of all processes together.
+    """
+    if not cores:
+        return environ
+    others = {name: value for name, value in environ.items() if name != _NUM_CORES}
+    return {**others, _VISIBLE_CORES: cores}
+
+
 def _corrected(
     cores: int, memory: int, devices: int, instance: Instance, environ: Mapping[str, str]
 ) -> tuple[int, int, str | None]:

@@ -56,6 +56,7 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
     yield from overrides(case.options)
     yield from _foreign_graphs(case)
     yield from _no_equivalent(case)
+    yield from _no_kernels(case)
     if case.capability is None:
         yield _unknown_architecture(case)
         return
@@ -205,6 +206,22 @@ def _foreign_graphs(case: Case) -> Iterator[Finding]:
         yield Finding(("compiled_graph_path", "model_loader"), problem, "warning")
 
 
+def _no_kernels(case: Case) -> Iterator[Finding]:
+    """Warn of kernels that recent versions lack. Source: release notes of NxD Inference, Neuron SDK 2.29."""
+    family = case.device.family
+    if case.backend != "nxdi" or family not in {"inf2", "trn1"}:
+        return
+    names = tuple(
+        name
+        for name in ServingOptions.model_fields
+        if name.endswith("_kernel_enabled") or name in {"fused_rmsnorm_qkv", "fused_rmsnorm_mlp"}
+        if getattr(case.options, name)
+    )
+    if names:
+        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28"
+        yield Finding(names, problem, "warning")
+
+
 def _device_sampling(case: Case) -> Iterator[Finding]:
     sampled = case.options.on_device_generation
     if sampled is None or case.options.output_logits:
@@ -240,6 +257,8 @@ def _cpu(case: Case) -> Iterator[Finding]:
     if ignored:
         problem = "no effect with the cpu backend, which compiles no graph and uses no NeuronCore; left out"
         yield Finding(ignored, problem, "note")
+    if options.replicas == "max":
+        yield Finding(("replicas",), "1 on a CPU, where no cores limit it; set a number", "note")
     if options.enable_eagle_speculation:
         problem = (
             "the cpu backend does not support EAGLE models, which need the hidden states of the target model; leave it "

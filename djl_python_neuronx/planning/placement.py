@@ -119,7 +119,7 @@ def _indivisible(case: Case) -> Finding:
     dividing = [degree for degree in degrees if can_split(case.model, degree, case.backend)]
     size = indivisible(case.model, case.degree, case.backend)
     problem = (
-        f"{case.library} does not pad a {case.model.model_type} model, so the degree has to divide {size}; set "
+        f"for {case.library} to split a {case.model.model_type} model the degree has to divide {size}; set "
         f"{join_words(dividing, 'or')}"
     )
     return Finding((_DEGREE,), problem)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.loop import EngineLoop
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
@@ -292,8 +292,8 @@ class Serving(Protocol):
     """The part of a `Service` that request handlers use."""
 
     @property
-    def loop(self) -> EngineLoop:
-        """The loop that requests are submitted to."""
+    def loop(self) -> Replicas:
+        """The copies that requests are submitted to."""
 
     @property
     def custom(self) -> CustomFormatters | None:

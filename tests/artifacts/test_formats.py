@@ -367,6 +367,10 @@ def test_optimum_without_weights_tells_where_they_are(tmp_path, name):
 def test_nxdi_without_weights_tells_where_they_were(tmp_path):
     path = folders.nxdi(tmp_path)
     shutil.rmtree(path / "weights")
+    with pytest.raises(
+        ArtifactNotFoundError, match=r"weights is missing.*option\.compiled_graph_path"
+    ):
+        detect(path)
     recorded = json.loads((path / "neuron_config.json").read_text())
     recorded["neuron_config"]["save_sharded_checkpoint"] = False
     write_json(path / "neuron_config.json", recorded)

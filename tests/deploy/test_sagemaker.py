@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -540,6 +541,20 @@ def test_the_calls_against_moto(folder, monkeypatch, capsys):
             scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"] == []
         )
         assert cloudwatch.list_dashboards()["DashboardEntries"] == []
+
+
+def test_the_commands_of_the_readme(tmp_path):
+    """Its lines with `python deploy.py`, with the variables that it sets."""
+    text = (Path(deploy.__file__).parent / "README.md").read_text().replace("\\\n", " ")
+    variables = dict(re.findall(r'^(\w+)="?(.*?)"?(?: +#.*)?$', text, re.MULTILINE))
+    found = re.findall(r"^python deploy\.py (.*)$", text, re.MULTILINE)
+    seen = set()
+    for line in found:
+        for _ in range(2):
+            line = re.sub(r"\$(\w+)", lambda name: variables[name[1]], line)
+        words = shlex.split(line.partition(">")[0], comments=True)
+        seen.add(deploy.parser().parse_args(words).command)
+    assert seen == {*deploy.COMMANDS, "policy"}
 
 
 class Client:

@@ -18,13 +18,16 @@ import java.util.ArrayList;
 import java.util.Base64;
 import java.util.List;
 import java.util.Map;
+import java.util.concurrent.BlockingQueue;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
+import java.util.concurrent.LinkedBlockingQueue;
 import java.util.concurrent.TimeUnit;
 
 /**
- * Runs models on DJL's Python engine, with the threads of DJL Serving: one for a model's calls, others for the answers.
+ * Runs models on DJL's Python engine, with the threads of DJL Serving: one for the calls of each of a model's {@code
+ * minWorkers} processes, others for the answers.
  *
  * <p>A line of standard input is a {@link Command}, a line of standard output an event, both in JSON. At the end of the
  * input all models are closed, and the process ends when no load hangs.
@@ -36,7 +39,7 @@ public final class Driver {
             Long.parseLong(System.getenv().getOrDefault("SERVING_CHUNKED_READ_TIMEOUT", "120"));
     private static final Gson GSON = new Gson();
     private static final ExecutorService READERS = Executors.newCachedThreadPool(Driver::daemon);
-    private static final Map<String, Worker> WORKERS = new ConcurrentHashMap<>();
+    private static final Map<String, Workers> WORKERS = new ConcurrentHashMap<>();
 
     /** {@code run}: load, predict (one call per request), batch (one call for all requests) or unload. */
     record Command(
@@ -58,12 +61,15 @@ public final class Driver {
         }
     }
 
-    /** A loaded model and the thread of its calls. */
-    record Worker(
-            ZooModel<Input, Output> model, Predictor<Input, Output> predictor, ExecutorService calls) {
+    /** A loaded model with its processes, and a thread for the calls of each. {@code free}: those without a call. */
+    record Workers(
+            ZooModel<Input, Output> model,
+            List<Predictor<Input, Output>> all,
+            BlockingQueue<Predictor<Input, Output>> free,
+            ExecutorService calls) {
 
         void close() {
-            predictor.close();
+            all.forEach(Predictor::close);
             model.close();
             calls.shutdownNow();
         }
@@ -77,7 +83,7 @@ public final class Driver {
                 run(GSON.fromJson(line, Command.class));
             }
         }
-        WORKERS.values().forEach(Worker::close);
+        WORKERS.values().forEach(Workers::close);
     }
 
     private static Thread daemon(Runnable task) {
@@ -106,14 +112,18 @@ public final class Driver {
                             .optOptions(command.options)
                             .build()
                             .loadModel();
-            ExecutorService calls = Executors.newSingleThreadExecutor();
+            List<Predictor<Input, Output>> all = new ArrayList<>();
             try {
-                WORKERS.put(command.model, new Worker(model, model.newPredictor(), calls));
+                for (int i = model.intProperty("minWorkers", 1); i > 0; --i) {
+                    all.add(model.newPredictor()); // each starts a process
+                }
             } catch (Throwable e) {
-                calls.shutdown();
+                all.forEach(Predictor::close);
                 model.close();
                 throw e;
             }
+            ExecutorService calls = Executors.newFixedThreadPool(all.size());
+            WORKERS.put(command.model, new Workers(model, all, new LinkedBlockingQueue<>(all), calls));
             say(Map.of("model", command.model, "event", "loaded"));
         } catch (Throwable e) {
             say(Map.of("model", command.model, "event", "failed", "errors", messages(e)));
@@ -126,12 +136,13 @@ public final class Driver {
     }
 
     private static void call(String name, List<Request> requests) {
-        Worker worker = WORKERS.get(name);
-        worker.calls.submit(
+        Workers workers = WORKERS.get(name);
+        workers.calls.submit(
                 () -> {
                     List<Input> inputs = requests.stream().map(Request::input).toList();
+                    Predictor<Input, Output> predictor = workers.free.take();
                     try {
-                        List<Output> outputs = worker.predictor.batchPredict(inputs);
+                        List<Output> outputs = predictor.batchPredict(inputs);
                         for (int i = 0; i < outputs.size(); ++i) {
                             Request request = requests.get(i);
                             Output output = outputs.get(i);
@@ -139,7 +150,10 @@ public final class Driver {
                         }
                     } catch (Throwable e) {
                         requests.forEach(one -> say(Map.of("id", one.id, "errors", messages(e))));
+                    } finally {
+                        workers.free.add(predictor);
                     }
+                    return null;
                 });
     }
 

@@ -92,8 +92,8 @@ def url(served):
         yield url
 
 
-def write_model(folder, mode, **options):
-    """A model folder for DJL: the example model on the cpu backend."""
+def write_model(folder, mode, *, workers=1, **options):
+    """A model folder for DJL: the example model on the cpu backend. `workers`: number of Python processes."""
     options = {
         "entryPoint": "djl_python_neuronx.handler",
         "model_id": MODEL,
@@ -101,7 +101,8 @@ def write_model(folder, mode, **options):
         **MODES[mode],
         **options,
     }
-    lines = ["engine=Python", "minWorkers=1", "maxWorkers=1", "retry_threshold=10"]
+    lines = ["engine=Python", "retry_threshold=10"]
+    lines += [f"minWorkers={workers}", f"maxWorkers={workers}"]
     lines += [f"option.{name}={value}" for name, value in options.items()]
     (folder / "serving.properties").write_text("\n".join(lines) + "\n")
     return folder

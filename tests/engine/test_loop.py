@@ -21,6 +21,7 @@ from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import SPEC, EngineState, Link, encode_request, encode_step
 from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings, work, worker_link
 from djl_python_neuronx.errors import (
@@ -43,26 +44,33 @@ ENDLESS = 4000
 LONG = replace(TOY_SPEC, num_slots=1, max_model_len=4096, token_buckets=(4096,))
 
 
-class ThreadLoop(EngineLoop):
-    """A loop over an engine on a thread, which is at hand."""
+class ThreadLoop(Replicas):
+    """One copy whose engine is on a thread and at hand."""
 
     def __init__(
         self,
         backend: ToyBackend,
         *,
         queue_timeout_s: float = 120.0,
-        on_death: Any = None,
+        on_death: Any = lambda _error: None,
         observer: Any = None,
         **settings: Any,
     ) -> None:
         self.engine = Engine(backend)
         super().__init__(
-            lambda: EngineThread(lambda: self.engine, WorkerSettings(queue_timeout_s)),
-            TOKENIZER,
+            [lambda: EngineThread(lambda: self.engine, WorkerSettings(queue_timeout_s))],
+            lambda: TOKENIZER,
             observer=observer or Recorder(),
             settings=LoopSettings(**settings),
             on_death=on_death,
         )
+        self.start_all()
+
+
+def only(loop: Replicas) -> EngineLoop:
+    """The engine loop of the only copy."""
+    (copy,) = loop._loops
+    return copy
 
 
 @contextmanager
@@ -265,7 +273,7 @@ def test_a_request_that_has_ended_leaves_no_garbage(names: str) -> None:
         gc.disable()
         try:
             loop.submit_all(loop.prepare(*(request(name, [5, 6]) for name in names)), inbox)
-            streams = [weakref.ref(stream) for stream in loop.streams.open_streams()]
+            streams = [weakref.ref(stream) for stream in loop.streams]
             backend.resume.set()
             collect(inbox, *names)
             assert len(streams) == len(names)
@@ -395,8 +403,8 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
             loop.submit(request(name, [5, 6], 30), inbox)
         assert backend.hanging.wait(PATIENCE_S)
         # From now on: other steps may be slow on a busy machine.
-        loop._settings = replace(loop._settings, step_timeout_s=0.2)
-        loop._patience_s = 0.2
+        only(loop)._settings = replace(only(loop)._settings, step_timeout_s=0.2)
+        only(loop)._patience_s = 0.2
         wait_until(lambda: deaths)
         assert answered_before_death == [3]
         assert isinstance(deaths[0], BackendUnavailableError)
@@ -405,7 +413,7 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
         with pytest.raises(BackendUnavailableError):
             loop.submit(request("late", [5, 6]), inbox)
         backend.resume.set()
-        wait_until(lambda: loop._host.wait(0))
+        wait_until(lambda: only(loop)._engine.wait(0))
         assert inbox.drain(0.0) == []
 
 
@@ -477,7 +485,7 @@ def test_close_answers_what_cannot_end_and_stops_the_threads() -> None:
         assert last.error.retry_after_s
         assert last.num_generated_tokens > 0
         assert backend.acquired == frozenset()
-    assert not any(thread.is_alive() for thread in loop._threads)
+    assert not any(thread.is_alive() for thread in only(loop)._threads)
 
 
 def test_closing_a_generation_ends_an_iteration_that_waits() -> None:
@@ -549,8 +557,8 @@ class Recorder:
             raise RuntimeError(msg)
         self.seen.append(f"{'failed' if info is None else info.kind} {num_tokens}")
 
-    def died(self, cause: str) -> None:
-        self.seen.append(f"died {cause}")
+    def died(self, cause: str, copy: int) -> None:
+        self.seen.append(f"died {cause} {copy}")
 
     def given_up(self, stream: Any) -> None:
         self.seen.append(f"given up {stream.request.request_id}")
@@ -592,7 +600,7 @@ def test_an_output_thread_that_ends_is_a_death_and_not_silence() -> None:
         inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         inbox.drain(PATIENCE_S)
-        loop._deliver = None  # type: ignore[assignment,method-assign]
+        only(loop)._deliver = None  # type: ignore[assignment,method-assign]
         assert isinstance(collect(inbox, "a")["a"][-1].error, BackendUnavailableError)
         wait_until(lambda: not loop.alive)
         with pytest.raises(BackendUnavailableError):
@@ -618,7 +626,7 @@ def test_death_is_told_once() -> None:
 def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
 
-    async def start(loop: EngineLoop) -> None:
+    async def start(loop: Replicas) -> None:
         generation = loop.generate(loop.prepare(request("a", [5, 6], ENDLESS)))
         await generation.__anext__()
 
@@ -633,6 +641,7 @@ class Parts:
 
     restartable = True
     loads = True
+    spec = LONG
 
     def __init__(self, log: list[str]) -> None:
         front, end = socket.socketpair()
@@ -641,7 +650,7 @@ class Parts:
         self._log = log
         log.append("started")
         if self.loads:
-            self.engine.send("ready", SPEC.dump_python(LONG, mode="json"), None)
+            self.engine.send("ready", SPEC.dump_python(self.spec, mode="json"), None)
 
     def receive(self, kind: str) -> Any:
         """The next message, which must be of a kind."""
@@ -665,7 +674,7 @@ class Parts:
 @contextmanager
 def in_parts(
     restarts: int = 1, **settings: Any
-) -> Iterator[tuple[EngineLoop, list[Parts], list[str]]]:
+) -> Iterator[tuple[Replicas, list[Parts], list[str]]]:
     log: list[str] = []
     hosts: list[Parts] = []
 
@@ -673,12 +682,13 @@ def in_parts(
         hosts.append(Parts(log))
         return hosts[-1]
 
-    loop = EngineLoop(
-        launch,
-        TOKENIZER,
+    loop = Replicas(
+        [launch],
+        lambda: TOKENIZER,
         observer=Recorder(),
         settings=LoopSettings(restarts=restarts, **settings),
     )
+    loop.start_all()
     try:
         yield loop, hosts, log
     finally:
@@ -705,7 +715,7 @@ def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
         wait_until(lambda: len(hosts) == 2)
         assert [hosts[1].receive("add")["request_id"] for _ in "12"] == ["unsent", "waiting"]
         hosts[1].engine.send("entering", ["unsent"])
-        wait_until(lambda: loop.streams.get("unsent").begun)  # type: ignore[union-attr]
+        wait_until(lambda: only(loop).streams.get("unsent").begun)  # type: ignore[union-attr]
         hosts[1].ended.set()
         hosts[1].engine.close()
         (last,) = unsent.drain(PATIENCE_S)
@@ -742,7 +752,7 @@ def test_a_hang_is_noticed_although_its_clients_have_left() -> None:
         loop.submit(request("a", [5, 6]), BlockingQueue())
         hosts[0].receive("add")
         hosts[0].engine.send("entering", ["a"])
-        wait_until(lambda: loop._busy)
+        wait_until(lambda: only(loop)._busy)
         loop.abort("a")
         wait_until(lambda: len(hosts) == 2)
 
@@ -796,7 +806,7 @@ def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
     with in_parts(queue_timeout_s=0.0) as (loop, hosts, _):
         loop.submit(request("a", [5, 6]), BlockingQueue())
         hosts[0].receive("add")
-        loop._expire()  # as if the engine had become ready just then
+        only(loop)._expire()  # as if the engine had become ready just then
         assert hosts[0].receive("abort") == "a"
 
 

@@ -25,6 +25,7 @@ from djl_python_neuronx.errors import (
     InvalidOptionError,
 )
 from djl_python_neuronx.loading import compiled as compiled_module
+from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.mismatch import has_own_graphs
@@ -34,6 +35,7 @@ from djl_python_neuronx.planning import backend_choice as loaders
 from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.service import Service
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
@@ -422,3 +424,16 @@ def test_a_backend_that_compiles_nothing_asks_for_no_flags():
 def test_a_folder_that_is_not_there_is_named_by_the_argument(tmp_path):
     with pytest.raises(ArtifactNotFoundError, match="Correct the model argument"):
         prepare_or_raise(None, tmp_path / "nothere", environ={})
+
+
+def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, options):
+    """Alone the model would take both cores of the machine."""
+    del options["tensor_parallel_degree"]
+    known = {"environ": machine.environ, "overrides": options}
+    placement = check_all([str(TINY), str(TINY)], starting=True, **known)
+    placement.raise_errors()
+    assert placement.placed == (("0",), ("1",))
+    for cores in ((), *placement.placed):
+        service = Service.load(None, TINY, placed=cores, start=False, **known)
+        assert service.options.tensor_parallel_degree == (1 if cores else 2)
+        service.close()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need, alignment, place
+from djl_python_neuronx.planning.defaults import fill
 from djl_python_neuronx.planning.machines import (
     FAMILIES,
     INSTANCES,
@@ -18,6 +23,7 @@ from djl_python_neuronx.planning.machines import (
     named,
     on_single_cores,
 )
+from djl_python_neuronx.planning.model import ModelFacts
 
 NOWHERE = DeviceInfo(None, 0, 0, 0, 4, "no devices")
 
@@ -78,7 +84,7 @@ def test_each_degree_fills_each_machine(device):
         check_placement([Need("m", degree, "max")], device, [copies])
         for number in {most, most - 1, 2} - {0, 1}:
             if number > most:
-                with pytest.raises(ConfigError, match=f"{number} copies of m with {degree}"):
+                with pytest.raises(ConfigError, match=f"m \\({number} with {degree} each\\)"):
                     place([Need("m", degree, number)], device)
             else:
                 assert place([Need("m", degree, number)], device) == [copies[:number]]
@@ -168,9 +174,9 @@ def test_too_many_name_models_cores_and_the_fix():
     with pytest.raises(ConfigError) as raised:
         place(needs, named("inf2.48xlarge"))
     assert str(raised.value) == (
-        "3 copies of llama with 8 cores each and max copies of qwen with 2 cores each need 26 NeuronCores, and 24 of "
-        "inf2.48xlarge can be used; lower option.replicas (or set max) or option.tensor_parallel_degree, serve fewer "
-        "models, or use a larger machine"
+        "copies of llama (3 with 8 each) and qwen (max with 2 each) need 26 NeuronCores, and inf2.48xlarge gives 24; "
+        "lower option.replicas or option.tensor_parallel_degree, set replicas=max, serve fewer models, or use a larger "
+        "machine"
     )
 
 
@@ -180,6 +186,27 @@ def test_unknown_cores():
         place([Need("m", 2, "max")], device)
     limited = for_process(device, {"NEURON_RT_VISIBLE_CORES": "0-3"})
     assert place([Need("m", 2, "max")], limited) == [("0-1", "2-3")]
+
+
+MODELS = sorted((Path(__file__).parent / "models").glob("*.json"))
+
+
+@pytest.mark.parametrize("machine", INSTANCES)
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_each_model_fills_each_machine_with_what_its_degree_leaves_room_for(model, machine):
+    facts = ModelFacts.from_config(json.loads(model.read_text()))
+    device = named(machine)
+    for replicas in ("max", 2):
+        options = ServingOptions(model_id="m", model_loader="tnx", replicas=replicas)
+        degree, _ = fill(Case(options, facts, device, "tnx"))["tensor_parallel_degree"]
+        needs = [Need("m", degree, replicas)]
+        if replicas == 2 and 2 * degree > device.neuron_cores:
+            with pytest.raises(ConfigError, match=f"need {2 * degree} NeuronCores"):
+                place(needs, device)
+            continue
+        placed = place(needs, device)
+        free = check_placement(needs, device, placed)
+        assert replicas == 2 or len(free) < degree
 
 
 def _random_needs(draw: random.Random, device: DeviceInfo) -> list[Need]:
@@ -237,10 +264,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (1, 2, 3, 4, 6)], ids=["divisible", "pipelines"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [*((family, (1, 2, 4, 8)) for family in SMALL), ("inf2", (1, 2, 3, 4, 6))],
+)
 def test_found_whenever_there_is_one(family, sizes):
-    """With gaps where each size divides the next, without gaps whatever the sizes."""
+    """With gaps where each size divides the next, on Inf2 without gaps whatever the sizes."""
     device, compared = SMALL[family], 0
     lists = [range(8)]
     if sizes == (1, 2, 4, 8):

@@ -102,6 +102,20 @@ LENGTHS = [
         {"context_length_estimate": (128, 8193)},
         {"n_positions": 8193},
     ),
+    (
+        "attn_kernel_enabled",
+        "warning",
+        "no kernels on inf2 since Neuron SDK 2.29",
+        {"attn_kernel_enabled": True, "loader": "nxdi"},
+        {"attn_kernel_enabled": False},
+    ),
+    (
+        "fused_rmsnorm_mlp",
+        "warning",
+        "no kernels on inf2",
+        {"fused_rmsnorm_mlp": True, "loader": "nxdi"},
+        {"loader": "tnx"},
+    ),
     ("cpu_threads", "note", "leave it out", {"cpu_threads": 2}, {"loader": "cpu"}),
     (
         "max_join_wait_ms",

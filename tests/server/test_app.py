@@ -95,6 +95,12 @@ def server(backend: ToyBackend) -> Iterator[Running]:
     application.service.close()
 
 
+def _in_use(url: str) -> str:
+    """The gauge of slots in use, of the only copy."""
+    text = http.get(url + "/metrics").text
+    return text.partition('\ndjl_neuronx_slots_in_use{copy="0"} ')[2].partition("\n")[0]
+
+
 def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
     parameters = {
         "max_new_tokens": max_new_tokens,
@@ -535,8 +541,8 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
         assert http.get(running.url + "/ping").status_code == 200
         http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        settings = replace(application.service.loop._settings, step_timeout_s=0.2)
-        application.service.loop._settings = settings  # from now on: other steps may be slow
+        (loop,) = application.service.loop._loops
+        loop._settings = replace(loop._settings, step_timeout_s=0.2)  # other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
         assert "option.predict_timeout" in hung.json()["error"]
@@ -576,7 +582,7 @@ def test_metrics_count(server: Running) -> None:
     assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
     assert "djl_neuronx_padding_tokens_total 12.0" in text
     assert 'djl_neuronx_sampling_steps_total{place="host"} 15.0' in text
-    assert "djl_neuronx_slots_in_use 0.0" in text
+    assert _in_use(server.url) == "0.0"
 
 
 @pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
@@ -824,11 +830,11 @@ def test_gauges_fall_when_the_last_request_is_given_up(
     connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100)))
     assert backend.hanging.wait(PATIENCE_S)
-    wait_until(lambda: "djl_neuronx_slots_in_use 1.0" in http.get(server.url + "/metrics").text)
+    wait_until(lambda: _in_use(server.url) == "1.0")
     connection.close()
     wait_until(lambda: len(loop.streams) == 0)
     backend.resume.set()
-    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(server.url + "/metrics").text)
+    wait_until(lambda: _in_use(server.url) == "0.0")
     aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'
     assert aborted in http.get(server.url + "/metrics").text
 
@@ -965,7 +971,7 @@ def test_the_quick_start(quick_start: tuple[subprocess.Popen[str], str]) -> None
     assert statuses <= {200, 503}
     descriptors = num_descriptors(process.pid)
     asyncio.run(known_answers(url))
-    wait_until(lambda: "djl_neuronx_slots_in_use 0.0" in http.get(url + "/metrics").text)
+    wait_until(lambda: _in_use(url) == "0.0")
     wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
     asyncio.run(drains(url, process))
     assert process.wait(PATIENCE_S) == 0

@@ -1,0 +1,385 @@
+"""Copies of one model behind one front: which copy gets a request, and which other one if an engine has died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, takewhile
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.link import EngineState
+from djl_python_neuronx.engine.loop import (
+    JOIN_S,
+    STOPPING,
+    EngineLoop,
+    Host,
+    LoopSettings,
+    notify,
+)
+from djl_python_neuronx.engine.streams import AsyncQueue, Generation, Observer, OutputQueue, Stream
+from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
+from djl_python_neuronx.errors import BackendUnavailableError, ServingError
+from djl_python_neuronx.types import GenerationRequest, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64
+"""Prompts are compared in blocks of so many tokens."""
+MOST_BLOCKS = 32
+"""Blocks of a prompt that are compared, from its beginning."""
+
+
+class CopyState(NamedTuple):
+    """State of a copy, for /info, metrics and logs."""
+
+    running: int
+    """Sequences that hold a slot."""
+    waiting: int
+    """Sequences that wait for a slot."""
+    alive: bool
+    """True while it takes requests and an engine is ready to answer them."""
+    stage: str
+    """What a load is doing, for people."""
+    cores: str
+    """Its NeuronCores, as in NEURON_RT_VISIBLE_CORES; empty: not limited, or on a CPU."""
+
+
+@dataclass(eq=False)
+class _Copy:
+    launch: Callable[[], Host]
+    cores: str
+    loop: EngineLoop
+    """A new one for each `Replicas.start`."""
+    takes: bool = False
+    """It gets new requests; also while its engine is started again."""
+    given_up: bool = False
+    """Every request that it had has got its error."""
+    held: dict[int, None] = field(default_factory=dict)
+    """Beginnings (see `_beginnings`) of the prompts that its slots last held, the oldest first."""
+
+
+class Replicas:
+    """The copies of a model. Thread-safe; nothing here runs per token.
+
+    A request goes to the copy with the fewest open ones (all have the same number of slots). Among equals that copy is
+    preferred whose slots last held the longest beginning of its prompt. Today this only keeps like prompts together: no
+    backend reuses the cache of a prefix (`Backend.acquire` returns 0). One that does will find it in this copy.
+
+    If the engine of a copy dies, requests without a token go to others that have an engine, as soon as there is room;
+    until then they wait for the restart.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Callable[[], Host]],
+        tokenizer: Callable[[], Tokenizer],
+        *,
+        observer: Observer,
+        settings: LoopSettings,
+        cores: Sequence[str] = (),
+        on_death: Callable[[ServingError], None] = lambda _error: None,
+        on_progress: Callable[[str], None] = logger.debug,
+    ) -> None:
+        """Start nothing. `launches`: a function for each copy that starts its engine. `cores`: see `CopyState`.
+
+        `on_death` is called when the last copy is given up, after every request has got the error.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._settings = settings
+        self._on_death = on_death
+        self._on_progress = on_progress
+        self._closing = False
+        self._lock = threading.RLock()
+        """Held while requests are given to a copy or moved, so that each is in exactly one when it is aborted.
+
+        It may be taken while a loop delivers, and the lock of a registry while it is held; never the other way."""
+        # A queue lives as long as a request of its event loop, and holds that loop.
+        self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
+        self.spec: ModelSpec
+        """Facts of the model, once a copy has been started."""
+        self.speculation: dict[str, object] | None = None
+        """The speculation in use: number of drafts, their source. Or None."""
+        self._copies: list[_Copy] = []
+        for i, launch in enumerate(launches):
+            loop = self._new_loop(i, launch)
+            self._copies.append(_Copy(launch, cores[i] if cores else "", loop))
+
+    @property
+    def copies(self) -> list[CopyState]:
+        """The state of each copy."""
+        return [
+            CopyState(
+                copy.loop.state.running,
+                copy.loop.state.waiting,
+                copy.takes and copy.loop.alive,
+                copy.loop.stage,
+                copy.cores,
+            )
+            for copy in self._copies
+        ]
+
+    @property
+    def state(self) -> EngineState:
+        """The state of all copies together; one that speculates is enough."""
+        states = [loop.state for loop in self._loops]
+        return EngineState(
+            sum(state.running for state in states),
+            sum(state.waiting for state in states),
+            any(state.speculates for state in states),
+        )
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The open requests of all copies."""
+        return [stream for loop in self._loops for stream in loop.streams.open_streams()]
+
+    @property
+    def error(self) -> ServingError | None:
+        """The reason why nothing is accepted any more; None while a copy has or will have an engine."""
+        errors = [loop.error for loop in self._loops]
+        return errors[-1] if all(errors) else None
+
+    @property
+    def alive(self) -> bool:
+        """True while a copy has an engine that takes requests."""
+        return any(copy.alive for copy in self.copies)
+
+    @property
+    def stage(self) -> str:
+        """What the copies without an engine are doing, for people."""
+        stages = {i: copy.stage for i, copy in enumerate(self.copies) if not copy.alive}
+        if len(self._copies) == 1:
+            return "".join(stages.values())
+        return ", ".join(f"copy {i}: {stage}" for i, stage in stages.items())
+
+    @property
+    def _loops(self) -> list[EngineLoop]:
+        return [copy.loop for copy in self._copies]
+
+    # Start and end
+
+    def start_all(self) -> None:
+        """Start every copy, side by side, and wait until all take requests; if one fails, end the others.
+
+        Raises:
+            ServingError: an engine could not be loaded.
+        """
+        with ThreadPoolExecutor(len(self._copies)) as pool:
+            starts = [pool.submit(self.start, i) for i in range(len(self._copies))]
+            try:
+                for start in as_completed(starts):
+                    start.result()
+            except BaseException:
+                self.close()
+                raise
+
+    def start(self, i: int) -> None:
+        """Start copy `i`, and wait until it takes requests. `on_death` is not called for a failure.
+
+        Raises:
+            ServingError: its engine could not be loaded, or the copies are closed.
+        """
+        copy = self._copies[i]
+        with self._lock:
+            if self._closing:
+                raise BackendUnavailableError(STOPPING)
+            copy.loop = loop = self._new_loop(i, copy.launch)
+            copy.given_up, copy.held = False, {}
+        try:
+            loop.start()
+        except ServingError as error:
+            loop.streams.close(error)
+            copy.given_up = True
+            raise
+        with self._lock:
+            self.spec, self.speculation = loop.spec, loop.speculation
+            copy.takes = True
+
+    def retire(self, i: int) -> None:
+        """Give copy `i` no more requests, wait until those that it has have ended, and end its engine."""
+        copy = self._copies[i]
+        with self._lock:
+            copy.takes = False
+        copy.loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
+        _end([copy.loop], JOIN_S)
+        with self._lock:
+            if not self._closing:
+                copy.loop = self._new_loop(i, copy.launch)
+
+    def _new_loop(self, i: int, launch: Callable[[], Host]) -> EngineLoop:
+        return EngineLoop(
+            launch,
+            copy=i,
+            observer=self._observer,
+            settings=self._settings,
+            on_orphans=self._move,
+            on_death=partial(self._give_up, i),
+            on_progress=self._on_progress,
+        )
+
+    def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
+        """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
+
+        An engine that has not ended after `join_s` is killed. Idempotent; a second call cuts the drain of the first
+        short. False: an engine's thread is stuck in the device and left behind, because nothing can end it.
+        """
+        stopping = BackendUnavailableError(STOPPING)
+        with self._lock:
+            self._closing = True
+            loops = self._loops
+            for loop in loops:
+                loop.streams.close(stopping)
+        ends_s = time.monotonic() + drain_s
+        for loop in loops:
+            loop.streams.wait_until_empty(max(0.0, ends_s - time.monotonic()))
+        return _end(loops, join_s)
+
+    # Requests
+
+    def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
+        """Check and queue a request; its deltas go to `output_queue`. See `prepare` and `submit_all`."""
+        self.submit_all(self.prepare(request), output_queue)
+
+    def prepare(self, *requests: GenerationRequest) -> list[Stream]:
+        """Check requests that are answered together, and encode them: up to 0.1 µs for each token of a prompt.
+
+        Raises:
+            RequestError: the loaded model cannot serve one of them.
+        """
+        try:
+            for request in requests:
+                check(request, self.spec)
+        except ServingError as error:
+            notify(self._observer.rejected, error)
+            raise
+        tokenizer = self._tokenizer()
+        group = [Stream(one, tokenizer) for one in requests]
+        for stream in group:
+            stream.begun = group[0].begun
+        return group
+
+    def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:
+        """Queue requests that `prepare` has passed, all or none, on one copy; their deltas go to `output_queue`.
+
+        Raises:
+            ServingError: see `EngineLoop.submit_all`; or no copy takes requests.
+        """
+        beginnings = _beginnings(group[0].request) if len(self._copies) > 1 else []
+        with self._lock:
+            copy = self._choose(beginnings)
+            if copy is None:
+                error = self.error or BackendUnavailableError(
+                    f"no copy of the model takes requests now ({self.stage}); retry later"
+                )
+                notify(self._observer.rejected, error)
+                raise error
+            copy.loop.submit_all(group, output_queue)
+            self._note(copy, beginnings)
+
+    def generate(self, group: Sequence[Stream]) -> Generation:
+        """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.
+
+        Raises:
+            ServingError: see `submit_all`; after that an error is the last delta, never an exception.
+        """
+        event_loop = asyncio.get_running_loop()
+        async_queue = self._async_queues.setdefault(event_loop, AsyncQueue(event_loop, self.abort))
+        self.submit_all(group, async_queue)
+        # No delta can overtake the registration: both happen in this event loop's thread.
+        request_ids = [stream.request.request_id for stream in group]
+        return Generation(request_ids, async_queue, self.abort)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
+        with self._lock:
+            for loop in self._loops:
+                loop.abort(request_id)
+
+    # Choice of a copy, with the lock
+
+    def _choose(self, beginnings: Sequence[int]) -> _Copy | None:
+        """The copy for a prompt, one with an engine if there is one; None if none takes requests."""
+        taking = [copy for copy in self._copies if copy.takes]
+        taking = [copy for copy in taking if copy.loop.alive] or taking
+        if len(taking) < 2:
+            return taking[0] if taking else None
+        least = min(len(copy.loop.streams) for copy in taking)
+        equal = [copy for copy in taking if len(copy.loop.streams) == least]
+        return max(equal, key=lambda copy: _num_held(copy, beginnings))
+
+    def _note(self, copy: _Copy, beginnings: Sequence[int]) -> None:
+        """Note what a slot of a copy will hold; the oldest is forgotten."""
+        for beginning in beginnings:
+            copy.held.pop(beginning, None)
+            copy.held[beginning] = None
+        for beginning in list(copy.held)[: -MOST_BLOCKS * self.spec.num_slots]:
+            del copy.held[beginning]
+
+    # Deaths, on the output thread of the copy
+
+    def _move(self, loop: EngineLoop, given_up: ServingError | None) -> None:
+        """Give the requests of a copy without an engine to others; see `EngineLoop.on_orphans`."""
+        num_moved = 0
+        with self._lock:
+            copy = self._copies[loop.copy]
+            copy.held.clear()
+            if given_up is not None:
+                copy.takes = False
+                loop.streams.close(given_up)
+            for _, together in groupby(loop.streams.open_streams(), lambda one: id(one.begun)):
+                group = list(together)
+                other = self._choose(())
+                # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
+                if other is None or other is copy or not (other.loop.alive or given_up):
+                    break
+                if not other.loop.adopt(group, loop.release):
+                    break
+                num_moved += len(group)
+        if num_moved:
+            logger.warning("requests_moved from_copy=%d requests=%d", loop.copy, num_moved)
+
+    def _give_up(self, i: int, error: ServingError) -> None:
+        with self._lock:
+            self._copies[i].given_up = True
+            last = all(copy.given_up for copy in self._copies)
+        if last:
+            self._on_death(error)
+
+
+def _beginnings(request: GenerationRequest) -> list[int]:
+    """Hashes of a prompt's first block, of its first two blocks …; those of another adapter are different."""
+    found, last = [], hash(request.adapter)
+    num_blocks = min(len(request.prompt_ids) // BLOCK_TOKENS, MOST_BLOCKS)
+    for i in range(num_blocks):
+        block = request.prompt_ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+        last = hash((last, *block))
+        found.append(last)
+    return found
+
+
+def _num_held(copy: _Copy, beginnings: Sequence[int]) -> int:
+    """Blocks of a prompt that the copy's slots last held."""
+    return sum(1 for _ in takewhile(copy.held.__contains__, beginnings))
+
+
+def _end(loops: Sequence[EngineLoop], join_s: float) -> bool:
+    """End engines, all within `join_s` or by force. Returns False if one is stuck in the device."""
+    for loop in loops:
+        loop.stop()
+    ends_s = time.monotonic() + join_s
+    for loop in loops:
+        loop.join(ends_s - time.monotonic())
+    ends_s = time.monotonic() + join_s
+    return all(loop.ended(max(0.0, ends_s - time.monotonic())) for loop in loops)
