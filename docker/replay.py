@@ -54,7 +54,11 @@ class ReplayError(Exception):
 class Image:
     """What a Dockerfile says about running the result, and the variables while its steps run."""
 
-    env: dict[str, str] = field(default_factory=lambda: {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    env: dict[str, str] = field(
+        default_factory=lambda: {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        }
+    )
     args: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = "0:0"
