@@ -49,7 +49,7 @@ class CopyState(NamedTuple):
     alive: bool
     """True while it takes requests and an engine is ready to answer them."""
     stage: str
-    """What a load is doing, for people."""
+    """What a load is doing, for people; empty while it takes requests."""
     cores: str
     """Its NeuronCores, as in NEURON_RT_VISIBLE_CORES; empty: not limited, or on a CPU."""
 
@@ -123,8 +123,8 @@ class Replicas:
             CopyState(
                 copy.loop.state.running,
                 copy.loop.state.waiting,
-                copy.takes and copy.loop.alive,
-                copy.loop.stage,
+                alive := copy.takes and copy.loop.alive,
+                "" if alive else copy.loop.stage,
                 copy.cores,
             )
             for copy in self._copies

@@ -510,6 +510,7 @@ def _facts(model: Model) -> dict[str, Any]:
         "sampling": sampling_facts(spec),
         "speculation": service.speculation,
         "chunked_prefill": spec.mixed_steps,
+        "copies": [copy._asdict() for copy in service.loop.copies],
     }
 
 
