@@ -50,7 +50,7 @@ def service_model(name: str) -> Any:
 @cache
 def regions() -> list[str]:
     """The regions with SageMaker."""
-    return get_session().get_available_regions("sagemaker")
+    return list(get_session().get_available_regions("sagemaker"))
 
 
 def bounds(shape: str, member: str) -> tuple[int, int]:
