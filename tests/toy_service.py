@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,18 +18,17 @@ from tests.toy_tokenizer import TOKENIZER
 
 
 def toy_service(
-    backend: Backend,
-    *,
+    *copies: Backend,
     proposer: Proposer | None = None,
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **settings: Any,
 ) -> Service:
-    """`functions`: of `model.py`. `settings`: options by name."""
+    """`copies`: the backend of each copy. `functions`: of `model.py`. `settings`: options by name."""
     options = ServingOptions(model_id="toy", **settings)
 
-    def load() -> Engine:
+    def load(backend: Backend) -> Engine:
         return Engine(
             backend,
             decode_interleave=options.decode_interleave,
@@ -40,7 +40,7 @@ def toy_service(
     return Service(
         options,
         lambda: TOKENIZER,
-        [lambda: EngineThread(load, worker)],
+        [partial(EngineThread, partial(load, backend), worker) for backend in copies],
         functions=functions,
         on_death=on_death,
     )
