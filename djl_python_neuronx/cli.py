@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeAlias
@@ -78,17 +79,18 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve(commands: Commands) -> None:
     command = commands.add_parser(
         "serve",
-        help="load a model and serve it over HTTP",
-        description="Load a model and serve SageMaker's /invocations and /ping, OpenAI's /v1/chat/completions, and the "
+        help="load models and serve them over HTTP",
+        description="Load models and serve SageMaker's /invocations and /ping, OpenAI's /v1/chat/completions, and the "
         "other routes of docs/protocols.md. Options are read from -o, then from serving.properties in the folder, then "
         "from OPTION_* environment variables; the first source that sets an option wins.",
     )
     command.add_argument(
-        "model",
-        nargs="?",
-        default=str(MODEL_DIR),
+        "models",
+        nargs="*",
+        default=[str(MODEL_DIR)],
+        metavar="model",
         help="folder with the model or with a serving.properties that names one, Hugging Face id or s3:// URI "
-        "(default %(default)s)",
+        f"(default {MODEL_DIR}); several are served side by side, requests name theirs",
     )
     everywhere = "0.0.0.0"  # noqa: S104  (SageMaker's container contract requires it)
     command.add_argument(
@@ -216,9 +218,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from djl_python_neuronx.config.findings import Problems
         from djl_python_neuronx.config.resolve import read_settings
+        from djl_python_neuronx.loading.check import check_all
         from djl_python_neuronx.server.app import serve
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys
+        from djl_python_neuronx.server.models import Load, Model
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
             raise  # a bug of this package: no installation helps
@@ -227,33 +231,65 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     tls = tls_context(**{n: value for n, value in vars(arguments).items() if n.startswith("ssl_")})
     variable = taken(API_KEYS)
-    model_dir, named = _model(arguments.model)
-    overrides = {**named, **dict(arguments.option)}
+    given, several = dict(arguments.option), len(arguments.models) > 1
+    loads: dict[Model, Load] = {}
+    for target in arguments.models:
+        model_dir, named = _model(target)
+        overrides = {**named, **given}
+        # The server listens first. Problems of the settings are reported by the load, all of them at once.
+        options = read_settings(None, model_dir, environment(), Problems(), overrides).options
+        where = target if model_dir is None else str(model_dir.resolve())
+        model = Model(where.rstrip("/").rpartition("/")[2], options)
+        loads[model] = partial(_load, model_dir, overrides, bars=not several)
+    api_keys = read_keys(options.api_key_file, variable)
 
-    def load(stage: Callable[[str], None], on_death: Callable[[ServingError], None]) -> Service:
-        from djl_python_neuronx.service import Service
-
-        with progress_bars(sys.stderr) as bars:
-            progress = bars.in_words(stage)
-            return Service.load(
-                None, model_dir, overrides=overrides, on_death=on_death, progress=progress
+    def prepare() -> Sequence[Sequence[str]]:
+        keys = read_keys(options.api_key_file, variable)
+        placed: Sequence[Sequence[str]] = [()]
+        if several:
+            placement = check_all(
+                arguments.models, environ=environment(), overrides=given, starting=True
             )
+            placement.raise_errors()
+            placed = placement.placed
+        api_keys[:] = keys
+        return placed
 
-    # The server listens first. Problems of the settings are reported by the load, all of them at once.
-    options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-    port = arguments.port or _port_from_environment()
-    where = arguments.model if model_dir is None else str(model_dir.resolve())
-    name = where.rstrip("/").rpartition("/")[2]
     return serve(
-        load,
-        folder_name=name,
-        options=options,
+        loads,
         host=arguments.host,
-        port=port,
+        port=arguments.port or _port_from_environment(),
         drain_s=arguments.drain,
+        prepare=prepare,
         tls=tls,
-        api_keys=read_keys(options.api_key_file, variable),
+        api_keys=api_keys,
     )
+
+
+def _load(
+    model_dir: Path | None,
+    overrides: Mapping[str, str],
+    stage: Callable[[str], None],
+    on_death: Callable[[ServingError], None],
+    *,
+    bars: bool,
+    placed: Sequence[str] = (),
+    start: bool = True,
+) -> Service:
+    """Load a model; see `server.models.Load`. `bars`: show its progress as bars, which one load at a time can."""
+    from djl_python_neuronx.loading.prepare import SILENT
+    from djl_python_neuronx.service import Service
+
+    with progress_bars(sys.stderr) if bars else nullcontext(SILENT) as progress:
+        return Service.load(
+            None,
+            model_dir,
+            overrides=overrides,
+            on_death=on_death,
+            progress=progress.in_words(stage),
+            placed=placed,
+            start=start,
+        )
 
 
 def _model(target: str) -> tuple[Path | None, dict[str, str]]:

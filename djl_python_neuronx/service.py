@@ -91,9 +91,7 @@ class Service:
             on_death=on_death,
             on_progress=progress.stage,
         )
-        for i in range(len(launches)):
-            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
-                self.metrics[name].labels(i).set_function(partial(self._count, i, count))
+        self.observe(self.metrics)
         # The tokenizer and the engines load side by side: each imports a large library.
         started = ThreadPoolExecutor(1).submit(self.loop.start_all) if start else None
         try:
@@ -217,8 +215,11 @@ class Service:
         request_id: str | None = None,
         headers: Mapping[str, str] | None = None,
         path: str = "",
+        payload: dict[str, Any] | None = None,
     ) -> ParsedRequest:
         """Parse and validate a request body. Any thread. `request_id` is the client's, for the response and for logs.
+
+        `payload`: see `parse_body`.
 
         Raises:
             RequestError: the request is invalid.
@@ -239,10 +240,17 @@ class Service:
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:
-            return parse_body(body, context)
+            return parse_body(body, context, payload)
         except ServingError as error:
             self._recorder.rejected(error)
             raise
+
+    def observe(self, metrics: Metrics) -> None:
+        """Go on with these metrics, which another service has written so far."""
+        self.metrics = self._recorder.metrics = metrics
+        for i in range(len(self.loop.copies)):
+            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
+                metrics[name].labels(i).set_function(partial(self._count, i, count))
 
     def _count(self, i: int, name: str) -> int:
         return int(getattr(self.loop.copies[i], name))

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,12 +107,6 @@ class Metrics:
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)
-
     def embedded(self, namespace: str, model: str) -> str:
         """A line of JSON from which CloudWatch Logs makes metrics below `namespace` (its Embedded Metric Format).
 
@@ -137,19 +131,45 @@ class Metrics:
         return orjson.dumps({"_aws": about, "model": model, **gained}).decode()
 
 
+class _Together:
+    """The metrics of several models, for a registry: each is there once, with the model as a label of its samples."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Any]:
+        """See `prometheus_client.registry.Collector`."""
+        found: dict[str, Any] = {}
+        for model, metrics in self._models.items():
+            for metric in metrics.registry.collect():
+                labelled = [
+                    one._replace(labels={**one.labels, "model": model}) for one in metric.samples
+                ]
+                metric.samples = []
+                found.setdefault(metric.name, metric).samples += labelled
+        return found.values()
+
+
+def exposition(models: Mapping[str, Metrics]) -> bytes:
+    """The metrics of models, by the name of each, in Prometheus' text format."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Together(models))  # needs `collect` alone
+
+
 class Recorder:
     """The engine loop's observer: metrics, and a log line per request."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
 
     def rejected(self, error: ServingError) -> None:
         """See `Observer`."""
-        self._metrics["rejected_requests_total"].labels(error.code).inc()
+        self.metrics["rejected_requests_total"].labels(error.code).inc()
 
     def stepped(self, info: StepInfo | None, num_tokens: int) -> None:
         """See `Observer`."""
-        metrics = self._metrics
+        metrics = self.metrics
         metrics["generated_tokens_total"].inc(num_tokens)
         if info is None:
             return
@@ -172,16 +192,16 @@ class Recorder:
 
     def died(self, cause: str, copy: int) -> None:
         """See `Observer`."""
-        self._metrics["engine_deaths_total"].labels(cause, copy).inc()
+        self.metrics["engine_deaths_total"].labels(cause, copy).inc()
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""
-        self._metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
+        self.metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
         logger.info("request_aborted request_id=%s", stream.request.label)
 
     def ended(self, stream: Stream, delta: Delta) -> None:
         """See `Observer`."""
-        metrics, request = self._metrics, stream.request
+        metrics, request = self.metrics, stream.request
         total_s = stream.last_token_s - stream.submitted_s
         reason = delta.finish_reason.value if delta.finish_reason else ""
         metrics["requests_total"].labels(request.protocol, reason).inc()
@@ -209,12 +229,12 @@ class Recorder:
         )
 
 
-def log_load_failure(error: BaseException) -> ServingError:
-    """Log why a model could not be loaded; returns the error for its clients."""
+def log_load_failure(error: BaseException, event: str = "load_failed") -> ServingError:
+    """Log why a model could not be loaded, after the words `event`; returns the error for its clients."""
     failure = load_failure(error)
     # The message of an error of ours is for a user: no traceback.
     cause = None if failure is error else error
-    logger.error("load_failed code=%s\n%s", failure.code, failure, exc_info=cause)
+    logger.error("%s code=%s\n%s", event, failure.code, failure, exc_info=cause)
     return failure
 
 

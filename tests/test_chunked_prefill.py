@@ -13,6 +13,7 @@ pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transf
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import PromptTooLongError
 from djl_python_neuronx.service import Service
+from djl_python_neuronx.telemetry import exposition
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 WHOLE = {
@@ -48,7 +49,7 @@ def texts(options: dict[str, str]) -> tuple[dict[str, str], str]:
         with pytest.raises(PromptTooLongError) as caught:
             service.loop.submit(long.request, inbox)
         assert ("context_length_estimate" in str(caught.value)) == (options is WHOLE)
-        return found, service.metrics.exposition().decode()
+        return found, exposition({"": service.metrics}).decode()
     finally:
         service.close()
 
@@ -57,5 +58,5 @@ def test_chunks_change_no_text() -> None:
     wanted, without = texts(WHOLE)
     found, metrics = texts(CHUNKED)
     assert found == wanted
-    assert 'djl_neuronx_mixed_seconds_count{bucket="16"}' in metrics
+    assert 'djl_neuronx_mixed_seconds_count{bucket="16",model=""}' in metrics
     assert "mixed_seconds_count{" not in without

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -81,12 +82,13 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
     given = {}
 
-    def load(properties, model_dir, *, overrides, on_death, progress):
-        given.update(model_dir=model_dir, overrides=overrides)
+    def load(properties, model_dir, *, overrides, placed, start, on_death, progress):
+        given.update(model_dir=model_dir, overrides=overrides, how=(placed, start))
 
-    def serve(load, *, folder_name, **_):
-        given.update(name=folder_name)
-        load(print, print)
+    def serve(loads, *, prepare, **_):
+        ((model, load),) = loads.items()
+        given.update(names=model.names)
+        load(print, print, placed=prepare()[0])
         return 0
 
     monkeypatch.setattr(Service, "load", load)
@@ -94,7 +96,94 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
     assert cli.main(["serve", target, "-o", "max_waiting=7"]) == 0
     named = {} if model_id is None else {"model_id": model_id}
     overrides = {**named, "max_waiting": "7"}
-    assert given == {"model_dir": folder, "overrides": overrides, "name": name}
+    assert given.pop("names")[0] == name
+    assert given == {"model_dir": folder, "overrides": overrides, "how": ((), True)}
+
+
+def folder_of(path, *lines):
+    """A copy of the tiny model with these lines in its serving.properties."""
+    shutil.copytree(TINY, path)
+    (path / "serving.properties").write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+def serve_several(monkeypatch):
+    """Run `serve` with folders; what it would load, and their placement or its error."""
+    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    pytest.importorskip("torch", reason="needs the `cpu` extra")
+    from djl_python_neuronx.service import Service
+
+    def run(*arguments):
+        loaded = []
+        monkeypatch.setattr(Service, "load", lambda _, folder, **how: loaded.append((folder, how)))
+
+        def serve(loads, *, prepare, **_):
+            for (model, load), cores in zip(loads.items(), prepare(), strict=True):
+                load(print, print, placed=cores, start=False)
+                loaded[-1] = (model.names, *loaded[-1])
+            return 0
+
+        monkeypatch.setattr(app, "serve", serve)
+        return cli.main(["serve", *arguments, "-o", "model_loader=cpu"]), loaded
+
+    return run
+
+
+def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
+    one = folder_of(tmp_path / "one", "option.n_positions=64")
+    two = folder_of(tmp_path / "two", "option.replicas=2", "option.model_name=second,2nd")
+    status, loaded = serve_several(one, two, "-o", "max_waiting=7")
+    assert status == 0
+    assert [(names, folder) for names, folder, _ in loaded] == [
+        (("one",), Path(one)),
+        (("second", "2nd"), Path(two)),
+    ]
+    for (_, _, how), placed in zip(loaded, (("",), ("", "")), strict=True):
+        assert how["overrides"] == {"max_waiting": "7", "model_loader": "cpu"}
+        assert (how["placed"], how["start"]) == (placed, False)
+
+
+def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, capsys):
+    one = folder_of(tmp_path / "one", "option.n_positions=many", "option.write_timeout=5")
+    two = folder_of(tmp_path / "two", "option.nope=1", "option.write_timeout=6")
+    three = folder_of(tmp_path / "three", "option.model_name=two", "option.engine_process=false")
+    status, loaded = serve_several(one, two, three, str(tmp_path / "four"))
+    assert (status, loaded) == (1, [])
+    told = capsys.readouterr().err
+    for words in (
+        f"{one}: ",
+        "'many'",
+        f"{two}: unknown option 'nope'",
+        f"{tmp_path / 'four'}: ",
+        f"option.write_timeout holds for the whole server: it is 5 for {one} and 6 for {two}",
+        f"{two} and {three} are both models named 'two'",
+        f"{three}: option.engine_process=false",
+    ):
+        assert words in told
+
+
+def test_keys_are_read_again_with_the_models(serve_several, tmp_path, monkeypatch):
+    from djl_python_neuronx.server import app
+    from djl_python_neuronx.server.keys import read_keys
+
+    file = tmp_path / "keys"
+    file.write_text("first")
+
+    def serve(loads, *, prepare, api_keys, **_):
+        assert api_keys == read_keys(str(file), None)
+        file.write_text("second")
+        prepare()
+        assert api_keys == read_keys(str(file), None) != []
+        kept = [*api_keys]
+        file.write_text("")
+        with pytest.raises(ConfigError, match="there is no API key"):
+            prepare()
+        assert api_keys == kept
+        return 0
+
+    monkeypatch.setattr(app, "serve", serve)
+    assert cli.main(["serve", TINY, "-o", f"api_key_file={file}"]) == 0
 
 
 def test_only_a_missing_library_is_told_as_one(monkeypatch):

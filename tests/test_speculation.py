@@ -24,6 +24,7 @@ from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings  # noq
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
+from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
@@ -64,11 +65,11 @@ def answers(
                     reasons[delta.request_id] = delta.finish_reason.value
         if folder == TINY:
             assert_top_tokens(service, prompts[0])
-        metrics = service.metrics.exposition().decode().splitlines()
+        metrics = exposition({"": service.metrics}).decode().splitlines()
     finally:
         service.close()
     counters = {
-        line.split()[0].removeprefix("djl_neuronx_"): float(line.split()[1])
+        line.partition("{")[0].removeprefix("djl_neuronx_"): float(line.split()[1])
         for line in metrics
         if "draft_tokens_total" in line and not line.startswith("#")
     }

@@ -18,19 +18,20 @@ from tests.toy_tokenizer import TOKENIZER
 
 
 def toy_service(
-    *copies: Backend,
+    *backends: Backend | Callable[[], Backend],
     proposer: Proposer | None = None,
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    start: bool = True,
     **settings: Any,
 ) -> Service:
-    """`copies`: the backend of each copy. `functions`: of `model.py`. `settings`: options by name."""
+    """`backends`: of each copy one, or what makes one at a start. `functions`: of `model.py`. `settings`: options."""
     options = ServingOptions(model_id="toy", **settings)
 
-    def load(backend: Backend) -> Engine:
+    def load(backend: Backend | Callable[[], Backend]) -> Engine:
         return Engine(
-            backend,
+            backend() if callable(backend) else backend,
             decode_interleave=options.decode_interleave,
             max_join_wait_s=options.max_join_wait_ms / 1000,
             proposer=proposer,
@@ -40,7 +41,8 @@ def toy_service(
     return Service(
         options,
         lambda: TOKENIZER,
-        [partial(EngineThread, partial(load, backend), worker) for backend in copies],
+        [partial(EngineThread, partial(load, backend), worker) for backend in backends],
         functions=functions,
+        start=start,
         on_death=on_death,
     )

@@ -46,7 +46,7 @@ WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EBS_FAMILIES = ("inf2",)
 """Instances without disks of their own, whose volume has a size to choose. Source: EC2, instance types."""
 DISK_GIB = 32
-"""Room on the volume besides the model, twice (a download, and what a start cuts or converts of it)."""
+"""Room on the volume besides the model, as downloaded and as a container cuts or converts it."""
 BUSY = 0.7
 """Default target of the autoscaling: this share of an instance's or copy's slots."""
 BACKLOG = 4
@@ -54,7 +54,10 @@ BACKLOG = 4
 READ_BY_OTHERS = ("SERVING_", "HF_", "AWS_", "NEURON_", "DJL_", "OMP_", "FI_", "TRANSFORMERS_")
 """Prefixes of variables that libraries or DJL Serving read."""
 TRANSITIONS = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
-COMPILE_INSTANCE = "ml.m5.12xlarge"
+COMPILE_INSTANCES = {"ml.m5.12xlarge": 192, "ml.m5.24xlarge": 384, "ml.r5.24xlarge": 768}
+"""Instances of processing jobs, to their memory in GiB. Source: EC2, pages of M5 and R5."""
+COMPILER_BYTES = 64 * GIB
+"""Memory of the compiler besides the weights: an assumption."""
 POLICIES = Path(__file__).parent / "policies"
 SERVERLESS = (
     "serverless inference has no accelerators: a ServerlessConfig has memory and concurrency, and no instance type. "
@@ -148,7 +151,16 @@ def _wrong_text(value: str, metadata: Mapping[str, Any], where: str) -> Iterator
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables of the container: those given, with names for the model and its metrics.
+    """The variables of the endpoint's container: those given, with names for the model and its metrics."""
+    given = given_variables(arguments)
+    if not {"OPTION_MODEL_NAME", "OPTION_SERVED_MODEL_NAME"} & given.keys():
+        given["OPTION_MODEL_NAME"] = arguments.name
+    given.setdefault("OPTION_CLOUDWATCH_NAMESPACE", namespace(arguments.name))
+    return given
+
+
+def given_variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """The variables of the command line.
 
     Raises:
         ConfigError: no program in the image reads a variable.
@@ -159,9 +171,6 @@ def environment(arguments: argparse.Namespace) -> dict[str, str]:
         if not known and name != sources.API_KEYS:
             msg = f"nothing in the image reads the variable {name}; an option is set by OPTION_<NAME> (docs/options.md)"
             raise ConfigError(msg)
-    if not {"OPTION_MODEL_NAME", "OPTION_SERVED_MODEL_NAME"} & given.keys():
-        given["OPTION_MODEL_NAME"] = arguments.name
-    given.setdefault("OPTION_CLOUDWATCH_NAMESPACE", namespace(arguments.name))
     return given
 
 
@@ -283,20 +292,23 @@ def endpoint_config_call(arguments: argparse.Namespace, planned: Plan) -> Call:
         **timeouts(planned, downloads_itself=not arguments.model_data),
         "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
     }
-    if planned.prepared.machine.family in EBS_FAMILIES:
-        variant["VolumeSizeInGB"] = DISK_GIB + math.ceil(2 * planned.model_bytes / GIB)
-    if arguments.ami_version:
-        variant["InferenceAmiVersion"] = arguments.ami_version
     parameters: dict[str, Any] = {"EndpointConfigName": name, "ProductionVariants": [variant]}
+    containers = 1
     if arguments.copies:
-        variant["ManagedInstanceScaling"] = {
-            "Status": "ENABLED",
-            "MinInstanceCount": variant["InitialInstanceCount"],
-            "MaxInstanceCount": max(arguments.max_instances, variant["InitialInstanceCount"]),
-        }
+        containers = _copies_per_instance(arguments.instance, needs(arguments.instance, planned))
+        least = math.ceil(arguments.copies / containers)
+        most = math.ceil(max(arguments.copies, arguments.max_copies) / containers)
+        variant["InitialInstanceCount"] = least
+        scaling = {"Status": "ENABLED", "MinInstanceCount": least, "MaxInstanceCount": most}
+        variant["ManagedInstanceScaling"] = scaling
         parameters["ExecutionRoleArn"] = arguments.role
     else:
         variant |= {"ModelName": name, "InitialVariantWeight": 1.0}
+    if planned.prepared.machine.family in EBS_FAMILIES:
+        size = (1 + containers) * planned.model_bytes
+        variant["VolumeSizeInGB"] = DISK_GIB + math.ceil(size / GIB)
+    if arguments.ami_version:
+        variant["InferenceAmiVersion"] = arguments.ami_version
     if arguments.async_output:
         parameters["AsyncInferenceConfig"] = {
             "OutputConfig": {"S3OutputPath": arguments.async_output},
@@ -305,23 +317,42 @@ def endpoint_config_call(arguments: argparse.Namespace, planned: Plan) -> Call:
     return Call("sagemaker", "create_endpoint_config", parameters)
 
 
-def component(arguments: argparse.Namespace, planned: Plan) -> dict[str, Any]:
-    """Specification of the inference component: one copy has whole chips, and the memory of the host that it loads."""
-    chips = machines.FAMILIES[planned.prepared.machine.family or ""].cores_per_device
+def needs(instance: str, planned: Plan) -> dict[str, int]:
+    """What one copy of an inference component needs: whole chips, and the memory of the host that a load takes.
+
+    Raises:
+        ConfigError: the instance has less.
+    """
+    cores = machines.FAMILIES[planned.prepared.machine.family or ""].cores_per_device
     replicas = planned.prepared.options.replicas
-    cores = planned.prepared.need.cores * (1 if replicas == "max" else replicas)
-    instance = machines.known(arguments.instance)
+    groups = 1 if replicas == "max" else replicas
     host_bytes = (planned.prepared.host_bytes or 2 * planned.model_bytes) + FRONT_BYTES
-    if instance is not None and host_bytes > instance.host_memory_gib * GIB:
-        there = f"{arguments.instance} has {instance.host_memory_gib} GiB"
+    found = {
+        "NumberOfAcceleratorDevicesRequired": math.ceil(
+            planned.prepared.need.cores * groups / cores
+        ),
+        "MinMemoryRequiredInMb": math.ceil(host_bytes / 2**20),
+    }
+    if not _copies_per_instance(instance, found):
+        there = (
+            f"{instance} has {machines.INSTANCES[instance.removeprefix('ml.')].host_memory_gib} GiB"
+        )
         msg = f"a copy needs {host_bytes / GIB:.1f} GiB of the host's memory to load, {there}; choose a larger instance"
         raise ConfigError(msg)
+    return found
+
+
+def _copies_per_instance(instance: str, needed: Mapping[str, int]) -> int:
+    there = machines.INSTANCES[instance.removeprefix("ml.")]
+    by_chips = there.devices // needed["NumberOfAcceleratorDevicesRequired"]
+    return min(by_chips, there.host_memory_gib * 1024 // needed["MinMemoryRequiredInMb"])
+
+
+def component(arguments: argparse.Namespace, planned: Plan) -> dict[str, Any]:
+    """Specification of the inference component."""
     return {
         "ModelName": f"{arguments.name}-{arguments.version}",
-        "ComputeResourceRequirements": {
-            "NumberOfAcceleratorDevicesRequired": math.ceil(cores / chips),
-            "MinMemoryRequiredInMb": math.ceil(host_bytes / 2**20),
-        },
+        "ComputeResourceRequirements": needs(arguments.instance, planned),
         "StartupParameters": timeouts(planned, downloads_itself=not arguments.model_data),
     }
 
@@ -520,7 +551,9 @@ def compile_ahead(arguments: argparse.Namespace) -> list[Call]:
     A processing job has no Neuron instances. NxD Inference compiles without a device, so a CPU instance does;
     transformers-neuronx needs one, so an EC2 instance of the type that will serve compiles, and ends itself.
     """
-    environ = environment(arguments)
+    environ = given_variables(
+        arguments
+    )  # the output records options, and another endpoint has another name
     planned = plan(arguments, environ)
     model = arguments.model_data or environ.get("HF_MODEL_ID")
     if not model:
@@ -537,7 +570,7 @@ def compile_ahead(arguments: argparse.Namespace) -> list[Call]:
         return [_one_shot(arguments, environ, command, longest_s, disk_gib)]
     machine = {
         "InstanceCount": 1,
-        "InstanceType": arguments.compile_instance,
+        "InstanceType": arguments.compile_instance or _compile_instance(planned),
         "VolumeSizeInGB": disk_gib,
     }
     parameters = {
@@ -549,6 +582,20 @@ def compile_ahead(arguments: argparse.Namespace) -> list[Call]:
         "RoleArn": arguments.role,
     }
     return [Call("sagemaker", "create_processing_job", parameters)]
+
+
+def _compile_instance(planned: Plan) -> str:
+    """The smallest instance whose memory holds the weights, whole and cut, and the compiler.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    needed = (planned.prepared.host_bytes or 2 * planned.model_bytes) + COMPILER_BYTES
+    for instance, memory_gib in COMPILE_INSTANCES.items():
+        if needed <= memory_gib * GIB:
+            return instance
+    msg = f"the compile needs about {needed / GIB:.0f} GiB of memory; name an instance with it by --compile-instance"
+    raise ConfigError(msg)
 
 
 def _one_shot(
@@ -610,6 +657,7 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(msg)
     filled = {
         "Account": arguments.role.split(":")[4],
+        "CompileRole": arguments.compile_role or arguments.role,
         "ExecutionRole": arguments.role,
         "ImageAccount": registry[1],
         "ImageRegion": registry[2],
@@ -618,8 +666,11 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
         "Repository": registry[3],
     }
     for name, uri in (("Model", arguments.model_data), ("Output", arguments.output)):
-        bucket, _, key = uri.removeprefix("s3://").rstrip("/").partition("/")
-        filled |= {f"{name}Bucket": bucket, f"{name}Key": key}
+        place = re.fullmatch(r"s3://([^/*?]+)/([^*?]+?)(/[^/]+\.tar\.gz|/)?", uri)
+        if place is None:
+            msg = f"{uri!r} is not s3://bucket/folder, and rights to a whole bucket are not given"
+            raise ConfigError(msg)
+        filled |= {f"{name}Bucket": place[1], f"{name}Key": place[2]}
     text = (POLICIES / f"{arguments.policy}.json").read_text()
     return json.loads(string.Template(text).substitute(filled))  # type: ignore[no-any-return]
 
@@ -648,10 +699,10 @@ def _settle(client: Any, call: Call, pause_s: float = 15) -> None:
     while True:
         try:
             seen = getattr(client, call.operation)(**call.parameters)
-        except ClientError:
-            if call.until:
-                raise
-            return  # it was to be deleted, and is gone
+        except ClientError as error:
+            if not call.until and error.response["Error"]["Code"] == "ValidationException":
+                return  # it was to be deleted, and is gone
+            raise
         status = next(value for name, value in seen.items() if name.endswith("Status"))
         if status not in TRANSITIONS:
             break
@@ -723,7 +774,7 @@ def parser() -> argparse.ArgumentParser:
     add("--scaled", action="store_true", help="it was created with a maximum, so that it is scaled")
     add = made["compile"].add_argument
     add("--output", required=True, metavar="s3://…", help="where the compiled model is written")
-    add("--compile-instance", default=COMPILE_INSTANCE, help="of the processing job (%(default)s)")
+    add("--compile-instance", help="of the processing job (default: by memory)")
     add("--ami", help="of the EC2 instance, with the Neuron driver, Docker and the AWS CLI")
     add("--instance-profile", help="of the EC2 instance")
     add("--subnet", help="of the EC2 instance")
@@ -731,6 +782,7 @@ def parser() -> argparse.ArgumentParser:
     add("policy", choices=sorted(path.stem for path in POLICIES.glob("*.json")))
     for name in ("image", "role", "model-data", "output"):
         add(f"--{name}", required=True)
+    add("--compile-role", help="of the compile, or of its instance profile (default: --role)")
     return top
 
 
@@ -800,7 +852,7 @@ def _judge(arguments: argparse.Namespace) -> None:
     """Refuse what SageMaker does not have.
 
     Raises:
-        ConfigError: serverless inference; asynchronous requests to an inference component; no instances without them.
+        ConfigError: serverless inference; asynchronous requests to an inference component; numbers that contradict.
     """
     if getattr(arguments, "serverless", False):
         raise ConfigError(SERVERLESS)
@@ -808,6 +860,9 @@ def _judge(arguments: argparse.Namespace) -> None:
         return
     if arguments.async_output and arguments.copies:
         msg = "--async-output and --copies exclude each other: inference components serve no asynchronous requests"
+        raise ConfigError(msg)
+    if arguments.copies and (arguments.min_instances, arguments.max_instances) != (1, 1):
+        msg = "with --copies the number of instances follows from the copies; set --max-copies instead"
         raise ConfigError(msg)
     if arguments.min_instances < 1 and not arguments.async_output:
         msg = "--min-instances 0 needs --async-output: only requests that wait in S3 can wait for an instance"

@@ -46,6 +46,8 @@ def no_tokenizer(folder: Path) -> str:
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _SAMPLE_SIZE = 1000
+_IMPORTING = threading.Lock()
+"""Held while transformers is imported: a second thread would find it without its names."""
 
 
 def make_pieces(
@@ -379,7 +381,7 @@ def _load(folder: Path, trust_remote_code: bool, revision: str | None, needs_tor
         msg = f"{no_tokenizer(folder)}."
         raise ArtifactNotFoundError(msg)
 
-    with nullcontext() if needs_torch else _without_torch():
+    with _IMPORTING, nullcontext() if needs_torch else _without_torch():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in names else {}

@@ -73,12 +73,6 @@ _EXPECTED = {
     "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
     "minWorkers": (_ONE, "1", "processes share the cores of one"),
     "maxWorkers": (_ONE, "1", "processes share the cores of one"),
-    # Source: djl-serving d21927c, Connection.java getNeuronVisibleCores, ModelInfo.java getLoadOnDevices.
-    "replicas": (
-        _ONE,
-        "1",
-        "copies fit on a CPU only: on Neuron it starts a process for the cores of each copy",
-    ),
 }
 """Name to the pattern of values that work with this handler, the one to write, and what any other value does."""
 _VARIABLES = {
@@ -316,6 +310,13 @@ def _ahead(
         if found is not None and not re.fullmatch(pattern, _text(found.value)):
             problem = f"{shortened(found.value)} ({found.origin}) {why}; set {name}={value}"
             yield Finding((name,), problem, "warning")
+    if options.replicas != 1:
+        # Source: djl-serving d21927c, Connection.java getNeuronVisibleCores, ModelInfo.java getLoadOnDevices.
+        problem = (
+            "on Neuron devices DJL Serving gives a process the cores of one copy, and starts as many as fit; leave it "
+            "out there, or use the embedded server"
+        )
+        yield Finding(("replicas",), problem, "warning")
     yield from _entry_point(inputs, java, written)
 
 

@@ -327,8 +327,8 @@ class BatchingOptions(OptionGroup):
     engine_process: Annotated[bool, Option()] = True
     """Run the engine in a process of its own, which is started again after a crash. False: on a thread, to debug it."""
     engine_restarts: Annotated[Amount, Option()] = 10
-    """Most starts of an engine process after crashes within ten minutes; after one more, it is given up. The server ends
-    when each of its `replicas` has been given up."""
+    """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
+    last one of `replicas` the server ends."""
     max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot of one copy (`replicas`); any further request gets 503. 1000 is the length of
     DJL Serving's own queue."""
@@ -344,7 +344,7 @@ class BatchingOptions(OptionGroup):
 
 
 class LimitOptions(OptionGroup):
-    """Limits of requests and connections."""
+    """Limits of requests."""
 
     max_request_seconds: Annotated[Seconds | None, Option()] = None
     """Longest time from the arrival of a request to the end of its answer, which then ends with what there is (finish
@@ -354,22 +354,6 @@ class LimitOptions(OptionGroup):
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
     Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
     read or parsed take at most eight times as much; above that, they get 503."""
-    request_head_timeout: Annotated[Seconds, Option()] = 10.0
-    """Longest time from a new connection, or from the first byte of a further request, to the end of the headers; then
-    408. A new connection without a byte is closed without an answer. Embedded server only: under DJL Serving clients
-    talk to Java."""
-    request_body_timeout: Annotated[Seconds, Option()] = 30.0
-    """Longest time from the headers to the end of the body; then 408. Embedded server only."""
-    write_timeout: Annotated[Seconds, Option()] = 30.0
-    """Longest time that a client may read nothing of an answer that waits for it; then its connection is closed. One
-    that reads little by little keeps its connection, but not its slot: its request ends when 8192 parts of its answer
-    are unread. Embedded server only."""
-    keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
-    """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
-    max_connections: Annotated[Count, Option()] = 4096
-    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and any more are
-    closed without an answer. It is lower if the hard limit of open files (`ulimit -Hn`) does not allow as many.
-    Embedded server only."""
 
 
 class ServerOptions(OptionGroup):
@@ -393,6 +377,22 @@ class ServerOptions(OptionGroup):
     `/info` are then 404 on the first port."""
     admin_host: Annotated[Address | None, _OPERATOR] = None
     """Address to listen on for `admin_port`. Default: that of the first port."""
+    request_head_timeout: Annotated[Seconds, Option()] = 10.0
+    """Longest time from a new connection, or from the first byte of a further request, to the end of the headers; then
+    408. A new connection without a byte is closed without an answer. Embedded server only: under DJL Serving clients
+    talk to Java."""
+    request_body_timeout: Annotated[Seconds, Option()] = 30.0
+    """Longest time from the headers to the end of the body; then 408. Embedded server only."""
+    write_timeout: Annotated[Seconds, Option()] = 30.0
+    """Longest time that a client may read nothing of an answer that waits for it; then its connection is closed. One
+    that reads little by little keeps its connection, but not its slot: its request ends when 8192 parts of its answer
+    are unread. Embedded server only."""
+    keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
+    """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
+    max_connections: Annotated[Count, Option()] = 4096
+    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and any more are
+    closed without an answer. It is lower if the hard limit of open files (`ulimit -Hn`) does not allow as many.
+    Embedded server only."""
 
 
 class GraphOptions(OptionGroup):
@@ -784,16 +784,17 @@ class ServingOptions(
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that requests may have for the model, the first one for answers. Credentials are left out."""
+        """The names that requests may have for the model, the first one for answers.
+
+        Credentials are left out, and places on this machine.
+        """
         if self.model_name is not None:
             return tuple(dict.fromkeys(self.model_name))
         given = [] if self.model_id is None else [redacted(self.model_id)]
         folder = [] if self.model_dir is None else [self.model_dir.absolute().name]
-        return tuple(
-            dict.fromkeys(
-                [*folder, *(name.rstrip("/").rpartition("/")[2] for name in given), *given]
-            )
-        )
+        short = [name.rstrip("/").rpartition("/")[2] for name in given]
+        public = [name for name in given if not name.startswith(("/", ".", "~"))]
+        return tuple(dict.fromkeys([*folder, *short, *public]))
 
     def place(self, name: str) -> str | None:
         """The S3 URI or the absolute folder in a `Location`, which may be relative to the model folder."""

@@ -10,12 +10,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Finding, Problems
+from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -117,10 +120,31 @@ def check_all(
     checked = partial(check, environ=environ, overrides=overrides, machine=machine)
     reports = tuple(checked(one, among_others=several, starting=starting) for one in targets)
     found = Placement(reports, Problems() if several else reports[0].findings)
+    for conflict in _conflicts(reports) if several else ():
+        found.findings.add("error", conflict)
     if found.ok and len(found.models) == len(reports):
         with found.findings.catch():
             return replace(found, placed=tuple(_place(found)))
     return found
+
+
+def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
+    """Yield why models cannot be served together: equal names, options of the server itself that differ, no process."""
+    read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
+    for target, resolved in read:
+        if not resolved.options.engine_process:
+            why = "each of several models needs a process of its own"
+            yield f"{target}: option.engine_process=false: {why}; leave it out"
+    for (one, first), (other, second) in combinations(read, 2):
+        for name in set(first.options.model_names).intersection(second.options.model_names):
+            yield f"{one} and {other} are both models named {name!r}; set option.model_name in one of the folders"
+        for name in ServerOptions.model_fields:
+            value, another = (getattr(each.options, name) for each in (first, second))
+            if value != another:
+                yield (
+                    f"option.{name} holds for the whole server: it is {as_property(value)} for {one} and "
+                    f"{as_property(another)} for {other}; write one value, or set it with -o {name}=…"
+                )
 
 
 def _place(found: Placement) -> list[tuple[str, ...]]:

@@ -119,8 +119,9 @@ def all_blocks(
         yield from blocks(report, everything=everything, ascii_only=ascii_only)
     rows = [(*map(str, copy[:-1]), gib(copy[-1] or 0)) for copy in _copies(placement)]
     if rows:
-        free = free_cores(placement.placed, placement.device)
         yield Block("Placement", tuple(rows), (*_COPY[:-1], "GiB per core"))
+    if rows and placement.device.has_neuron:
+        free = free_cores(placement.placed, placement.device)
         yield Block.of_lines("Free cores", [free or "none"])
     if several:
         yield from _finding_blocks(placement.findings)

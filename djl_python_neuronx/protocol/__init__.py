@@ -10,7 +10,13 @@ import numpy as np
 import orjson
 
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.base import (
+    ParseContext,
+    ParsedRequest,
+    WireProtocol,
+    check_model,
+    named_model,
+)
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.protocol.openai_chat import ChatProtocol
@@ -81,8 +87,12 @@ def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> 
     return status, orjson.dumps(body)
 
 
-def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
+def parse_body(
+    body: bytes, context: ParseContext, payload: dict[str, Any] | None = None
+) -> ParsedRequest:
     """Parse a JSON body, or one of type text/plain, which is a prompt, with the formatters of `model.py` around it.
+
+    `payload`: what `decode` has made of it, if it has.
 
     Raises:
         RequestError: the body is too large, not UTF-8, not JSON, not an object, or not a request that its protocol
@@ -93,13 +103,22 @@ def parse_body(body: bytes, context: ParseContext) -> ParsedRequest:
         msg = f"the body is empty; expected {_shapes(_possible(context.path))}"
         raise RequestError(msg)
     context.check_size(body)
+
+    def decoded(*_: object) -> dict[str, Any]:
+        return decode(body, context.headers) if payload is None else payload
+
     if context.custom is not None and context.path not in TokenizeProtocol.paths:
-        return context.custom.parse(body, context, _decode, _parse)
-    return _parse(_decode(body, context), context)
+        return context.custom.parse(body, context, decoded, _parse)
+    return _parse(decoded(), context)
 
 
-def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:
-    content_type = context.headers.get("content-type", "").partition(";")[0].strip().lower()
+def decode(body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+    """The object in a JSON body, or that of a prompt of type text/plain.
+
+    Raises:
+        RequestError: the body is neither.
+    """
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "text/plain":
         return {"inputs": _decode_text(body)}
     _check_structure(body)
@@ -119,6 +138,8 @@ def _decode(body: bytes, context: ParseContext) -> dict[str, Any]:
 def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
+        if (name := named_model(payload)) is not None:
+            check_model(name, context.options.model_names)
         return protocol.parse(payload, context)
     except ServingError as error:
         error.protocol = protocol.name

@@ -21,6 +21,8 @@ from djl_python_neuronx.errors import (
     PromptTooLongError,
     RequestError,
     ServingError,
+    UnknownModelError,
+    json_type,
 )
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
@@ -33,6 +35,8 @@ INLINE_BODY_BYTES = 1024
 (2 vCPU, 2026-11)."""
 INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
+UNNAMED = frozenset({"dummy", "tgi"})
+"""What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
 ESCAPE_BYTES = 6
 """Most bytes of JSON for a byte of text: an escape such as \\u0041."""
 BESIDE_PROMPT_BYTES = 2**20
@@ -234,6 +238,26 @@ class ParseContext:
         return found
 
 
+def named_model(payload: Mapping[str, Any]) -> str | None:
+    """The name of the model in a payload. None if it has none.
+
+    Raises:
+        RequestError: it is no string.
+    """
+    name = payload.get("model")
+    if not isinstance(name, (str, type(None))):
+        msg = f"model is {json_type(name)}; expected a string, the name of a model"
+        raise RequestError(msg, param="model")
+    return None if name in UNNAMED else name
+
+
+def check_model(name: str | None, names: Sequence[str]) -> None:
+    """Raises `UnknownModelError` if a request names a model that has another name."""
+    if name is not None and name not in names:
+        msg = f"unknown model {name[:200]!r}; this server serves {', '.join(map(repr, names))}"
+        raise UnknownModelError(msg, param="model")
+
+
 def over_limit(limit: int) -> str:
     """The message for a body of more than `limit` bytes."""
     return f"the body is larger than {limit} bytes, the limit; shorten it, or raise option.max_body_bytes"
@@ -300,9 +324,15 @@ class Serving(Protocol):
         """The formatters of `model.py`, if it has any."""
 
     def parse(
-        self, body: bytes, *, request_id: str | None, headers: Mapping[str, str], path: str = ""
+        self,
+        body: bytes,
+        *,
+        request_id: str | None,
+        headers: Mapping[str, str],
+        path: str = "",
+        payload: dict[str, Any] | None = None,
     ) -> ParsedRequest:
-        """Parse and validate a body."""
+        """Parse and validate a body. `payload`: see `parse_body`."""
 
 
 async def parse(
@@ -312,13 +342,16 @@ async def parse(
     request_id: str | None,
     headers: Mapping[str, str],
     path: str = "",
+    payload: dict[str, Any] | None = None,
 ) -> ParsedRequest:
     """Parse a body in a running event loop: a long one on a thread, with formatters of `model.py` on theirs.
 
     Raises:
         ServingError: the request was rejected.
     """
-    work = partial(service.parse, body, request_id=request_id, headers=headers, path=path)
+    work = partial(
+        service.parse, body, request_id=request_id, headers=headers, path=path, payload=payload
+    )
     if service.custom is None and len(body) <= INLINE_BODY_BYTES:
         return work()
     thread = None if service.custom is None else service.custom.thread

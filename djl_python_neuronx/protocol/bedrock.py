@@ -32,6 +32,7 @@ _STREAMS = "invokeendpointwithresponsestream"
 class BedrockRequest(GenerationParameters):
     """A body."""
 
+    model: str | None = None
     prompt: Text
     max_gen_len: Count = 512
 

@@ -16,8 +16,9 @@ import orjson
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
-from djl_python_neuronx.errors import RequestError, ServingError, UnknownModelError
+from djl_python_neuronx.errors import RequestError, ServingError
 from djl_python_neuronx.protocol.base import (
+    UNNAMED,
     Formatter,
     ParseContext,
     ParsedRequest,
@@ -36,8 +37,6 @@ from djl_python_neuronx.protocol.sequences import FRAMES, Answer, JsonFormatter
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 MAX_TEMPERATURE = 2
-UNNAMED = frozenset({"dummy", "tgi"})
-"""What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON lacks."""
 _FINISH_REASONS: Mapping[FinishReason | None, str] = {
@@ -112,13 +111,6 @@ class OpenAiParameters(GenerationParameters):
     """Without effect, as any field of this type."""
     logit_bias: Annotated[Any, Only({})] = None
     extra_body: Annotated[Any, Only({})] = None
-
-
-def check_model(name: str | None, names: Sequence[str]) -> None:
-    """Raises `UnknownModelError` if a request names a model that has another name."""
-    if name is not None and name not in names:
-        msg = f"unknown model {name[:200]!r}; this server serves {', '.join(map(repr, names))}"
-        raise UnknownModelError(msg, param="model")
 
 
 def model_entry(name: str, created: int) -> ModelEntry:
@@ -197,12 +189,10 @@ class OpenAiProtocol(WireProtocol):
         """What the sequences of a request have in common; `more`: further fields of it.
 
         Raises:
-            UnknownModelError: the model has another name.
             RequestError: a value is not allowed.
         """
         if given.model in UNNAMED:
             given.model = None
-        check_model(given.model, context.options.model_names)
         if given.stream_options is not None and not given.stream:
             msg = "stream_options needs stream=true; set it, or leave stream_options out"
             raise RequestError(msg, param="stream_options")

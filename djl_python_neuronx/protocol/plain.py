@@ -37,6 +37,7 @@ from djl_python_neuronx.protocol.sequences import (
 class PlainRequest(GenerationParameters):
     """A body."""
 
+    model: str | None = None
     prompt: Text
     max_tokens: Count = 16
     n: Count = 1

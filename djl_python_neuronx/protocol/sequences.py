@@ -44,7 +44,7 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 MAX_TOP_TOKENS = 20
-_FIELDS = ("inputs", "parameters", "stream")
+_FIELDS = ("inputs", "parameters", "stream", "model")
 FRAMES = {
     "jsonlines": ("application/jsonlines", b"", b"\n"),
     "sse": ("text/event-stream", b"data: ", b"\n\n"),
@@ -113,6 +113,7 @@ class Body(RequestModel):
     inputs: Text
     parameters: Parameters = Parameters()
     stream: Flag = False
+    model: str | None = None
 
 
 class TokenFields(TypedDict):
@@ -169,7 +170,7 @@ def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[obj
     if "inputs" not in payload:
         msg = "inputs is missing; expected a prompt"
         raise RequestError(msg, param="inputs")
-    inputs, parameters, stream = map(payload.get, _FIELDS)
+    inputs, parameters, stream, _ = map(payload.get, _FIELDS)
     if not isinstance(parameters, (dict, type(None))):
         msg = f"parameters is {json_type(parameters)}; expected an object"
         raise RequestError(msg, param="parameters")

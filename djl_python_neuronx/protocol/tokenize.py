@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
-from djl_python_neuronx.protocol.openai import ErrorBody, answer_error, check_model
+from djl_python_neuronx.protocol.openai import ErrorBody, answer_error
 from djl_python_neuronx.protocol.openai_chat import Message
 from djl_python_neuronx.protocol.parameters import (
     Flag,
@@ -118,7 +118,6 @@ class TokenizeProtocol(WireProtocol):
 
 
 def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
-    check_model(body.model, context.options.model_names)
     if (body.prompt is None) == (body.messages is None):
         msg = "expected one of prompt, messages and inputs"
         raise RequestError(msg, param="prompt")
@@ -149,7 +148,6 @@ def _pieces(ids: list[int], context: ParseContext) -> list[Piece]:
 
 
 def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
-    check_model(body.model, context.options.model_names)
     if not isinstance(body.tokens, list):
         msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
         raise RequestError(msg, param="tokens")

@@ -12,12 +12,13 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Union
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.options import ServingOptions
@@ -36,18 +38,26 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     BodyTooLargeError,
     QueueFullError,
+    RequestError,
     ServingError,
 )
-from djl_python_neuronx.protocol import PROTOCOLS, tgi
-from djl_python_neuronx.protocol.base import generate, over_limit, parse
+from djl_python_neuronx.protocol import PROTOCOLS, decode, tgi
+from djl_python_neuronx.protocol.base import (
+    INLINE_BODY_BYTES,
+    check_model,
+    generate,
+    named_model,
+    over_limit,
+    parse,
+)
 from djl_python_neuronx.protocol.openai import (
     ModelEntry,
     ModelList,
-    check_model,
     model_entry,
 )
 from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
 from djl_python_neuronx.server.keys import KeyCheck
+from djl_python_neuronx.server.models import Load, Loader, Model
 from djl_python_neuronx.server.openapi import answers, document
 from djl_python_neuronx.server.responses import (
     failure_response,
@@ -57,11 +67,7 @@ from djl_python_neuronx.server.responses import (
     on_http_error,
     on_serving_error,
 )
-from djl_python_neuronx.telemetry import log_load_failure
-
-if TYPE_CHECKING:
-    # Imported with the load, which begins when the server listens.
-    from djl_python_neuronx.service import Service
+from djl_python_neuronx.telemetry import Metrics, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -92,109 +98,113 @@ END_S = 1.7
 """Time after the drain until the process ends, whatever still runs."""
 
 
-Load: TypeAlias = "Callable[[Callable[[str], None], Callable[[ServingError], None]], Service]"
-"""Loads a model. Its arguments: a function for each stage of the load in words, and one for the end of the engine."""
+class Health(TypedDict):
+    """The server takes requests."""
+
+    status: str
+    models: NotRequired[dict[str, str]]
+    """The state of each of several models: `ready`, or why it takes no requests."""
 
 
 class Application:
-    """The routes and their state: a service that is loading, loaded, or failed to load."""
+    """The routes, and the models behind them."""
 
-    def __init__(self, folder_name: str, options: ServingOptions | None = None) -> None:
-        """`options`: those that hold until the model is loaded."""
-        self._folder_name = folder_name
-        self._options = options or ServingOptions()
+    def __init__(self, *models: Model) -> None:
+        self.models = models
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
-        self.service: Service | None = None
         self.needs_key = False
         """Whether requests need an API key."""
         self._document: bytes | None = None
         """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
-        self.stage = "starting"
-        """What the load is doing, for people."""
         self.failure: ServingError | None = None
-        """Why no request can be served any more."""
+        """Why no model can be served any more."""
 
     @property
     def options(self) -> ServingOptions:
-        """The options that hold now."""
-        return self._options if self.service is None else self.service.options
+        """The options of the server itself that hold now: those of all models are equal."""
+        return self.models[0].options
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """The model's names in paths and bodies, the first one for answers."""
-        return self.options.model_names or (self._folder_name,)
+    def max_body_bytes(self) -> int:
+        """The longest body of a request for any model; each model has its own limit below it."""
+        return max(model.options.max_body_bytes for model in self.models)
 
-    def load(self, load: Load) -> None:
-        """Load the service; a failure is logged and stops the server."""
-        try:
-            self.service = load(partial(setattr, self, "stage"), self.on_death)
-        except BaseException as error:  # noqa: BLE001  (a border: every failure is an answer, also `SystemExit`)
-            self.on_death(log_load_failure(error))
+    @property
+    def model_names(self) -> list[str]:
+        """The names of all models in paths and bodies."""
+        return [name for model in self.models for name in model.names]
 
-    def on_death(self, error: ServingError) -> None:
-        """Stop the server: there is no engine, and none is started again."""
+    def fail(self, error: ServingError) -> None:
+        """Stop the server: there is no model to serve."""
         self.failure = error
         self.stop()
 
-    def ready(self) -> Service:
-        """The loaded service.
+    def find(self, name: str | None) -> Model:
+        """The model of a name, or the only one.
 
         Raises:
-            BackendUnavailableError: it is still loading, could not be loaded, or its engine has failed.
+            UnknownModelError: there is none of this name.
+            RequestError: there is no name, and there are several models.
         """
-        if self.failure is not None:
-            raise BackendUnavailableError(str(self.failure)) from self.failure
-        if self.service is None:
-            msg = f"the model is still loading ({self.stage}); retry when /ping answers 200"
-            raise BackendUnavailableError(msg)
-        if (error := self.service.loop.error) is not None:
-            raise BackendUnavailableError(str(error)) from error
-        return self.service
+        if name is not None:
+            check_model(name, self.model_names)
+            return next(model for model in self.models if name in model.names)
+        if len(self.models) > 1:
+            listed = ", ".join(map(repr, self.model_names))
+            msg = f"the request names no model; set model to one of {listed}"
+            raise RequestError(msg, param="model")
+        return self.models[0]
 
-    @answers(dict[str, str])
+    def _loaded(self) -> list[Model]:
+        """The models that are loaded and not given up.
+
+        Raises:
+            BackendUnavailableError: there is none.
+        """
+        loaded = [one for one in self.models if one.service is not None and one.failure is None]
+        if not loaded:
+            raise BackendUnavailableError(_listed(self.models))
+        return loaded
+
+    @answers(Health)
     async def ping(self, _request: Request) -> Response:
-        """200 if requests are served; 503 also while the engine is started again."""
-        loop = self.ready().loop
-        if not loop.alive:
-            msg = f"the engine is being started again ({loop.stage}); retry when /ping answers 200"
-            raise BackendUnavailableError(msg)
-        return JSONResponse({"status": "healthy"})
+        """200 if all models have been loaded and one takes requests; 503 also while its engine is started again."""
+        loading = any(model.service is None for model in self.models)
+        if loading or all(model.problem for model in self.models):
+            raise BackendUnavailableError(_listed(self.models))
+        body: dict[str, Any] = {"status": "healthy"}
+        if len(self.models) > 1:
+            body["models"] = {one.names[0]: one.problem or "ready" for one in self.models}
+        return JSONResponse(body)
+
+    def _metrics(self) -> dict[str, Metrics]:
+        """The metrics of the models that are loaded, by name."""
+        return {one.names[0]: one.service.metrics for one in self.models if one.service}
 
     @answers(str, "text/plain")
     async def metrics(self, _request: Request) -> Response:
-        """Prometheus metrics; empty until the model is loaded."""
+        """Prometheus metrics; those of a model from the end of its load on."""
         # On a thread: a millisecond of Python that tokens would wait for in the event loop.
-        metrics = None if self.service is None else self.service.metrics
-        body = b"" if metrics is None else await asyncio.to_thread(metrics.exposition)
+        body = await asyncio.to_thread(exposition, self._metrics())
         return Response(body, media_type="text/plain; version=0.0.4")
 
     async def log_metrics(self) -> None:
-        """Log the metrics for CloudWatch, if `option.cloudwatch_namespace` is set."""
-        service, namespace = self.service, self.options.cloudwatch_namespace
-        if service is not None and namespace is not None:
-            name = self.model_names[0]
-            line = await asyncio.to_thread(service.metrics.embedded, namespace, name)
-            logger.info(line, extra={"bare": True})
+        """Log the metrics of each model for CloudWatch, if `option.cloudwatch_namespace` is set."""
+        if (namespace := self.options.cloudwatch_namespace) is not None:
+            for name, metrics in self._metrics().items():
+                line = await asyncio.to_thread(metrics.embedded, namespace, name)
+                logger.info(line, extra={"bare": True})
 
-    @answers(dict[str, Any])
-    async def info(self, _request: Request) -> Response:
-        """Facts of the loaded model: lengths, slots, sampling, speculation, chunked prefill."""
-        service = self.ready()
-        spec = service.loop.spec
-        facts = {
-            **tgi.info(self.model_names[0], spec, service.options, package_version()),
-            "model": self.model_names[0],
-            "max_model_len": spec.max_model_len,
-            "longest_prompt": longest_prompt(spec),
-            "num_slots": spec.num_slots,
-            "sampling": sampling_facts(spec),
-            "speculation": service.speculation,
-            "chunked_prefill": spec.mixed_steps,
-        }
-        return JSONResponse(facts)
+    @answers(Union[dict[str, Any], list[dict[str, Any]]], query=("model",))
+    async def info(self, request: Request) -> Response:
+        """Facts of a loaded model: lengths, slots, sampling, speculation, chunked prefill. Of several a list."""
+        name = request.query_params.get("model")
+        if name is None and len(self.models) > 1:
+            return JSONResponse([_facts(model) for model in self._loaded()])
+        return JSONResponse(_facts(self.find(name)))
 
     @answers(dict[str, str])
     async def version(self, _request: Request) -> Response:
@@ -211,41 +221,52 @@ class Application:
             self._document = await asyncio.to_thread(document, routes, free)
         return Response(self._document, media_type="application/json")
 
-    async def predictions(self, request: Request) -> Response:
-        """Generate; DJL's route, with the model's name in the path."""
-        check_model(request.path_params["model"], self.model_names)
-        return await self.invocations(request)
-
     @answers(ModelList)
-    async def models(self, _request: Request) -> Response:
+    async def list_models(self, _request: Request) -> Response:
         """OpenAI's list of models: an entry for each name."""
-        created = self.ready().loaded_s
-        entries = [model_entry(name, created) for name in self.model_names]
+        entries = [
+            model_entry(name, model.ready().loaded_s)
+            for model in self._loaded()
+            for name in model.names
+        ]
         return JSONResponse({"object": "list", "data": entries})
 
     @answers(ModelEntry)
     async def model(self, request: Request) -> Response:
         """One of OpenAI's list of models."""
-        service, name = self.ready(), request.path_params["model"]
-        check_model(name, self.model_names)
-        return JSONResponse(model_entry(name, service.loaded_s))
+        name = request.path_params["model"]
+        return JSONResponse(model_entry(name, self.find(name).ready().loaded_s))
 
     async def invocations(self, request: Request) -> Response:
         """Generate."""
-        service = self.ready()
+        name, payload = request.path_params.get("model"), None
+        named = name is not None or len(self.models) == 1
+        if named:
+            self.find(name).ready()
         headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         with self._counting() as count:
-            body = await _read(request, self.options.max_body_bytes, count)
-            path = request.url.path
-            parsed = await parse(service, body, request_id=request_id, headers=headers, path=path)
-        del body  # it may be large, and an answer takes long
-        if not parsed.requests:
-            return Response(parsed.formatter.feed(Delta("", "", ())), media_type="application/json")
-        try:
-            generation = await generate(service, parsed)
-        except ServingError as error:
-            return failure_response(error, parsed.request)
+            body = await _read(request, self.max_body_bytes, count)
+            if not named:
+                payload = await _decoded(body, headers)
+                name = named_model(payload)
+            async with self.find(name).admitted() as service:
+                parsed = await parse(
+                    service,
+                    body,
+                    request_id=request_id,
+                    headers=headers,
+                    path=request.url.path,
+                    payload=payload,
+                )
+                del body, payload  # they may be large, and an answer takes long
+                if not parsed.requests:
+                    answer = parsed.formatter.feed(Delta("", "", ()))
+                    return Response(answer, media_type="application/json")
+                try:
+                    generation = await generate(service, parsed)
+                except ServingError as error:
+                    return failure_response(error, parsed.request)
         return await generation_response(request, parsed, generation)
 
     @contextmanager
@@ -255,7 +276,7 @@ class Application:
         What has arrived is counted, not what a client declares: one that declares much and sends slowly keeps nobody
         out. The function raises `QueueFullError`.
         """
-        counted, most = 0, BODIES * self.options.max_body_bytes
+        counted, most = 0, BODIES * self.max_body_bytes
 
         def count(size: int) -> None:
             nonlocal counted
@@ -342,7 +363,13 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also on `option.admin_port`. Ends the process if it cannot."""
-        await super().startup(sockets)
+        host, port = self.config.host, self.config.port
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn has logged why
+            problem = f"cannot listen on {host}; end what uses the port, or set another one"
+            logger.error("--port %d: %s", port, problem)  # noqa: TRY400
+            raise
         options = self._application.options
         if options.admin_port is None:
             return
@@ -366,9 +393,15 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening. Requests that do not end within the drain time get an error, not a closed connection."""
         ending = asyncio.create_task(super().shutdown(sockets))
-        if (service := self._application.service) is not None:
-            logger.info("stopping drain_s=%g requests=%d", self._drain_s, len(service.loop.streams))
-            await asyncio.to_thread(service.loop.close, self._drain_s, JOIN_S)
+        services = [one for model in self._application.models for one in model.services]
+        for model in self._application.models:
+            model.stop()
+        if services:
+            count = sum(len(service.loop.streams) for service in services)
+            logger.info("stopping drain_s=%g requests=%d", self._drain_s, count)
+            pool, event_loop = ThreadPoolExecutor(len(services)), asyncio.get_running_loop()
+            closes = [partial(one.loop.close, self._drain_s, JOIN_S) for one in services]
+            await asyncio.gather(*(event_loop.run_in_executor(pool, close) for close in closes))
         await asyncio.wait([ending], timeout=ANSWER_S)
         for connection in list(self.server_state.connections):
             assert isinstance(connection, LimitedProtocol)  # noqa: S101  (of `Config`)
@@ -394,10 +427,10 @@ def create_app(
         Route("/version", application.version, methods=["GET"]),
         Route("/openapi.json", application.openapi, methods=["GET"]),
         Route("/invocations", application.invocations, methods=["POST"]),
-        Route("/predictions/{model:path}", application.predictions, methods=["POST"]),
-        Route("/v1/models", application.models, methods=["GET"]),
+        Route("/predictions/{model:path}", application.invocations, methods=["POST"]),
+        Route("/v1/models", application.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", application.model, methods=["GET"]),
-        Route("/models/{model:path}/invoke", application.predictions, methods=["POST"]),
+        Route("/models/{model:path}/invoke", application.invocations, methods=["POST"]),
         *(Route(path, application.invocations, methods=["POST"]) for path in paths),
     ]
     app = Starlette(
@@ -415,48 +448,69 @@ def create_app(
 
 
 def serve(
-    load: Load,
+    loads: Mapping[Model, Load],
     *,
-    folder_name: str,
-    options: ServingOptions,
     host: str,
     port: int,
     drain_s: float,
+    prepare: Callable[[], Sequence[Sequence[str]]],
     tls: ssl.SSLContext | None = None,
     api_keys: Sequence[bytes] = (),
 ) -> int:
     """Listen, load, serve until SIGTERM or SIGINT, drain. Returns the exit status: 1 if it cannot listen or load.
 
-    `options` hold until the model is loaded.
+    At SIGHUP the models are loaded again. `prepare`: see `Loader`.
     """
-    application = Application(folder_name, options)
+    application = Application(*loads)
     server = Server(application, host, port, drain_s, tls=tls, api_keys=api_keys)
     application.stop = server.stop
+    scheme = "http" if tls is None else "https"
 
-    def load_model() -> None:
-        application.load(load)
-        if application.failure is None:
-            name = application.model_names[0]
-            scheme = "http" if tls is None else "https"
-            url = f"{scheme}://{host}:{port}/invocations"
-            logger.info("ready url=%s model=%s api_keys=%d", url, name, len(api_keys))
+    def log_ready(model: Model) -> None:
+        url = f"{scheme}://{host}:{port}/invocations"
+        logger.info("ready url=%s model=%s api_keys=%d", url, model.names[0], len(api_keys))
 
+    loader = Loader(loads, prepare, log_ready, application.fail)
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)
-    loader = threading.Thread(target=load_model, name="djl-neuronx-load", daemon=True)
-    loader.start()
+    signal.signal(signal.SIGHUP, lambda *_: loader.reload())
+    loader.thread.start()
     status = 0
     try:
         server.run()
-    except SystemExit:  # uvicorn cannot listen, and has logged why
+    except SystemExit:  # it cannot listen, and has logged why
         status = 1
-    if loader.is_alive():
+    if not loader.end(JOIN_S):
         # The interpreter sometimes aborts when it ends while a thread runs torch's code.
         logging.shutdown()
         os._exit(status)
-    if application.service is not None:
-        application.service.close()
+    for model in application.models:
+        for service in model.services:
+            service.close()
     return 1 if application.failure is not None else status
+
+
+def _listed(models: Sequence[Model]) -> str:
+    """Why no request can be served: the problem of the only model, or the state of each."""
+    if len(models) == 1:
+        return models[0].problem
+    return "; ".join(f"{model.names[0]}: {model.problem or 'ready'}" for model in models)
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    """What `/info` has of a model."""
+    service, name = model.ready(), model.names[0]
+    spec = service.loop.spec
+    return {
+        **tgi.info(name, spec, service.options, package_version()),
+        "model": name,
+        "max_model_len": spec.max_model_len,
+        "longest_prompt": longest_prompt(spec),
+        "num_slots": spec.num_slots,
+        "sampling": sampling_facts(spec),
+        "speculation": service.speculation,
+        "chunked_prefill": spec.mixed_steps,
+    }
 
 
 def _headers(request: Request) -> dict[str, str]:
@@ -464,6 +518,13 @@ def _headers(request: Request) -> dict[str, str]:
     headers = dict(request.headers)
     pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
     return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
+
+
+async def _decoded(body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+    """What `decode` makes of a body; of a long one on a thread."""
+    if len(body) <= INLINE_BODY_BYTES:
+        return decode(body, headers)
+    return await asyncio.to_thread(decode, body, headers)
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:

@@ -21,6 +21,7 @@ from djl_python_neuronx.artifacts import formats  # noqa: E402
 from djl_python_neuronx.artifacts import manifest as manifests  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests import neuron_machine  # noqa: E402
 from tests.artifacts.folders import NXDI_KEYWORDS, NXDI_RECORD  # noqa: E402
@@ -97,8 +98,8 @@ def assert_served(log: Path, model: Path) -> Any:
     """A start in a process of its own compiles nothing and gives known answers. Returns the model's facts."""
     before = num_compiled(log)
     service = Service.load(None, model, environ=dict(os.environ))
-    application = Application("tiny-llama")
-    application.service = service
+    application = Application(Model("tiny-llama"))
+    application.models[0].service = service
     server = Running(application)
     try:
         for check in [one for one in checks() if len(one["prompt"].encode()) < 60][:2]:

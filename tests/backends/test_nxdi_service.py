@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests import neuron_machine  # noqa: E402
 from tests.backends.test_nxdi_traffic import log_lines  # noqa: E402
@@ -79,8 +80,8 @@ def test_known_answers_come_through_the_server_and_a_second_start_compiles_nothi
     for wanted in (asked(24), asked(4)):
         assert not workers(variables)
         service = Service.load(None, TINY_LLAMA, environ=dict(os.environ), overrides=SETTINGS)
-        application = Application("tiny-llama")
-        application.service = service
+        application = Application(Model("tiny-llama"))
+        application.models[0].service = service
         server = Running(application)
 
         def answer(i: int, check: dict[str, Any], url: str = server.url) -> str:

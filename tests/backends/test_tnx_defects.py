@@ -17,6 +17,7 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.errors import BackendError, ConfigError  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
@@ -40,8 +41,10 @@ def test_a_model_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"look back one token more.*allow_known_defects=true"):
         Service.load(None, tmp_path, environ=ENVIRON, overrides=settings)
     settings["allow_known_defects"] = "true"
-    application = Application("mistral")
-    application.service = Service.load(None, tmp_path, environ=ENVIRON, overrides=settings)
+    application = Application(Model("mistral"))
+    application.models[0].service = Service.load(
+        None, tmp_path, environ=ENVIRON, overrides=settings
+    )
     server = Running(application)
     try:
         payload = {"inputs": "once upon", "parameters": {"max_new_tokens": 3, "details": True}}
@@ -50,7 +53,7 @@ def test_a_model_is_served_only_with_its_defect_accepted(tmp_path: Path) -> None
         assert response.json()["details"]["generated_tokens"] in {1, 2, 3}
     finally:
         server.close()
-        application.service.close()
+        application.models[0].service.close()
 
 
 def test_mistral_s_prompts_look_back_one_token_too_far(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from transformers import AutoTokenizer  # noqa: E402
 
+from djl_python_neuronx.server import models  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
@@ -145,8 +146,8 @@ def test_a_bad_request_gets_its_error_and_nobody_else(peer: Peer, model: Model) 
 
 
 def test_the_embedded_server_writes_the_same(model: Model) -> None:
-    application = Application("model")
-    application.service = Service.load(
+    application = Application(models.Model("model"))
+    application.models[0].service = Service.load(
         None, model.folder, environ={**os.environ, **model.environ}, overrides=SETTINGS
     )
     server = Running(application)
@@ -162,4 +163,4 @@ def test_the_embedded_server_writes_the_same(model: Model) -> None:
             assert tuple(clients.map(text, range(len(PROMPTS)))) == model.texts
     finally:
         server.close()
-        application.service.close()
+        application.models[0].service.close()

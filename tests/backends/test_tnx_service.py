@@ -30,6 +30,7 @@ from djl_python_neuronx.loading.check import check  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
@@ -79,8 +80,8 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
 
 
 def test_known_answers_come_through_the_server(service: Service) -> None:
-    application = Application("tiny-llama")
-    application.service = service
+    application = Application(Model("tiny-llama"))
+    application.models[0].service = service
     server = Running(application)
     wanted = [check for check in checks() if len(check["prompt"].encode()) < 100][:24]
     device = service.loop.spec.outputs == Want.TOKENS
@@ -266,8 +267,8 @@ def test_an_output_has_the_weights_as_each_core_takes_them(tmp_path: Path, tp: s
     assert not report.lacking
     loaded = Service.load(None, output, environ=environ)
     assert not list(cache.rglob("MODULE_*"))
-    application = Application("cut")
-    application.service = loaded
+    application = Application(Model("cut"))
+    application.models[0].service = loaded
     server = Running(application)
     try:
         for known in [known for known in checks() if len(known["prompt"].encode()) < 100][:8]:
@@ -300,8 +301,8 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     loaded = Service.load(
         None, tmp_path, environ=ENVIRON, overrides={**BASE, "on_mismatch": "recompile"}
     )
-    application = Application("cut")
-    application.service = loaded
+    application = Application(Model("cut"))
+    application.models[0].service = loaded
     server = Running(application)
     try:
         payload = {"inputs": prompt, "parameters": {"max_new_tokens": 9}}

@@ -33,8 +33,10 @@ STARTUP_S = 60.0
 STOP_S = 30.0
 """Time from SIGTERM to SIGKILL."""
 MAX_BODY_BYTES = 6 * 2**20
-COMMAND = shlex.split(os.environ.get("CONTAINER_COMMAND", str(Path(__file__).with_name("bare.sh"))))
+_BARE = f"sh {shlex.quote(str(Path(__file__).with_name('bare.sh')))}"
+COMMAND = shlex.split(os.environ.get("CONTAINER_COMMAND", _BARE))
 """Runs an image with `$OPT_ML` as its /opt/ml, without starting a process in between; `docker/replay.sh` writes one."""
+_BARE_ENVIRON = {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 VARIABLES = {
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/v2/credentials/dummy",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -121,9 +123,8 @@ class Container:
                 ["unshare", "--mount", *processes, "sh", "-ec", _MOUNTS, "sh", *COMMAND, "serve"],
                 env={
                     "PATH": os.environ["PATH"],
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                     "OPT_ML": str(opt_ml),
-                    "PYTHON": sys.executable,
+                    **({} if "CONTAINER_COMMAND" in os.environ else _BARE_ENVIRON),
                     **self.environ,
                 },
                 stdin=subprocess.DEVNULL,

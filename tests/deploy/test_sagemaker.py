@@ -10,6 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 from botocore import xform_name
+from botocore.exceptions import ClientError
 from botocore.session import get_session
 from dashboard import LEFT_OUT
 from moto import mock_aws
@@ -273,6 +274,14 @@ class TestInferenceComponents:
         specification = made["Specification"]
         assert specification["ModelName"] == found["create_model"]["ModelName"]
         needs = specification["ComputeResourceRequirements"]
+        # Each is on 4 of 12 chips: all three are on one instance.
+        assert variant(found)["InitialInstanceCount"] == 1
+        assert variant(found)["ManagedInstanceScaling"] == {
+            "Status": "ENABLED",
+            "MinInstanceCount": 1,
+            "MaxInstanceCount": 1,
+        }
+        assert variant(found)["VolumeSizeInGB"] == pytest.approx(32 + 4 * 15, abs=1)
         # 8 cores are 4 chips of Inferentia2; the weights pass through the host's memory.
         assert needs["NumberOfAcceleratorDevicesRequired"] == 4
         host_gib = machines.INSTANCES["inf2.48xlarge"].host_memory_gib
@@ -288,6 +297,18 @@ class TestInferenceComponents:
         assert policy["PredefinedMetricSpecification"] == {
             "PredefinedMetricType": "SageMakerInferenceComponentConcurrentRequestsPerCopyHighResolution"
         }
+
+    def test_instances_for_all_copies(self, calls):
+        found = calls("deploy", "--copies", "4", "--max-copies", "10", **self.ENV)
+        scaling = variant(found)["ManagedInstanceScaling"]
+        assert (scaling["MinInstanceCount"], scaling["MaxInstanceCount"]) == (2, 4)
+        assert variant(found)["InitialInstanceCount"] == 2
+
+    def test_instances_and_copies_contradict(self, capsys, folder):
+        words = ("deploy", "--copies", "2", "--max-instances", "3")
+        assert "--max-copies" in refused(
+            capsys, *arguments(folder("llama-3-8b"), *words, **self.ENV)
+        )
 
     def test_an_update_replaces_the_copies_one_by_one(self, calls):
         found = calls("update", "--version", "2", "--copies", "2", **self.ENV)
@@ -461,8 +482,8 @@ class TestCompile:
                 )
             ],
         }
-        # The compiled model has the options that the endpoint gets.
-        assert job["Environment"]["OPTION_N_POSITIONS"] == "4096"
+        # The compiled model has the options that the endpoint gets, but no endpoint's name.
+        assert job["Environment"] == {"OPTION_N_POSITIONS": "4096"}
         cluster = job["ProcessingResources"]["ClusterConfig"]
         enum = get_session().get_service_model("sagemaker").shape_for("ProcessingInstanceType").enum
         assert cluster["InstanceType"] in enum
@@ -470,6 +491,17 @@ class TestCompile:
         assert cluster["VolumeSizeInGB"] * 2**30 > 3 * LLAMA_8B_BYTES
         estimate_s = 12 * 32 * 3
         assert job["StoppingCondition"]["MaxRuntimeInSeconds"] > 2 * estimate_s
+
+    @pytest.mark.parametrize(
+        ("model", "least_gib"),
+        # Twice the weights: of the checkpoint and cut for 24 cores, where 64 heads become 72.
+        [("llama-3-8b", 2 * 15), ("llama-3-70b", 2 * 131)],
+    )
+    def test_its_machine_has_the_memory(self, calls, model, least_gib):
+        found = calls("compile", *self.OUTPUT, model=model)
+        cluster = found["create_processing_job"]["ProcessingResources"]["ClusterConfig"]
+        memory_gib = {"ml.m5.12xlarge": 192, "ml.m5.24xlarge": 384, "ml.r5.24xlarge": 768}
+        assert memory_gib[cluster["InstanceType"]] > least_gib + 64
 
     def test_on_a_device(self, calls):
         words = ("--ami", "ami-0123456789abcdef0", "--instance-profile", "compile")
@@ -558,13 +590,16 @@ def test_the_commands_of_the_readme(tmp_path):
 
 
 class Client:
-    """A client whose `describe_endpoint` gives one answer after the other."""
+    """A client whose `describe_…` gives one answer, or error, after the other."""
 
     def __init__(self, *answers):
         self._answers = list(answers)
 
     def describe_endpoint(self, EndpointName):  # noqa: N803
-        return self._answers.pop(0)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class TestSettled:
@@ -598,6 +633,18 @@ class TestSettled:
             deploy._settle(
                 Client({**last, "EndpointStatus": "RollingBack"}, last), self.CALL, pause_s=0
             )
+
+    def test_something_deleted_is_gone_when_it_is_unknown(self):
+        def failed(code):
+            return ClientError({"Error": {"Code": code}}, "DescribeEndpoint")
+
+        call = deploy.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, {})
+        deleting = {"EndpointStatus": "Deleting", "EndpointConfigName": "chat-1"}
+        deploy._settle(Client(deleting, failed("ValidationException")), call, pause_s=0)
+        with pytest.raises(ClientError):
+            deploy._settle(Client(deleting, failed("AccessDeniedException")), call, pause_s=0)
+        with pytest.raises(deploy.ServingError, match="found Failed"):
+            deploy._settle(Client({**deleting, "EndpointStatus": "Failed"}), call, pause_s=0)
 
 
 class TestDashboard:
@@ -722,7 +769,7 @@ class TestPolicies:
         (statement,) = (
             one for one in policy("deployer")["Statement"] if one["Action"] == "iam:PassRole"
         )
-        assert statement["Resource"] == ROLE
+        assert set(statement["Resource"]) == {ROLE}
         services = statement["Condition"]["StringEquals"]["iam:PassedToService"]
         assert services == ["sagemaker.amazonaws.com", "ec2.amazonaws.com"]
 
@@ -761,6 +808,15 @@ class TestPolicies:
 
         assert allowed(inside)
         assert not allowed(outside)
+
+    @pytest.mark.parametrize(
+        "place", ["s3://models", "s3://models/", "s3://models/*", "models/llama"]
+    )
+    def test_no_rights_to_a_whole_bucket(self, place):
+        words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]
+        words += ["--image", IMAGE, "--model-data", place, "--output", "s3://answers/out"]
+        with pytest.raises(deploy.ServingError, match="not s3://bucket/folder"):
+            deploy.policy(deploy.parser().parse_args(words))
 
     def test_an_image_of_another_registry(self):
         words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]

@@ -1193,8 +1193,9 @@ class TestSeveral:
         assert told.placed == (("10-11", "4-5", "6-7"),)
         assert "Free cores\n  none" in printed_all(told)
 
-    def test_on_a_cpu(self, laptop):
-        told = run_all([str(TINY), str(TINY)], None, model_loader="cpu", replicas="max")
+    def test_on_a_cpu(self, laptop, tmp_path):
+        other = shutil.copytree(TINY, tmp_path / "other")
+        told = run_all([str(TINY), str(other)], None, model_loader="cpu", replicas="max")
         assert told.placed == (("",), ("",))
         for report in told.reports:
             (note,) = [one for one in report.findings.messages("note") if "replicas" in one]

@@ -27,6 +27,7 @@ from djl_python_neuronx.protocol.djl_doors import (  # noqa: E402
     RollingBatchDoor,
 )
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.types import FinishReason, GenerationRequest  # noqa: E402
 from tests import djl_engine_double  # noqa: E402
 from tests.djl.java import ROOT, MavenError, missing_programs, released_jars  # noqa: E402
@@ -89,8 +90,8 @@ def ask(door, service, *bodies, **headers):
 
 
 async def _embedded(service, contents, headers):
-    application = Application("toy")
-    application.service = service
+    application = Application(Model("toy"))
+    application.models[0].service = service
     transport = httpx.ASGITransport(app=create_app(application))
     async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
         posts = [client.post("/invocations", content=one, headers=headers) for one in contents]

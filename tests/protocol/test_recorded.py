@@ -20,6 +20,7 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from tests.protocol.wire_schemas import SCHEMAS  # noqa: E402
 from tests.server.test_app import PATIENCE_S, Running, http  # noqa: E402
 from tests.toy_backend import ToyBackend, expected  # noqa: E402
@@ -330,16 +331,16 @@ def servers() -> Iterator[Callable[[dict[str, Any]], Running]]:
     def serve(options: dict[str, Any]) -> Running:
         key = json.dumps(options, sort_keys=True)
         if key not in running:
-            application = Application("toy")
-            application.service = toy_service(ToyBackend(), **options)
+            application = Application(Model("toy"))
+            application.models[0].service = toy_service(ToyBackend(), **options)
             running[key] = Running(application)
         return running[key]
 
     yield serve
     for server in running.values():
         server.close()
-        assert server.application.service is not None
-        server.application.service.close()
+        assert server.application.models[0].service is not None
+        server.application.models[0].service.close()
 
 
 def send(server: Running, request: dict[str, Any]) -> Any:

@@ -36,6 +36,8 @@ from djl_python_neuronx.server.app import (  # noqa: E402
     Application,
     Server,
 )
+from djl_python_neuronx.server.models import Model  # noqa: E402
+from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests import hostile  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
@@ -79,6 +81,14 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
+def slots_in_use(url: str) -> float:
+    """The sum of a gauge's samples."""
+    lines = http.get(url + "/metrics").text.splitlines()
+    return sum(
+        float(line.split()[1]) for line in lines if line.startswith("djl_neuronx_slots_in_use{")
+    )
+
+
 @pytest.fixture
 def backend() -> ToyBackend:
     return ToyBackend(replace(TOY_SPEC, num_slots=2))
@@ -86,19 +96,13 @@ def backend() -> ToyBackend:
 
 @pytest.fixture
 def server(backend: ToyBackend) -> Iterator[Running]:
-    application = Application("toy")
-    application.service = toy_service(backend, max_waiting=2)
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(backend, max_waiting=2)
     running = Running(application)
     yield running
     backend.resume.set()
     running.close()
-    application.service.close()
-
-
-def _in_use(url: str) -> str:
-    """The gauge of slots in use, of the only copy."""
-    text = http.get(url + "/metrics").text
-    return text.partition('\ndjl_neuronx_slots_in_use{copy="0"} ')[2].partition("\n")[0]
+    application.models[0].service.close()
 
 
 def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
@@ -159,12 +163,12 @@ FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
 @contextmanager
 def serving(spec: ModelSpec) -> Iterator[str]:
     """The URL of a server with a toy of this spec."""
-    application = Application("toy")
-    application.service = toy_service(ToyBackend(spec))
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(ToyBackend(spec))
     running = Running(application)
     yield running.url
     running.close()
-    application.service.close()
+    application.models[0].service.close()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_a_device_that_samples_and_returns_logits_serves_details_too() -> None:
                 scores = [token["log_prob"] for token in found.json()["details"]["tokens"]]
                 assert all(-1 > score > -3 for score in scores)  # a tenth of the mass
         for count in ('place="host"} 10.0', 'place="device"} 5.0'):
-            line = f"djl_neuronx_sampling_steps_total{{{count}"
+            line = f'djl_neuronx_sampling_steps_total{{model="toy",{count}'
             wait_until(lambda line=line: line in http.get(url + "/metrics").text)
 
 
@@ -277,8 +281,8 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
     draft = ToyBackend(DRAFTING)
     draft.fail_at = dict.fromkeys(range(1000), RuntimeError("told to"))
     proposer = DraftModel(draft) if source == "draft model" else NgramProposer(VERIFYING, 3)
-    application = Application("toy")
-    application.service = toy_service(ToyBackend(VERIFYING), proposer=proposer)
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(ToyBackend(VERIFYING), proposer=proposer)
     running = Running(application)
     told = []
     for _ in range(2):
@@ -286,7 +290,7 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
         response = http.post(running.url + "/invocations", json=body([5, 6], 20))
         assert response.json() == {"generated_text": answer([5, 6], 20)}
     running.close()
-    application.service.close()
+    application.models[0].service.close()
     active = [True, source == "prompt lookup"]
     assert told == [{"drafts": 3, "from": source, "active": now} for now in active]
 
@@ -344,8 +348,8 @@ def test_a_client_that_goes_away_frees_its_slot(
 ) -> None:
     backend.hang_at = {3}
     backend.step_s = CROSSING_S
-    assert server.application.service is not None
-    loop = server.application.service.loop
+    assert server.application.models[0].service is not None
+    loop = server.application.models[0].service.loop
     connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100, stream=stream)))
     assert backend.hanging.wait(PATIENCE_S)
@@ -425,7 +429,7 @@ def test_no_redirect_to_a_host_that_the_client_names(server: Running) -> None:
 
 
 def test_the_model_can_have_names(server: Running) -> None:
-    service = server.application.service
+    service = server.application.models[0].service
     assert service is not None
     names = ("given", "org/given")
     service.options = service.options.model_copy(update={"model_name": names})
@@ -468,7 +472,7 @@ def test_a_stream_that_breaks_off_is_counted(server: Running, backend: ToyBacken
     assert found.status_code == 200
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "step_error"
     assert rest == ""
-    metric = 'requests_total{finish_reason="error",protocol="openai_chat"} 1.0'
+    metric = 'requests_total{finish_reason="error",model="toy",protocol="openai_chat"} 1.0'
     wait_until(lambda: metric in http.get(server.url + "/metrics").text)
 
 
@@ -499,8 +503,8 @@ def test_a_full_queue_is_503_with_retry_after(server: Running, backend: ToyBacke
                 asyncio.create_task(client.post(server.url + "/invocations", json=body([5, i + 3])))
                 for i in range(4)
             ]
-            assert server.application.service is not None
-            loop = server.application.service.loop
+            assert server.application.models[0].service is not None
+            loop = server.application.models[0].service.loop
             while len(loop.streams) < 4:
                 await asyncio.sleep(0.005)
             refused = await client.post(server.url + "/invocations", json=body([9]))
@@ -530,18 +534,18 @@ def test_an_error_before_the_first_token_has_its_status_also_when_streaming(
 
 
 def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
-    application = Application("toy")
+    application = Application(Model("toy"))
     running = Running(application)
     try:
         assert http.get(running.url + "/ping").status_code == 503
         loading = http.post(running.url + "/invocations", json=body([5]))
         assert (loading.status_code, loading.json()["type"]) == (503, "backend_unavailable")
         assert http.get(running.url + "/metrics").status_code == 200
-        application.service = toy_service(backend)
+        application.models[0].service = toy_service(backend)
         assert http.get(running.url + "/ping").status_code == 200
         http.post(running.url + "/invocations", json=body([5, 6], 40))
         backend.hang_at = {backend.num_steps + 2}
-        (loop,) = application.service.loop._loops
+        (loop,) = application.models[0].service.loop._loops
         loop._settings = replace(loop._settings, step_timeout_s=0.2)  # other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
@@ -551,13 +555,13 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
     finally:
         backend.resume.set()
         running.close()
-        if application.service is not None:
-            application.service.close()
+        if application.models[0].service is not None:
+            application.models[0].service.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_told() -> None:
-    application = Application("toy")
-    application.failure = ServingError("weights are missing")
+    application = Application(Model("toy"))
+    application.models[0].failure = ServingError("weights are missing")
     running = Running(application)
     try:
         response = http.get(running.url + "/ping")
@@ -571,18 +575,23 @@ def test_metrics_count(server: Running) -> None:
     for _ in range(3):
         http.post(server.url + "/invocations", json=body([5, 6, 7]))
     http.post(server.url + "/invocations", content=b"{")
-    assert server.application.service is not None
+    assert server.application.models[0].service is not None
     wait_until(
-        lambda: "djl_neuronx_generated_tokens_total 15.0" in http.get(server.url + "/metrics").text
+        lambda: (
+            'djl_neuronx_generated_tokens_total{model="toy"} 15.0'
+            in http.get(server.url + "/metrics").text
+        )
     )
     text = http.get(server.url + "/metrics").text
-    assert 'djl_neuronx_requests_total{finish_reason="length",protocol="lmi"} 3.0' in text
-    assert 'djl_neuronx_rejected_requests_total{code="bad_request"} 1.0' in text
-    assert "djl_neuronx_prompt_tokens_total 12.0" in text
-    assert 'djl_neuronx_prefill_seconds_count{bucket="8"} 3.0' in text
-    assert "djl_neuronx_padding_tokens_total 12.0" in text
-    assert 'djl_neuronx_sampling_steps_total{place="host"} 15.0' in text
-    assert _in_use(server.url) == "0.0"
+    assert (
+        'djl_neuronx_requests_total{finish_reason="length",model="toy",protocol="lmi"} 3.0' in text
+    )
+    assert 'djl_neuronx_rejected_requests_total{code="bad_request",model="toy"} 1.0' in text
+    assert 'djl_neuronx_prompt_tokens_total{model="toy"} 12.0' in text
+    assert 'djl_neuronx_prefill_seconds_count{bucket="8",model="toy"} 3.0' in text
+    assert 'djl_neuronx_padding_tokens_total{model="toy"} 12.0' in text
+    assert 'djl_neuronx_sampling_steps_total{model="toy",place="host"} 15.0' in text
+    assert slots_in_use(server.url) == 0
 
 
 @pytest.mark.parametrize(("wait_ms", "reencoded"), [(0, 4), (3_600_000, 0)])
@@ -614,8 +623,8 @@ def test_what_joining_a_static_batch_costs_is_counted(
         wait_until(lambda: made[0]._commands.qsize() == 1)
         backend.resume.set()
         wait_until(lambda: service.loop.state[:2] == (0, 0) and len(service.loop.streams) == 0)
-        text = service.metrics.exposition().decode()
-        assert f"djl_neuronx_reencoded_tokens_total {reencoded}.0" in text
+        text = exposition({"toy": service.metrics}).decode()
+        assert f'djl_neuronx_reencoded_tokens_total{{model="toy"}} {reencoded}.0' in text
         assert backend.violations == []
     finally:
         backend.resume.set()
@@ -625,11 +634,11 @@ def test_what_joining_a_static_batch_costs_is_counted(
 def test_hundreds_at_once_a_third_given_up(server: Running, backend: ToyBackend) -> None:
     """Every answer that is waited for is right; afterwards nothing is left."""
     application = server.application
-    assert application.service is not None
-    application.service.close()
+    assert application.models[0].service is not None
+    application.models[0].service.close()
     spec = replace(TOY_SPEC, num_slots=8, max_prefill_batch=2)
     crowd = ToyBackend(spec, step_s=0.0005)
-    application.service = service = toy_service(crowd, max_waiting=1000)
+    application.models[0].service = service = toy_service(crowd, max_waiting=1000)
     pick = random.Random(3)
     http.post(server.url + "/invocations", json=body([5]))
     descriptors = num_descriptors()
@@ -673,8 +682,8 @@ def test_what_does_not_end_within_the_drain_time_gets_its_error(
     backend: ToyBackend, stream: bool
 ) -> None:
     backend.step_s = 0.05
-    application = Application("toy")
-    application.service = toy_service(backend)
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(backend)
     running = Running(application, drain_s=0.2)
     responses: list[Any] = []
 
@@ -703,8 +712,10 @@ def test_what_does_not_end_within_the_drain_time_gets_its_error(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_ends_an_answer_with_what_there_is(stream: bool) -> None:
     spec = replace(TOY_SPEC, max_model_len=4096, token_buckets=(4096,))
-    application = Application("toy")
-    application.service = toy_service(ToyBackend(spec, step_s=0.005), max_request_seconds=1.0)
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(
+        ToyBackend(spec, step_s=0.005), max_request_seconds=1.0
+    )
     running = Running(application)
     parameters = {"details": True, "max_time": 60}
     payload = body([5, 6], 4000, parameters=parameters, stream=stream)
@@ -714,10 +725,10 @@ def test_a_deadline_ends_an_answer_with_what_there_is(stream: bool) -> None:
     count = last["details"]["generated_tokens"]
     assert last["details"]["finish_reason"] == "time"
     assert last["generated_text"] == answer([5, 6], count)
-    ended = 'djl_neuronx_requests_total{finish_reason="time",protocol="lmi"} 1.0'
+    ended = 'djl_neuronx_requests_total{finish_reason="time",model="toy",protocol="lmi"} 1.0'
     assert ended in http.get(running.url + "/metrics").text
     running.close()
-    application.service.close()
+    application.models[0].service.close()
 
 
 def test_a_list_is_answered_by_a_list(server: Running) -> None:
@@ -737,7 +748,7 @@ def test_a_list_of_a_client_that_goes_away_frees_all_of_its_slots(
 ) -> None:
     backend.hang_at = {3}
     backend.step_s = CROSSING_S
-    loop = server.application.service.loop  # type: ignore[union-attr]
+    loop = server.application.models[0].service.loop  # type: ignore[union-attr]
     connection = HTTPConnection("127.0.0.1", server.port)
     payload = {**body([5], 100), "inputs": ["a", "b", "c", "d"]}
     connection.request("POST", "/invocations", json.dumps(payload))
@@ -756,7 +767,7 @@ def test_a_failure_of_one_of_a_list_is_its_answer(server: Running, backend: ToyB
     payload = {**body([5], 100), "inputs": ["a", "b", "c"]}
     response = http.post(server.url + "/invocations", json=payload)
     assert (response.status_code, response.json()["type"]) == (424, "step_error")
-    loop = server.application.service.loop  # type: ignore[union-attr]
+    loop = server.application.models[0].service.loop  # type: ignore[union-attr]
     wait_until(lambda: len(loop.streams) == 0 and not backend.acquired)
     assert backend.num_steps < 100
     assert backend.violations == []
@@ -826,16 +837,16 @@ def test_gauges_fall_when_the_last_request_is_given_up(
     server: Running, backend: ToyBackend
 ) -> None:
     backend.hang_at = {3}
-    loop = server.application.service.loop  # type: ignore[union-attr]
+    loop = server.application.models[0].service.loop  # type: ignore[union-attr]
     connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/invocations", json.dumps(body([5, 6], 100)))
     assert backend.hanging.wait(PATIENCE_S)
-    wait_until(lambda: _in_use(server.url) == "1.0")
+    wait_until(lambda: slots_in_use(server.url) == 1)
     connection.close()
     wait_until(lambda: len(loop.streams) == 0)
     backend.resume.set()
-    wait_until(lambda: _in_use(server.url) == "0.0")
-    aborted = 'djl_neuronx_requests_total{finish_reason="aborted",protocol="lmi"} 1.0'
+    wait_until(lambda: slots_in_use(server.url) == 0)
+    aborted = 'djl_neuronx_requests_total{finish_reason="aborted",model="toy",protocol="lmi"} 1.0'
     assert aborted in http.get(server.url + "/metrics").text
 
 
@@ -971,7 +982,7 @@ def test_the_quick_start(quick_start: tuple[subprocess.Popen[str], str]) -> None
     assert statuses <= {200, 503}
     descriptors = num_descriptors(process.pid)
     asyncio.run(known_answers(url))
-    wait_until(lambda: _in_use(url) == "0.0")
+    wait_until(lambda: slots_in_use(url) == 0)
     wait_until(lambda: num_descriptors(process.pid) <= descriptors + 1)
     asyncio.run(drains(url, process))
     assert process.wait(PATIENCE_S) == 0

@@ -15,6 +15,7 @@ import huggingface_hub
 
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.keys import read_keys
+from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.service import Service
 from tests import clients
 from tests.client_front import forward, front
@@ -26,8 +27,8 @@ from tests.toy_service import toy_service
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server with the example model."""
-    application = Application("tiny")
-    application.service = Service.load(
+    application = Application(Model("tiny"))
+    application.models[0].service = Service.load(
         None,
         clients.MODEL,
         environ={},
@@ -40,7 +41,7 @@ def server() -> Iterator[Running]:
     running = Running(application)
     yield running
     running.close()
-    application.service.close()
+    application.models[0].service.close()
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,8 @@ def test_openai_models_and_raw_responses(server: Running) -> None:
 
 
 def test_a_wrong_key_is_an_authentication_error() -> None:
-    application = Application("toy")
-    application.service = toy_service(ToyBackend(TOY_SPEC))
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(ToyBackend(TOY_SPEC))
     keyed = Running(application, api_keys=read_keys(None, "right"))
     with pytest.raises(clients.openai.AuthenticationError) as refused:
         clients.openai_client(keyed.url, "wrong").models.list()
@@ -120,7 +121,7 @@ def test_a_wrong_key_is_an_authentication_error() -> None:
     (model,) = clients.openai_client(keyed.url, "right").models.list().data
     assert model.id == "toy"
     keyed.close()
-    application.service.close()
+    application.models[0].service.close()
 
 
 def test_text_generation(url: str) -> None:

@@ -31,7 +31,9 @@ from djl_python_neuronx.server import app, http, keys  # noqa: E402
 from djl_python_neuronx.server.app import Application, Server, create_app  # noqa: E402
 from djl_python_neuronx.server.http import PROBES, tls_context  # noqa: E402
 from djl_python_neuronx.server.keys import read_keys  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.server.responses import error_response  # noqa: E402
+from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import setup_logging  # noqa: E402
 from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until  # noqa: E402
 from tests.server.test_hostile import (  # noqa: E402
@@ -482,7 +484,7 @@ class TestTls:
         backend = ToyBackend(spec)
         patient = 10 * PATIENCE_S
         with serving(backend, tls=tls, write_timeout=SHORT_S, keep_alive_timeout=patient) as server:
-            loop = server.application.service.loop  # type: ignore[union-attr]
+            loop = server.application.models[0].service.loop  # type: ignore[union-attr]
             client = secure(server, trusting, SO_RCVBUF=4096)
             (connection,) = wait_for_connections(server, 1)
             raw = connection._raw.get_extra_info("socket")
@@ -623,21 +625,23 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
     tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
 
-    def run(_server: Server) -> None:
-        for thread in threading.enumerate():
-            if thread.name == "djl-neuronx-load":
-                thread.join(PATIENCE_S)
+    runs = []
+
+    def run(server: Server) -> None:
+        runs.append(server)
+        wait_until(lambda: caplog.text.count("ready url") == len(runs))
+
+    def load(*_: Any, **__: Any) -> Service:
+        return toy_service(ToyBackend(TOY_SPEC))
 
     monkeypatch.setattr(Server, "run", run)
-    more: dict[str, Any] = {"folder_name": "toy", "host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
-    options = ServingOptions()
-    serve = partial(
-        app.serve, lambda *_: toy_service(ToyBackend(TOY_SPEC)), options=options, **more
-    )
-    assert serve(tls=tls, api_keys=DIGESTS) == serve() == 0
+    more: dict[str, Any] = {"host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
+    loads = [{Model("toy"): load} for _ in range(2)]
+    serve = partial(app.serve, prepare=lambda: [()], **more)
+    assert serve(loads[0], tls=tls, api_keys=DIGESTS) == serve(loads[1]) == 0
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
     urls = [line.partition("ready ")[2] for line in caplog.text.splitlines() if "ready url" in line]
@@ -700,8 +704,8 @@ class TestAccessLog:
         with serving() as server:
             for path in ("/ping", "/metrics", "/info"):
                 assert httpx.get(server.url + path, timeout=PATIENCE_S).status_code == 200
-            assert server.application.service is not None
-            server.application.service.loop.close(0, 0)
+            assert server.application.models[0].service is not None
+            server.application.models[0].service.loop.close(0, 0)
             assert httpx.get(server.url + "/ping", timeout=PATIENCE_S).status_code == 503
             wait_until(lambda: len(accesses(caplog)) == 2)
         found = [(line["path"], line["status"]) for line in accesses(caplog)]
@@ -830,7 +834,7 @@ class TestAdminPort:
     def test_a_port_in_use_ends_the_process(self, caplog: pytest.LogCaptureFixture) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             options = ServingOptions(admin_port=taken.getsockname()[1], admin_host="127.0.0.1")
-            server = Server(Application("toy", options), "127.0.0.1", 0, 1.0)
+            server = Server(Application(Model("toy", options)), "127.0.0.1", 0, 1.0)
             with pytest.raises(SystemExit) as caught:
                 server.run()
         assert caught.value.code == 1

@@ -28,8 +28,10 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import streams
+from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.server import app, http
 from djl_python_neuronx.server.app import Application
+from djl_python_neuronx.server.models import Loader, Model
 from tests.server.test_app import (
     CROSSING_S,
     PATIENCE_S,
@@ -56,15 +58,15 @@ def serving(
 ) -> Iterator[Running]:
     """A server with these options."""
     backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
-    application = Application("toy")
-    application.service = toy_service(backend, **options)
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(backend, **options)
     running = Running(application, tls=tls, api_keys=api_keys)
     try:
         yield running
     finally:
         backend.resume.set()
         running.close()
-        application.service.close()
+        application.models[0].service.close()
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ CLOSE = "Connection: close"
 
 def assert_serves(server: Running) -> None:
     """Nobody else's request is touched. It has more time than the limits that a test waits for."""
-    service = server.application.service
+    service = server.application.models[0].service
     assert service is not None
     patient = dict.fromkeys(("request_head_timeout", "request_body_timeout"), PATIENCE_S)
     service.options = service.options.model_copy(update=patient)
@@ -337,7 +339,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
     spec = replace(TOY_SPEC, num_slots=2, max_model_len=4096, token_buckets=(4096,))
     backend = ToyBackend(spec)
     with serving(backend, write_timeout=SHORT_S) as server:
-        loop = server.application.service.loop  # type: ignore[union-attr]
+        loop = server.application.models[0].service.loop  # type: ignore[union-attr]
         client = connect(server, SO_RCVBUF=4096)
         (connection,) = wait_for_connections(server, 1)
         raw = connection._raw.get_extra_info("socket")
@@ -418,7 +420,7 @@ def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(streams, "MAX_UNREAD_DELTAS", 10)
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2), step_s=CROSSING_S)
     with serving(backend) as server:
-        loop = server.application.service.loop  # type: ignore[union-attr]
+        loop = server.application.models[0].service.loop  # type: ignore[union-attr]
         client = connect(server)
         (connection,) = wait_for_connections(server, 1)
         connection.flow.pause_writing()  # as for a full buffer
@@ -437,7 +439,7 @@ def test_a_client_that_half_closes_has_left() -> None:
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
     backend.hang_at = {2}
     with serving(backend) as server:
-        loop = server.application.service.loop  # type: ignore[union-attr]
+        loop = server.application.models[0].service.loop  # type: ignore[union-attr]
         client = connect(server)
         client.sendall(post(json.dumps(body([5, 6], 100)).encode()))
         assert backend.hanging.wait(PATIENCE_S)
@@ -572,7 +574,7 @@ def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
 def test_a_tokenizer_that_panics_fails_its_request_in_json(prompt: str) -> None:
     """A short prompt is tokenised in the event loop, a long one on a thread."""
     with serving() as server:
-        server.application.service.tokenizer = PanickingTokenizer()  # type: ignore[union-attr]
+        server.application.models[0].service.tokenizer = PanickingTokenizer()  # type: ignore[union-attr]
         reply = talk(server, post(json.dumps({"inputs": prompt}).encode(), CLOSE))
         assert (status(reply), content(reply)["type"]) == (500, "serving_error")
         assert_serves(server)
@@ -600,7 +602,7 @@ def test_long_prompts_are_not_gone_through_in_the_event_loop(letters: int, inlin
     """128 prompts of 8,000 tokens would hold it for a tenth of a second."""
     long = replace(TOY_SPEC, max_model_len=8192, prefill_buckets=(8192,), token_buckets=())
     with serving(ToyBackend(long)) as server:
-        server.application.service.tokenizer = NotingTokenizer()  # type: ignore[union-attr]
+        server.application.models[0].service.tokenizer = NotingTokenizer()  # type: ignore[union-attr]
         NotedIds.threads.clear()
         prompts = ["x" * letters] * (1 if inline else 128)
         payload = {"inputs": prompts, "parameters": {"max_new_tokens": 1}}
@@ -612,19 +614,25 @@ def test_long_prompts_are_not_gone_through_in_the_event_loop(letters: int, inlin
 
 def test_a_load_that_ends_the_interpreter_is_a_failed_load() -> None:
     """Code of a model folder may call `sys.exit`; on a thread that goes unnoticed."""
-    application = Application("toy")
-    application.load(lambda *_: sys.exit(3))  # type: ignore[arg-type]
-    assert application.failure is not None
-    assert "SystemExit" in str(application.failure)
+    failures: list[ServingError] = []
+
+    def load(*_: Any, **__: Any) -> Any:
+        sys.exit(3)
+
+    loader = Loader({Model("toy"): load}, lambda: [()], print, failures.append)
+    loader.thread.start()
+    loader.thread.join(PATIENCE_S)
+    (failure,) = failures
+    assert "SystemExit" in str(failure)
 
 
 PROGRAM = """
 import os, socket, sys, threading, time
 from dataclasses import replace
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.server.app import Server, serve
 from djl_python_neuronx.server.http import LimitedProtocol
+from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.telemetry import setup_logging
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
@@ -675,7 +683,7 @@ def note_hang():
 
 threading.Thread(target=note_hang, daemon=True).start()
 
-def load(stage, died):
+def load(stage, died, **_):
     global on_death
     on_death = died
     while state == "load":
@@ -685,7 +693,7 @@ def load(stage, died):
         service.tokenizer = LastTokenizer()
     return service
 
-sys.exit(serve(load, folder_name="toy", options=ServingOptions(), host="127.0.0.1", port=port, drain_s=drain))
+sys.exit(serve({Model("toy"): load}, prepare=lambda: [()], host="127.0.0.1", port=port, drain_s=drain))
 """
 
 
@@ -796,7 +804,7 @@ def test_the_default_drain_fits_the_grace_of_thirty_seconds() -> None:
 
 
 def test_the_limits_hold_before_the_model_is_loaded() -> None:
-    application = Application("toy", ServingOptions(request_head_timeout=SHORT_S))
+    application = Application(Model("toy", ServingOptions(request_head_timeout=SHORT_S)))
     running = Running(application)
     try:
         assert content(talk(running, b"G"))["type"] == "request_timeout"

@@ -27,6 +27,7 @@ from djl_python_neuronx.server import app, openapi  # noqa: E402
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
 from djl_python_neuronx.server.http import PROBES  # noqa: E402
 from djl_python_neuronx.server.keys import read_keys  # noqa: E402
+from djl_python_neuronx.server.models import Model  # noqa: E402
 from tests.server.test_app import Running, http, serving  # noqa: E402
 from tests.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.toy_service import toy_service  # noqa: E402
@@ -38,12 +39,12 @@ STREAMS = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    application = Application("toy")
-    application.service = toy_service(ToyBackend(replace(TOY_SPEC, max_model_len=64)))
+    application = Application(Model("toy"))
+    application.models[0].service = toy_service(ToyBackend(replace(TOY_SPEC, max_model_len=64)))
     running = Running(application)
     yield running
     running.close()
-    application.service.close()
+    application.models[0].service.close()
 
 
 def strict(document: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def document(server: Running) -> dict[str, Any]:
 
 
 def test_it_has_each_route(document: dict[str, Any]) -> None:
-    routes = create_app(Application("toy")).routes
+    routes = create_app(Application(Model("toy"))).routes
     assert document["paths"].keys() == {route.path_format for route in routes}
     schemathesis.openapi.from_dict(document).validate()
 
@@ -95,7 +96,7 @@ def test_it_has_the_statuses_of_each_error(document: dict[str, Any]) -> None:
 
 
 def test_routes_other_than_probes_need_a_key_if_there_are_keys(document: dict[str, Any]) -> None:
-    application = Application("toy")
+    application = Application(Model("toy"))
     running = Running(application, api_keys=read_keys(None, "secret"))
     found = http.get(
         running.url + "/openapi.json", headers={"authorization": "Bearer secret"}
