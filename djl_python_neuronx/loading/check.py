@@ -31,7 +31,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.cores import place
-from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
 
 
@@ -133,11 +133,12 @@ def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
     read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
     for target, resolved in read:
         if not resolved.options.engine_process:
-            why = "each of several models needs a process of its own"
-            yield f"{target}: option.engine_process=false: {why}; leave it out"
+            why = "each of several models needs a process of its own; leave it out"
+            yield f"{target}: {resolved.describe(Finding(('engine_process',), why))}"
     for (one, first), (other, second) in combinations(read, 2):
         for name in set(first.options.model_names).intersection(second.options.model_names):
-            yield f"{one} and {other} are both models named {name!r}; set option.model_name in one of the folders"
+            fix = "set option.model_name in one of the folders, or option.replicas for copies of one model"
+            yield f"{one} and {other} are both models named {name!r}; {fix}"
         for name in ServerOptions.model_fields:
             value, another = (getattr(each.options, name) for each in (first, second))
             if value != another:
@@ -156,10 +157,14 @@ def _place(found: Placement) -> list[tuple[str, ...]]:
     for model in found.models:
         mine, first = model.case.device, found.device
         if not model.case.on_cpu and mine.core_numbers != first.core_numbers:
+            seen = [
+                f"{one.visible_cores} cores ({one.limited_by or one.instance_type})"
+                for one in (mine, first)
+            ]
             msg = (
-                f"{model.name} is planned for {mine.visible_cores} cores, another model for {first.visible_cores}; "
-                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and "
-                "give all models the same logical_nc_config"
+                f"{model.name} is planned for {', another model for '.join(seen)}; name the machine (--instance), set "
+                "NEURON_RT_VISIBLE_CORES for the server, not in option.env, and give all models the same "
+                "logical_nc_config"
             )
             raise ConfigError(msg)
     return place([model.need for model in found.models], found.device)
@@ -231,6 +236,8 @@ def check(
         )
     if (problem := _one_core_each(settings, prepared)) is not None:
         problems.add("warning", problem, ("tensor_parallel_degree",))
+    if (problem := _small_host(prepared)) is not None:
+        problems.add("warning", problem)
     if (problem := _long_answers(prepared)) is not None:
         problems.add("note", problem, ("n_positions",))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
@@ -317,6 +324,18 @@ def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
     return (
         "option.tensor_parallel_degree is not set: DJL Serving would start a process for each NeuronCore, with that "
         f"core alone, instead of one with {degree}; write option.tensor_parallel_degree={degree}"
+    )
+
+
+def _small_host(prepared: Prepared) -> str | None:
+    """Warn that a load takes more host memory at its peak than the instance type has."""
+    instance, taken = machines.known(prepared.machine.instance_type), prepared.host_bytes or 0
+    if instance is None or taken <= instance.host_memory_gib * GIB:
+        return None
+    return (
+        f"a load takes up to {taken / GIB:.1f} GiB of the host's memory, and {instance.name} has "
+        f"{instance.host_memory_gib} GiB: the kernel may end it; add swap space, use a larger machine, or with "
+        "NxD Inference serve what `djl-neuronx compile --weights presharded` has written on one"
     )
 
 
