@@ -150,7 +150,7 @@ def test_the_name_of_a_model_from_a_uri_holds_no_credentials(monkeypatch):
     names = []
     monkeypatch.setattr(app, "serve", lambda loads, **_: names.extend(m.names for m in loads) or 0)
     assert cli.main(["serve", "s3://AKIADUMMY:DUMMY@bucket"]) == 0
-    assert names == [("bucket",)]
+    assert names == [("bucket", "s3://bucket")]
 
 
 def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, capsys):
