@@ -24,6 +24,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     ConfigError,
     ServingError,
+    redacted,
 )
 from djl_python_neuronx.loading.compiled import foresee
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
@@ -193,7 +194,7 @@ def check(
         starting: see `check_all`.
     """
     problems = Problems()
-    name = target or str(sources.MODEL_DIR)
+    name = redacted(target or str(sources.MODEL_DIR))
     try:
         settings, in_file = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
