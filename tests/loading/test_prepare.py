@@ -486,11 +486,12 @@ def test_a_folder_that_is_not_there_is_named_by_the_argument(tmp_path):
         prepare_or_raise(None, tmp_path / "nothere", environ={})
 
 
-def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, options):
+def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, options, tmp_path):
     """Alone the model would take both cores of the machine."""
+    other = shutil.copytree(TINY, tmp_path / "other")
     del options["tensor_parallel_degree"]
     known = {"environ": machine.environ, "overrides": options}
-    placement = check_all([str(TINY), str(TINY)], starting=True, **known)
+    placement = check_all([str(TINY), str(other)], starting=True, **known)
     placement.raise_errors()
     assert placement.placed == (("0",), ("1",))
     for cores in ((), *placement.placed):
