@@ -230,7 +230,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         overrides = {**named, **given}
         # The server listens first. Problems of the settings are reported by the load, all of them at once.
         options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-        where = target if model_dir is None else str(model_dir.resolve())
+        where = redacted(target) if model_dir is None else str(model_dir.resolve())
         model = Model(where.rstrip("/").rpartition("/")[2], options)
         loads[model] = partial(_load, model_dir, overrides, bars=not several)
     api_keys = read_keys(options.api_key_file, variable)
