@@ -5,8 +5,8 @@
 
 As `option.entryPoint` it is the handler for DJL Serving, on the same device.
 
-`device_bound.py --device sleep` and `isolation.py` import the rest: model folder, processes, streams. Nothing here
-needs torch.
+`device_bound.py --device sleep`, `isolation.py` and `several_models.py` import the rest: model folder, processes,
+streams. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
-def save_model(folder: Path, *, vocab: int, step_s: float, length: int) -> None:
-    """Write a model folder that the backend in `sleep_backends` serves; its weights are never read."""
+def save_model(
+    folder: Path, *, vocab: int, step_s: float, length: int, answers: int | None = None
+) -> None:
+    """Write a model folder that the backend in `sleep_backends` serves; its weights are never read.
+
+    `answers`: a number that its answers follow from, with the prompt (`right_answer`); None: they are arbitrary.
+    """
     folder.mkdir(parents=True)
     config = {
         "model_type": "llama",
@@ -67,11 +72,27 @@ def save_model(folder: Path, *, vocab: int, step_s: float, length: int) -> None:
         "num_key_value_heads": 1,
         "max_position_embeddings": length,
         "step_s": step_s,
+        "answers": answers,
     }
     (folder / "config.json").write_text(json.dumps(config))
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
     save_file({name: np.zeros(1, np.float32) for name in names}, str(folder / "model.safetensors"))
     save_tokenizer(folder, vocab)
+
+
+def right_answers(folder: Path, prompts: Sequence[str], num_tokens: int) -> list[str]:
+    """Return the texts that a model with `answers` makes of prompts of the same length."""
+    from djl_python_neuronx.backends.cpu import Answers  # the one of `sleep_backends`
+
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    answers = Answers(config["answers"], len(prompts), config["vocab_size"])
+    ids = np.array([tokenizer.encode(prompt).ids for prompt in prompts])
+    made = []
+    for i in range(num_tokens):
+        ids = answers.after(np.arange(len(prompts)), ids, fresh=i == 0).argmax(axis=2)
+        made.append(ids)
+    return tokenizer.decode_batch(np.concatenate(made, axis=1).tolist())
 
 
 @contextlib.contextmanager

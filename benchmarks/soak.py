@@ -163,12 +163,13 @@ class Embedded:
         work: Path,
         environ: Mapping[str, str],
         program: Sequence[str] = ("-m", "djl_python_neuronx.cli"),
+        models: Sequence[Path] = (MODEL,),
     ) -> None:
         """Start it. `program`: arguments of Python that run the command line `djl-neuronx`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, *program, "serve", str(MODEL)]
+        command = [sys.executable, *program, "serve", *map(str, models)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--drain", str(DRAIN_S)]
         command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         self.log = work / "log"
@@ -425,6 +426,11 @@ def engines(front: int) -> list[int]:
         if b"guard.py" in _read(guard, "cmdline")
         for engine in descendants(guard)[:1]
     ]
+
+
+def engines_of(front: int, model: Path) -> list[int]:
+    """Engine processes of a front that map a file of a model's folder."""
+    return [pid for pid in engines(front) if f" {model}/".encode() in _read(pid, "maps")]
 
 
 def alive(pid: int) -> bool:

@@ -23,11 +23,14 @@ class Question:
     parameters: tuple[tuple[str, Any], ...]
     known: str | None = None
     """The text, if the example model's folder has it."""
+    model: str | None = None
+    """The model's name, for a server of several."""
 
     def body(self, form: str) -> bytes:
         """The request's body."""
         fields = {"inputs": self.prompt, "parameters": dict(self.parameters)}
-        return json.dumps({**fields, "stream": form != "json"}).encode()
+        named = {} if self.model is None else {"model": self.model}
+        return json.dumps({**fields, **named, "stream": form != "json"}).encode()
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeAlias
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.sources import API_KEYS, MODEL_DIR, environment, taken
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.telemetry import setup_logging
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PACKAGE = "djl-python-neuronx"
 DEFAULT_PORT = 8080
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
@@ -50,13 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # as a shell reports SIGINT
 
 
-def _version() -> str:
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(redacted(message))
@@ -67,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="djl-neuronx",
         description="Serve large language models on AWS Inferentia2 and Trainium, or on a CPU.",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands)
     _add_check(commands)

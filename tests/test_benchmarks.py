@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from several_models import LOST, Mark, Result, Run, faults
 
 from tests.djl.java import missing_programs
 
@@ -85,3 +87,58 @@ def test_time_between_tokens_under_a_load():
     for row in (quiet, body):
         assert row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
         assert row["gaps"] > 8
+
+
+def _result(model, form="jsonlines", outcome="right", ended_s=30.0, num_tokens=5):
+    return Result(model, form, outcome, 10.0, ended_s, np.arange(num_tokens) + 11.0)
+
+
+def test_what_a_kill_may_end_is_told_from_what_is_wrong():
+    marks = [Mark(at_s, 0, 0, 0, 0) for at_s in (5.0, 20.0, 25.0, 35.0)]
+    runs = [Run(None, *marks), Run("a", *marks)]
+    right = [_result(model) for model in "abc"]
+    lost = [_result("a", form, LOST[form]) for form in LOST]
+    assert faults([*right, *lost], runs, num_slots=3) == []
+    (too_many,) = faults([*right, *lost], runs, num_slots=2)
+    assert "ended 3 requests, expected 1 to 2" in too_many
+    (none,) = faults(right, runs, num_slots=2)
+    assert "ended 0 requests" in none
+    for wrong in (
+        _result("b", outcome=LOST["jsonlines"]),  # of another model
+        _result("a", outcome=LOST["jsonlines"], ended_s=19.0),  # before the kill
+        _result("a", outcome=LOST["json"]),  # the status of an answer that is sent as a whole
+        _result("a", outcome=LOST["jsonlines"], num_tokens=1),  # the error alone
+        _result("a", outcome="wrong: stream"),
+        _result("a", "json", "error 503 queue_full"),
+    ):
+        assert len(faults([*lost, wrong], runs, num_slots=4)) == 1, wrong
+
+
+def _several(arguments):
+    pytest.importorskip("uvicorn", reason="needs the `server` extra")
+    return _rows("several_models.py", *arguments.split())
+
+
+def test_one_of_several_models_is_killed():
+    quiet, copy, single = _several("--streams 40 --step-ms 20 --seconds 0.5")
+    assert [row["killed"] for row in (quiet, copy, single)] == [None, "a", "b"]
+    assert quiet["failed"] == 0
+    for row in (copy, single):
+        assert (row["streams"], row["slots"]) == (40, 9)
+        assert 0 < row["failed"] <= 9
+        assert row["recovery_s"] > 0
+
+
+@pytest.mark.nightly
+def test_one_of_several_models_is_killed_under_400_streams():
+    rows = _several("--seconds 5")
+    assert [row["streams"] for row in rows] == [400] * 3
+
+
+@pytest.mark.nightly
+def test_tokens_of_several_engines():
+    rows = _several("--seconds 2 --streams 40 --engines 1 3")
+    assert [(row["engines"], row["streams"], row["bound"]) for row in rows] == [
+        (1, 10, 90),
+        (3, 30, 270),
+    ]

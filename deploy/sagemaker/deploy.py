@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import posixpath
 import re
 import shlex
 import string
@@ -21,12 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from dashboard import dashboard, namespace
 
+from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.errors import ConfigError, ServingError
+from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError, ServingError
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning import machines, memory
@@ -187,14 +190,15 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         msg = f"--instance {instance!r} is not a Neuron instance of SageMaker's endpoints; expected one of {known}"
         raise ConfigError(msg)
     machine = machines.named(instance)
-    target = arguments.plan or arguments.model_data or environ.get("HF_MODEL_ID")
     # In the container this is the model's folder; here another folder stands for it.
     here = {
         name: value
         for name, value in environ.items()
         if value.rstrip("/") != str(sources.MODEL_DIR)
     }
-    placement = check_all([target], environ=here, overrides={}, machine=machine)
+    with TemporaryDirectory() as folder:
+        target, overrides = _target(arguments, environ, Path(folder))
+        placement = check_all([target], environ=here, overrides=overrides, machine=machine)
     prepared = placement.reports[0].prepared
     if not placement.ok or prepared is None:
         problems = "\n".join(placement.findings.messages("error"))
@@ -212,6 +216,36 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         compile_s=0 if compiled else SLOWEST_COMPILE * prepared.planned.estimated_compile_s,
         copies=len(placement.placed[0]),
     )
+
+
+def _target(
+    arguments: argparse.Namespace, environ: Mapping[str, str], folder: Path
+) -> tuple[str | None, dict[str, str]]:
+    """What `check` reads, with overrides: of a prefix in S3 its `serving.properties` too, by way of `folder`.
+
+    Raises:
+        ServingError: S3 refuses, or the model data are an archive.
+    """
+    data = arguments.model_data
+    if arguments.plan or not data:
+        return arguments.plan or environ.get("HF_MODEL_ID"), {}
+    if data.endswith(".tar.gz"):
+        msg = (
+            f"the content of {data} is not looked into; give --plan, a folder with its config.json"
+        )
+        raise ConfigError(msg)
+    try:
+        content = s3.read(data, sources.FILE_NAME, sources.environment())
+    except ArtifactNotFoundError:
+        return data, {}
+    file = folder / sources.FILE_NAME
+    file.write_bytes(content)
+    named = {setting.name: str(setting.value) for setting in sources.from_file(folder)}
+    model = named.get("model_id", ".")
+    if model.startswith("."):  # of the prefix, such as SageMaker Neo's
+        model = posixpath.normpath(posixpath.join(data.removeprefix("s3://"), model))
+        model = f"s3://{model}"
+    return str(file), {"model_id": model}
 
 
 def _model_bytes(prepared: Prepared) -> int:
@@ -279,6 +313,14 @@ def model_call(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Cal
         "ExecutionRoleArn": arguments.role,
         "PrimaryContainer": container,
     }
+    if arguments.isolated:
+        remote = [
+            name for name, value in environ.items() if "s3://" in value or name in sources.HUB
+        ]
+        if remote or not data:
+            msg = f"--isolated: the container has no network, and fetches {', '.join(remote) or 'the model'} itself"
+            raise ConfigError(msg)
+        parameters["EnableNetworkIsolation"] = True
     return Call("sagemaker", "create_model", parameters)
 
 
@@ -844,6 +886,11 @@ def _add_endpoint(add: Any) -> None:
     )
     add("--target-value", type=float, help="value to keep it at (default: 70 %% of the slots)")
     add("--async-output", metavar="s3://…", help="serve asynchronous requests, with answers there")
+    add(
+        "--isolated",
+        action="store_true",
+        help="no network for the container: all it needs is in --model-data",
+    )
     add("--serverless", action="store_true", help="refused, with the reason")
     add("--ami-version", help="host image with another Neuron driver (InferenceAmiVersion)")
 

@@ -18,6 +18,8 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+from soak import engines  # noqa: E402
+
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
@@ -124,6 +126,53 @@ def test_a_degree_above_the_cores_is_refused_before_anything_is_compiled(
     with pytest.raises(BackendUnavailableError, match="no Neuron device is visible here"):
         Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
     assert not cache.exists()
+
+
+@pytest.mark.nightly
+def test_each_copy_has_cores_of_its_own_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a machine of four cores has room for. Each answers alone, also started again."""
+    for name in ("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NEURON_EMU_CORES", "4")
+    environ = {**os.environ, "NEURON_COMPILE_CACHE_URL": CACHE, "DJL_CACHE_DIR": str(tmp_path)}
+    settings = {**BASE, "replicas": "max"}
+    service = Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
+    known = checks()[0]
+    application = Application("tiny-llama")
+    application.service = service
+    server = Running(application)
+
+    def cores() -> list[str]:
+        """Of the engine processes, as the system has their variables."""
+        variables = [
+            dict(
+                line.partition("=")[::2]
+                for line in Path(f"/proc/{pid}/environ").read_text().split("\0")
+            )
+            for pid in engines(os.getpid())
+        ]
+        assert not any("NEURON_RT_NUM_CORES" in each for each in variables)
+        return sorted(each["NEURON_RT_VISIBLE_CORES"] for each in variables)
+
+    def ask() -> str:
+        parameters = {"max_new_tokens": known["max_new_tokens"]}
+        payload = {"inputs": known["prompt"], "parameters": parameters}
+        response = httpx.post(server.url + "/invocations", json=payload, timeout=60)
+        return str(response.json()["generated_text"])
+
+    try:
+        assert cores() == ["0-1", "2-3"]
+        for i, others in enumerate(("2-3", "0-1")):
+            service.loop.retire(i)
+            assert cores() == [others]
+            assert ask() == known["completion"]
+            service.loop.start(i)
+            assert cores() == ["0-1", "2-3"]
+    finally:
+        server.close()
+        service.close()
 
 
 def test_what_the_library_gets_wrong_is_refused_before_it_is_loaded() -> None:

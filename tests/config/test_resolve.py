@@ -332,7 +332,13 @@ class TestStrictness:
     def test_a_model_folder_does_not_decide_who_uses_the_server(self, folder):
         values = {name: TABLE[name].good[0] for name in names_where(lambda marker: marker.operator)}
         assert values.keys() == {
-            *("api_key_file", "cors_allow_origins", "admin_port", "admin_host"),
+            *(
+                "api_key_file",
+                "cors_allow_origins",
+                "admin_port",
+                "admin_host",
+                "cloudwatch_namespace",
+            ),
         }
         for name, (text, value) in values.items():
             model_dir = folder(f"option.{name}={text}")

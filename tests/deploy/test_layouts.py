@@ -205,6 +205,7 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
     pytest.importorskip("uvicorn", reason="needs the `server` extra")
     pytest.importorskip("torch", reason="needs the `cpu` extra")
     from djl_python_neuronx.server.app import Application
+    from djl_python_neuronx.server.models import Model
     from djl_python_neuronx.service import Service
     from tests.client_front import forward, front
     from tests.server.test_app import Running
@@ -216,8 +217,9 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
         "OPTION_MAX_ROLLING_BATCH_SIZE": "4",
         "OPTION_DTYPE": "fp32",
     }
-    application = Application("model")
-    application.service = Service.load(None, jumpstart(tmp_path), environ=environ)
+    application = Application(Model("model"))
+    service = Service.load(None, jumpstart(tmp_path), environ=environ)
+    application.models[0].service = service
     running = Running(application)
     try:
         with front(forward(running.port)) as url:
@@ -240,4 +242,4 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
             assert lines[-1]["generated_text"] == question["completion"]
     finally:
         running.close()
-        application.service.close()
+        service.close()

@@ -65,12 +65,14 @@ def calls(folder, capsys, monkeypatch):
 
 
 def arguments(folder, command, *words, instance="ml.inf2.48xlarge", **env):
+    """Of a command; `folder`: of the plan, or None."""
     start = [command, "--name", NAME, "--region", REGION]
     if command == "delete":
         return [*start, *words]
     variables = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     data = () if "HF_MODEL_ID" in env else ("--model-data", MODEL)
-    made = ["--image", IMAGE, "--role", ROLE, "--instance", instance, "--plan", folder, *data]
+    planned = () if folder is None else ("--plan", folder)
+    made = ["--image", IMAGE, "--role", ROLE, "--instance", instance, *planned, *data]
     return [*start, *made, *variables, *words]
 
 
@@ -533,6 +535,85 @@ class TestCompile:
         error = refused(capsys, *given)
         assert "--ami" in error
         assert "OPTION_MODEL_LOADER=nxdi" in error
+
+
+class TestPlanFromS3:
+    """Without `--plan` the model's own settings count: 12 copies with 4 slots."""
+
+    SETTINGS = (
+        "option.tensor_parallel_degree=2\noption.replicas=max\noption.max_rolling_batch_size=4\n"
+        "option.compilation=forbid\noption.n_positions=2048\n"
+    )
+
+    @pytest.fixture
+    def bucket(self, monkeypatch):
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        with mock_aws():
+            client = boto3.client("s3")
+            client.create_bucket(Bucket="models")
+            yield client
+
+    def put(self, bucket, key, text):
+        bucket.put_object(Bucket="models", Key=f"llama-3-8b/{key}", Body=text.encode())
+
+    @pytest.mark.parametrize(
+        ("config", "named"),
+        [
+            ("config.json", ""),
+            ("optimized_model/config.json", "option.model_id=./optimized_model\n"),
+        ],
+    )
+    def test_with_settings(self, bucket, capsys, config, named):
+        self.put(bucket, config, (MODELS / "llama-3-8b.json").read_text())
+        self.put(bucket, "serving.properties", self.SETTINGS + named)
+        given = [*arguments(None, "deploy", "--max-instances", "2"), "--dry-run"]
+        assert deploy.main(given) == 0, capsys.readouterr().err
+        found = {row["operation"]: row["parameters"] for row in json.loads(capsys.readouterr().out)}
+        tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert tracking["TargetValue"] == pytest.approx(0.7 * 12 * 4, abs=0.1)
+        startup_s = variant(found)["ContainerStartupHealthCheckTimeoutInSeconds"]
+        assert startup_s == pytest.approx(12 * LLAMA_8B_BYTES / 100e6 + 300, abs=2)
+        container = found["create_model"]["PrimaryContainer"]
+        assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama-3-8b/"
+
+    def test_without_settings(self, bucket, capsys):
+        self.put(bucket, "config.json", (MODELS / "llama-3-8b.json").read_text())
+        given = arguments(None, "deploy", instance="ml.inf2.8xlarge")
+        assert deploy.main([*given, "--dry-run"]) == 0, capsys.readouterr().err
+
+    def test_settings_that_are_wrong(self, bucket, capsys):
+        self.put(bucket, "config.json", (MODELS / "llama-3-8b.json").read_text())
+        self.put(bucket, "serving.properties", "option.tensor_parallel_degre=2\n")
+        assert "tensor_parallel_degre" in refused(capsys, *arguments(None, "deploy"))
+
+    def test_no_model(self, bucket, capsys):
+        assert "config.json" in refused(capsys, *arguments(None, "deploy"))
+
+    def test_an_archive(self, capsys):
+        data = ("--model-data", "s3://models/llama/model.tar.gz")
+        assert "give --plan" in refused(capsys, *arguments(None, "deploy", *data))
+
+
+class TestIsolated:
+    def test_has_no_network(self, calls):
+        assert calls("deploy", "--isolated", OPTION_COMPILATION="forbid")["create_model"][
+            "EnableNetworkIsolation"
+        ]
+        assert (
+            "EnableNetworkIsolation"
+            not in calls("deploy", OPTION_COMPILATION="forbid")["create_model"]
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("OPTION_COMPILED_GRAPH_PATH", "s3://models/graphs"), ("HF_MODEL_ID", "org/model")],
+    )
+    def test_fetches_nothing(self, capsys, folder, name, value):
+        env = {"OPTION_COMPILATION": "forbid", name: value}
+        given = arguments(folder("llama-3-8b"), "deploy", "--isolated", **env)
+        assert name in refused(capsys, *given)
 
 
 def test_the_calls_against_moto(folder, monkeypatch, capsys):

@@ -1,4 +1,7 @@
-"""The backend of `sleep_device.py`, in place of `cpu`: a device that only waits, and answers with prepared logits."""
+"""The backend of `sleep_device.py`, in place of `cpu`: a device that only waits, and answers with prepared logits.
+
+With `answers`, a number in the model's config.json, its tokens follow from the prompt: see `Answers`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from djl_python_neuronx.backends.base import Float32Array, HostLogits, ModelSpec, Step
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -20,6 +24,9 @@ RING_BYTES = 64 * 2**20
 """Logits that are returned in turn: more than the caches hold, as those of a device are."""
 STAMPS = "stamps"
 """File in the model's folder, int64[1 + n]: number of steps so far, then the end of step i at 1 + i % n, in ns."""
+FIRST_WORD = 256
+"""Ids from here on are words in the tokenizer of `sleep_device.save_model`; those below are single bytes."""
+SCATTER = np.uint64(0x9E3779B97F4A7C15)
 clock_gettime = ctypes.CDLL(None).clock_gettime
 
 
@@ -60,16 +67,47 @@ class Device:
         return self._ring[0][:num_rows]
 
 
+class Answers:
+    """Logits whose best token follows from a number and from every token before it in the slot."""
+
+    def __init__(self, number: int, num_slots: int, vocab_size: int) -> None:
+        self._number, self._vocab_size = np.uint64(number), vocab_size
+        self._seen: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
+
+    def after(
+        self,
+        slots: npt.NDArray[np.integer[Any]],
+        ids: npt.NDArray[np.integer[Any]],
+        *,
+        fresh: bool,
+        lens: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> Float32Array:
+        """Take the tokens of slots, int[B, S], of which `lens` count; `fresh`: prompts. Returns float32[B, 1, V]."""
+        seen = np.full(len(slots), self._number) if fresh else self._seen[slots]
+        for i in range(ids.shape[1]):
+            mixed = (seen + ids[:, i].astype(np.uint64) + np.uint64(1)) * SCATTER
+            mixed ^= mixed >> np.uint64(32)
+            seen = mixed if lens is None else np.where(i < lens, mixed, seen)
+        self._seen[slots] = seen
+        logits = np.zeros((len(slots), 1, self._vocab_size), np.float32)
+        best = FIRST_WORD + seen % np.uint64(self._vocab_size - FIRST_WORD)
+        logits[np.arange(len(slots)), 0, best.astype(np.intp)] = 1
+        return logits
+
+
 class SleepBackend:
     """See `Backend`."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._device = Device(plan.model_dir, plan.num_slots)
+        number = json.loads((plan.model_dir / "config.json").read_bytes()).get("answers")
+        vocab_size = self._device.vocab_size
+        self._answers = None if number is None else Answers(number, plan.num_slots, vocab_size)
         self.spec = ModelSpec(
             num_slots=plan.num_slots,
             max_model_len=plan.max_model_len,
             prefill_buckets=plan.prefill_buckets,
-            vocab_size=self._device.vocab_size,
+            vocab_size=vocab_size,
             eos_ids=plan.eos_ids,
             max_prefill_batch=plan.num_slots,
         )
@@ -78,7 +116,11 @@ class SleepBackend:
         """See `Backend`."""
         [(kind, rows)] = step.parts
         run = self._device.decode if kind == "decode" else self._device.prefill
-        return HostLogits(run(len(rows.slots)))
+        logits = run(len(rows.slots))
+        if self._answers is not None:
+            fresh = kind == "prefill"
+            logits = self._answers.after(rows.slots, rows.input_ids, fresh=fresh, lens=rows.lens)
+        return HostLogits(logits)
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
         """Nothing is cached."""

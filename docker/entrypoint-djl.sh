@@ -1,0 +1,28 @@
+#!/bin/sh
+# What the image with DJL Serving runs: `serve` starts DJL Serving, everything else is entrypoint.sh's.
+set -eu
+[ "${1:-serve}" = serve ] || exec entrypoint.sh "$@"
+[ $# -eq 0 ] || shift
+
+# DJL Serving does not read SageMaker's variable. Its management API can run code, so it is open to this container alone,
+# but for SageMaker's multi-model endpoints, which call it.
+address=http://0.0.0.0:${SAGEMAKER_BIND_TO_PORT:-8080}
+export SERVING_INFERENCE_ADDRESS="${SERVING_INFERENCE_ADDRESS:-$address}"
+if [ "${SAGEMAKER_MULTI_MODEL:-false}" = true ]; then
+    management=$SERVING_INFERENCE_ADDRESS
+else
+    management=http://127.0.0.1:8081
+fi
+export SERVING_MANAGEMENT_ADDRESS="${SERVING_MANAGEMENT_ADDRESS:-$management}"
+
+# Async mode is the default, but not beside a rolling batch that a file or variable names: the two exclude each other.
+rolling='^[[:space:]]*option\.rolling_batch[[:space:]]*[=:][[:space:]]*'
+of_model="$SERVING_MODEL_STORE/serving.properties $SERVING_MODEL_STORE/*/serving.properties"
+# shellcheck disable=SC2086
+named=$(sed -n "s/$rolling//p" $of_model 2>/dev/null || true)
+for mode in ${OPTION_ROLLING_BATCH:-} $named; do
+    case $mode in auto | disable) ;; *) rolls=true ;; esac
+done
+[ -n "${rolls:-}" ] || export OPTION_ASYNC_MODE="${OPTION_ASYNC_MODE:-true}"
+
+exec serving "$@"

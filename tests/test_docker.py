@@ -1,0 +1,336 @@
+"""The images: what every Dockerfile has to say, the scripts that they run, and the replay that stands in for Docker."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from djl_python_neuronx.cli import _parser
+from tests.djl.java import wait_until
+
+ROOT = Path(__file__).parents[1]
+DOCKER = ROOT / "docker"
+sys.path.append(str(DOCKER))
+import replay  # noqa: E402
+
+IMAGES = sorted(path.suffix[1:] for path in DOCKER.glob("Dockerfile.*"))
+CLIENTS = {"cpu", "djl", "nxdi", "tnx"}
+
+
+def steps(name):
+    """The instructions of an image, after those of the image of ours that it starts from."""
+    found = replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
+    bases = [text for kind, text in found if kind == "FROM"]
+    assert len(bases) == 1
+    if bases[0].startswith(replay.OWN_IMAGE):
+        return [*steps("cpu"), *found]
+    return found
+
+
+def last(name, kind):
+    texts = [text for instruction, text in steps(name) if instruction == kind]
+    assert texts, f"Dockerfile.{name} has no {kind}"
+    return texts[-1]
+
+
+def test_there_is_an_image_for_each_backend_and_one_with_djl_serving():
+    assert set(IMAGES) == CLIENTS
+
+
+@pytest.mark.parametrize("name", IMAGES)
+class TestImage:
+    def test_the_user_has_no_rights(self, name):
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last(name, "USER"))
+
+    def test_signals_reach_the_server(self, name):
+        assert last(name, "STOPSIGNAL") == "SIGTERM"
+        assert json.loads(last(name, "ENTRYPOINT"))[0] in {path.name for path in DOCKER.iterdir()}
+
+    def test_it_serves_without_arguments_as_sagemaker_asks(self, name):
+        assert json.loads(last(name, "CMD")) == ["serve"]
+        assert last(name, "EXPOSE") == "8080"
+        assert "healthcheck.py" in last(name, "HEALTHCHECK")
+        labels = " ".join(text for kind, text in steps(name) if kind == "LABEL")
+        assert 'com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"' in labels
+        for label in ("title", "description", "licenses", "revision", "version"):
+            assert f"org.opencontainers.image.{label}=" in labels
+
+    def test_the_environment_has_a_list_of_what_is_in_it(self, name):
+        assert any("cyclonedx-py environment --output-file /sbom.json" in t for _, t in steps(name))
+
+    def test_versions_are_in_one_file(self, name):
+        """A base, package or download has its version from a build argument; versions.env has its value."""
+        for kind, text in steps(name):
+            if kind == "FROM":
+                assert re.fullmatch(r"\$\{\w+_BASE\}|djl-python-neuronx:\$\{BACKEND\}", text)
+            if kind == "ARG" and "=" not in text:
+                assert text in replay.pins()
+            if kind in ("ADD", "RUN"):
+                done = re.sub(r"--mount=\S+", "", text)
+                assert not re.search(r"\d\.\d|==(?!\$\{)|\blatest\b", done)
+                for package in re.findall(r"(?:aws-neuronx|openjdk)-\S+", done):
+                    assert re.search(r"[=-]\$\{\w+\}", package), package
+
+
+def test_every_version_is_used_and_has_a_source():
+    used = {text for name in IMAGES for kind, text in steps(name) if kind == "ARG"}
+    assert set(replay.pins()) == {name for name in used if "=" not in name}
+    first, *groups = (DOCKER / "versions.env").read_text().split("\n\n")
+    assert "NOT VERIFIED BY A BUILD" in first
+    for group in groups:
+        assert re.search(r"^# .*Source", group, re.MULTILINE), group
+        assert re.search(r"20\d\d-\d\d-\d\d", group), group
+    assert not [pin for pin in replay.pins().values() if "latest" in pin]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_is_skipped_exists(name):
+    steps_of_its_own = replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
+    skipped = replay.skips(name, steps_of_its_own)
+    assert all(reason for reason in skipped.values())
+    assert len(skipped) == {"cpu": 0, "djl": 1, "nxdi": 3, "tnx": 3}[name]
+    for at in skipped:
+        without = [step for place, step in enumerate(steps_of_its_own) if place != at]
+        with pytest.raises(replay.ReplayError, match="0 steps of"):
+            replay.skips(name, without)
+
+
+class TestReplay:
+    """The replay refuses what it would do otherwise than Docker."""
+
+    def test_lines_are_joined_and_comments_left_out(self):
+        text = "# c\nRUN a \\\n    # in between\n    && b\n\nUSER 1:1\n"
+        assert replay.instructions(text) == [("RUN", "a     && b"), ("USER", "1:1")]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("RUN cat <<E", "here-documents"),
+            ("RUN a \\", "continues"),
+        ],
+    )
+    def test_text(self, text, message):
+        with pytest.raises(replay.ReplayError, match=message):
+            replay.instructions(text)
+
+    @pytest.mark.parametrize(
+        ("kind", "text", "message"),
+        [
+            ("ARG", "NOWHERE", "NOWHERE has no value"),
+            ("ENV", "A=${NOWHERE}", "NOWHERE has no value"),
+            ("ENV", "A b", "expected NAME=value"),
+            ("USER", "somebody", "expected numbers"),
+            ("CMD", "serve", "not a JSON list"),
+            ("ENTRYPOINT", "serve", "not a JSON list"),
+            ("COPY", "--from=a b c", "only --chmod"),
+            ("COPY", "README.md /", "not in the build context"),
+            ("COPY", "docker/no-such.py /", "not in the build context"),
+            ("COPY", "docker/replay.py docker/replay.sh /a", "several files need a folder"),
+            ("RUN", "--mount=type=secret,id=a true", "not known here"),
+            ("RUN", "--network=none true", "not known here"),
+            ("RUN", "--mount=type=cache,target=/var/cache true", "no folder of this machine"),
+        ],
+    )
+    def test_instruction(self, tmp_path, kind, text, message):
+        with pytest.raises(replay.ReplayError, match=message):
+            replay.STEPS[kind](replay.Image(), tmp_path, text)
+        assert not list(tmp_path.iterdir())
+
+    def test_variables_and_files(self, tmp_path):
+        image = replay.Image()
+        for kind, text in (
+            ("ARG", 'A="x y"'),
+            ("ENV", 'B="$A/z" PATH=/b:$PATH'),
+            ("WORKDIR", "/w/${A}"),
+            ("COPY", "--chmod=750 docker/*.py here/"),
+        ):
+            replay.STEPS[kind](image, tmp_path, text)
+        assert image.env["B"] == "x y/z"
+        assert image.env["PATH"].startswith("/b:/")
+        copied = tmp_path / "w/x y/here/replay.py"
+        assert copied.read_bytes() == (DOCKER / "replay.py").read_bytes()
+        assert copied.stat().st_mode & 0o777 == 0o750
+
+    def test_what_docker_would_get_for_a_build_is_little(self):
+        """The context has no environment and no .git: only what Dockerfiles read."""
+        assert [path.name for path in replay.in_context("docker/entrypoint.sh")] == [
+            "entrypoint.sh"
+        ]
+        for left_out in (".git", "djl_python_neuronx", "tests"):
+            with pytest.raises(replay.ReplayError, match="not in the build context"):
+                replay.in_context(left_out)
+
+
+RECORD = """#!/bin/sh
+echo "$$ $(basename "$0") $*" >> "$LOG"
+case "$*" in
+check*) [ -z "${SLOW:-}" ] || sleep "$SLOW"; exit "${CHECKED:-0}" ;;
+esac
+env > "$LOG.env"
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run an entrypoint whose programs are recorders; its process id, status, the lines and the server's variables."""
+    for name in ("djl-neuronx", "serving", "other"):
+        (tmp_path / name).write_text(RECORD)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+
+    def call(script, *words, environ=(), after=None):
+        log.write_text("")
+        own = {
+            "PATH": f"{tmp_path}:{DOCKER}:{os.environ['PATH']}",
+            "LOG": str(log),
+            "SERVING_MODEL_STORE": str(tmp_path / "store"),
+            **dict(environ),
+        }
+        process = subprocess.Popen([DOCKER / script, *words], env=own, stderr=subprocess.PIPE)
+        if after:
+            after(process, log)
+        _, errors = process.communicate(timeout=60)
+        assert b"not found" not in errors
+        lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
+        seen = {}
+        if (written := Path(f"{log}.env")).exists():
+            seen = dict(
+                line.split("=", 1) for line in written.read_text().splitlines() if "=" in line
+            )
+        ran = [text.strip() for _, text in lines]
+        return process, ran, seen, int(lines[-1][0]) if lines else None
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "ran"),
+    [
+        ([], ["djl-neuronx check", "djl-neuronx serve"]),
+        (["serve"], ["djl-neuronx check", "djl-neuronx serve"]),
+        (["serve", "/m/a", "/m/b"], ["djl-neuronx check /m/a /m/b", "djl-neuronx serve /m/a /m/b"]),
+        (["serve", "/m", "--drain", "5"], ["djl-neuronx serve /m --drain 5"]),
+        (["check", "/m", "--json"], ["djl-neuronx check /m --json"]),
+        (["compile", "m", "--output", "s3://b/f"], ["djl-neuronx compile m --output s3://b/f"]),
+        (["--version"], ["djl-neuronx --version"]),
+        (["other", "a b"], ["other a b"]),
+    ],
+)
+def test_entrypoint(start, words, ran):
+    process, lines, _, pid = start("entrypoint.sh", *words)
+    assert (process.returncode, lines) == (0, ran)
+    assert pid == process.pid, "a shell stands between the container's signals and the server"
+
+
+def test_entrypoint_has_every_command():
+    (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
+    script = (DOCKER / "entrypoint.sh").read_text()
+    cases = re.findall(r"^([\w |*-]+)\)", script, re.MULTILINE)
+    named = {word for case in cases for word in case.split(" | ")}
+    assert set(commands) <= named
+
+
+def test_an_impossible_plan_ends_the_start(start):
+    process, lines, _, _ = start("entrypoint.sh", environ={"CHECKED": "1"})
+    assert (process.returncode, lines) == (1, ["djl-neuronx check"])
+    process, lines, _, _ = start(
+        "entrypoint.sh", environ={"CHECKED": "1", "DJL_NEURONX_CHECK": "false"}
+    )
+    assert (process.returncode, lines) == (0, ["djl-neuronx serve"])
+
+
+def test_a_stop_during_the_check_is_one(start):
+    def stop(process, log):
+        wait_until(lambda: "check" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+
+    process, lines, _, _ = start("entrypoint.sh", environ={"SLOW": "2"}, after=stop)
+    assert (process.returncode, lines) == (143, ["djl-neuronx check"])
+
+
+class TestDjl:
+    def test_serve(self, start):
+        process, lines, seen, pid = start("entrypoint-djl.sh", "serve")
+        assert (process.returncode, lines, pid) == (0, ["serving"], process.pid)
+        assert seen["SERVING_INFERENCE_ADDRESS"] == "http://0.0.0.0:8080"
+        assert seen["SERVING_MANAGEMENT_ADDRESS"] == "http://127.0.0.1:8081"
+        assert seen["OPTION_ASYNC_MODE"] == "true"
+
+    def test_the_port_of_sagemaker(self, start):
+        environ = {"SAGEMAKER_BIND_TO_PORT": "9000", "SAGEMAKER_MULTI_MODEL": "true"}
+        _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
+        assert seen["SERVING_INFERENCE_ADDRESS"] == "http://0.0.0.0:9000"
+        assert seen["SERVING_MANAGEMENT_ADDRESS"] == "http://0.0.0.0:9000"
+
+    @pytest.mark.parametrize(
+        ("environ", "files", "asynchronous"),
+        [
+            ({"OPTION_ROLLING_BATCH": "tnx"}, {}, None),
+            ({"OPTION_ROLLING_BATCH": "auto"}, {}, "true"),
+            ({"OPTION_ROLLING_BATCH": "disable", "OPTION_ASYNC_MODE": "false"}, {}, "false"),
+            ({}, {"serving.properties": "engine=Python\noption.rolling_batch = tnx\n"}, None),
+            ({}, {"a/serving.properties": "option.rolling_batch:neuronx"}, None),
+            ({}, {"a/serving.properties": "#option.rolling_batch=tnx"}, "true"),
+            ({}, {"serving.properties": "option.rolling_batch=auto"}, "true"),
+        ],
+    )
+    def test_async_mode_is_the_default_without_a_rolling_batch(
+        self, start, tmp_path, environ, files, asynchronous
+    ):
+        for name, text in files.items():
+            file = tmp_path / "store" / name
+            file.parent.mkdir(parents=True)
+            file.write_text(text)
+        _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
+        assert seen.get("OPTION_ASYNC_MODE") == asynchronous
+
+    def test_other_commands(self, start):
+        assert start("entrypoint-djl.sh", "check", "/m")[1] == ["djl-neuronx check /m"]
+
+
+@pytest.mark.parametrize("status", [200, 503, None])
+def test_health(status):
+    class Ping(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/ping" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Ping) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        port = server.server_port
+        if status is None:
+            server.shutdown()
+            server.server_close()
+        environ = {**os.environ, "SAGEMAKER_BIND_TO_PORT": str(port)}
+        command = [sys.executable, DOCKER / "healthcheck.py"]
+        ran = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False)
+        server.shutdown()
+        thread.join()
+    assert (ran.returncode == 0) == (status == 200)
+
+
+def test_dependencies_are_those_of_the_package(tmp_path):
+    for file in (ROOT / "pyproject.toml", DOCKER / "dependencies.py"):
+        shutil.copy(file, tmp_path)
+    script = tmp_path / "dependencies.py"
+
+    def lines(*extras):
+        command = [sys.executable, script, *extras]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    assert {"transformers>=4.45", "orjson>=3.9"} <= set(lines())
+    assert set(lines("s3", "check")) - set(lines()) == {"boto3>=1.34", "rich>=13"}
