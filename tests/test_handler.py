@@ -144,6 +144,21 @@ def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode):
     assert peer.num_starts == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_two_copies_serve_behind_one_process(start, mode):
+    # Calls in plain mode do not overlap: the first one would wait for ever.
+    hanging = {} if mode == "plain" else {"toy_hang_at": "1"}
+    peer = start(mode, replicas="2", **hanging)
+    answers = [peer.submit(payload([5, i], 20)) for i in range(3, 7)]
+    for i in (1, 3):  # every second one is on the copy whose device does not hang
+        assert json.loads(answers[i].wait().content) == {"generated_text": text([5, 3 + i], 20)}
+    peer.kill(RESUME)
+    for i in (0, 2):
+        assert json.loads(answers[i].wait().content) == {"generated_text": text([5, 3 + i], 20)}
+    assert peer.usage() == REST
+    assert peer.num_starts == 1
+
+
 def test_a_limit_of_zero_is_javas_default(start):
     peer = start("async", model_loading_timeout="0")
     assert json.loads(peer.submit(payload([5])).wait().content) == {"generated_text": text([5])}

@@ -33,7 +33,7 @@ from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError, Servin
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.planning import machines, memory
-from djl_python_neuronx.telemetry import METRICS, NAMESPACE
+from djl_python_neuronx.telemetry import NAMESPACE
 
 VARIANT = "main"
 GIB = 2**30
@@ -61,6 +61,8 @@ COMPILE_INSTANCES = {"ml.m5.12xlarge": 192, "ml.m5.24xlarge": 384, "ml.r5.24xlar
 """Instances of processing jobs, to their memory in GiB. Source: EC2, pages of M5 and R5."""
 COMPILER_BYTES = 64 * GIB
 """Memory of the compiler besides the weights: an assumption."""
+POLICY_ARN = "${PolicyARN}"
+"""Stands for the ARN in the answer to the call before."""
 POLICIES = Path(__file__).parent / "policies"
 SERVERLESS = (
     "serverless inference has no accelerators: a ServerlessConfig has memory and concurrency, and no instance type. "
@@ -454,21 +456,16 @@ def scalable(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def autoscaling(arguments: argparse.Namespace, planned: Plan) -> list[Call]:
-    """Target tracking of the requests in a container, or of one of our metrics; none with one instance or copy."""
+    """Target tracking of the requests in a container, or of our own metric; none with one instance or copy."""
     least = arguments.copies or arguments.min_instances
     most = arguments.max_copies if arguments.copies else arguments.max_instances
     if most <= least:
         return []
-    busy, metric = round(BUSY * planned.slots, 1), arguments.scale_on
+    service, target, metric = "application-autoscaling", scalable(arguments), arguments.scale_on
+    busy, queue = round(BUSY * planned.slots, 1), {"EndpointName": arguments.name}
     if arguments.async_output:
-        busy, tracked = (
-            BACKLOG,
-            _customized(
-                "AWS/SageMaker",
-                "ApproximateBacklogSizePerInstance",
-                {"EndpointName": arguments.name},
-            ),
-        )
+        busy, metric = BACKLOG, "backlog"
+        tracked = _customized("AWS/SageMaker", "ApproximateBacklogSizePerInstance", queue)
     elif metric == "concurrency":
         kind = "InferenceComponentConcurrentRequestsPerCopy"
         if not arguments.copies:
@@ -479,8 +476,8 @@ def autoscaling(arguments: argparse.Namespace, planned: Plan) -> list[Call]:
         model = {"model": planned.prepared.options.model_names[0]}
         tracked = _customized(namespace(arguments.name), f"{NAMESPACE}_{metric}", model)
     policy = {
-        "PolicyName": f"{arguments.name}-{'backlog' if arguments.async_output else metric}",
-        **scalable(arguments),
+        "PolicyName": f"{arguments.name}-{metric}",
+        **target,
         "PolicyType": "TargetTrackingScaling",
         "TargetTrackingScalingPolicyConfiguration": {
             "TargetValue": float(arguments.target_value or busy),
@@ -490,10 +487,52 @@ def autoscaling(arguments: argparse.Namespace, planned: Plan) -> list[Call]:
             "ScaleInCooldown": 600,
         },
     }
-    target = {**scalable(arguments), "MinCapacity": least, "MaxCapacity": most}
+    calls = [
+        Call(
+            service,
+            "register_scalable_target",
+            {**target, "MinCapacity": least, "MaxCapacity": most},
+        ),
+        Call(service, "put_scaling_policy", policy),
+    ]
+    return calls if least else [*calls, *_from_zero(arguments)]
+
+
+def _from_zero(arguments: argparse.Namespace) -> list[Call]:
+    """An instance for the first request: target tracking would wait for more than its target.
+
+    Source: SageMaker's developer guide, "Autoscale an asynchronous endpoint".
+    """
+    name = f"{arguments.name}-from-zero"
+    step = {"MetricIntervalLowerBound": 0.0, "ScalingAdjustment": 1}
+    policy = {
+        "PolicyName": name,
+        **scalable(arguments),
+        "PolicyType": "StepScaling",
+        "StepScalingPolicyConfiguration": {
+            "AdjustmentType": "ChangeInCapacity",
+            "MetricAggregationType": "Average",
+            "Cooldown": 300,
+            "StepAdjustments": [step],
+        },
+    }
+    alarm = {
+        "AlarmName": name,
+        "Namespace": "AWS/SageMaker",
+        "MetricName": "HasBacklogWithoutCapacity",
+        "Dimensions": [{"Name": "EndpointName", "Value": arguments.name}],
+        "Statistic": "Average",
+        "Period": 60,
+        "EvaluationPeriods": 2,
+        "DatapointsToAlarm": 2,
+        "Threshold": 1.0,
+        "ComparisonOperator": "GreaterThanOrEqualToThreshold",
+        "TreatMissingData": "missing",
+        "AlarmActions": [POLICY_ARN],
+    }
     return [
-        Call("application-autoscaling", "register_scalable_target", target),
         Call("application-autoscaling", "put_scaling_policy", policy),
+        Call("cloudwatch", "put_metric_alarm", alarm),
     ]
 
 
@@ -573,6 +612,9 @@ def delete(arguments: argparse.Namespace) -> list[Call]:
         calls.append(
             Call("application-autoscaling", "deregister_scalable_target", scalable(arguments))
         )
+    if arguments.from_zero:
+        alarm = {"AlarmNames": [f"{name}-from-zero"]}
+        calls.append(Call("cloudwatch", "delete_alarms", alarm))
     if arguments.copies:
         component = {"InferenceComponentName": name}
         calls += [
@@ -718,7 +760,7 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(calls: Sequence[Call], region: str) -> None:
-    """Make the calls in order; the result of each is printed.
+    """Make the calls in order, and print the name of each.
 
     Raises:
         ServingError: an endpoint or component settled in another state than the one that is expected.
@@ -726,13 +768,17 @@ def run(calls: Sequence[Call], region: str) -> None:
     import boto3
 
     clients: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     for call in calls:
         client = clients.setdefault(call.service, boto3.client(call.service, region_name=region))
-        print(f"{call.service} {call.operation} {call.parameters}"[:200], file=sys.stderr)
-        if call.until is None:
-            getattr(client, call.operation)(**call.parameters)
-        else:
+        print(f"{call.service} {call.operation}", file=sys.stderr)
+        if call.until is not None:
             _settle(client, call)
+            continue
+        parameters = dict(call.parameters)
+        if parameters.get("AlarmActions") == [POLICY_ARN]:
+            parameters["AlarmActions"] = [answer["PolicyARN"]]
+        answer = getattr(client, call.operation)(**parameters)
 
 
 def _settle(client: Any, call: Call, pause_s: float = 15) -> None:
@@ -814,6 +860,7 @@ def parser() -> argparse.ArgumentParser:
         help="a version to delete; may be repeated",
     )
     add("--scaled", action="store_true", help="it was created with a maximum, so that it is scaled")
+    add("--from-zero", action="store_true", help="it was created with --min-instances 0")
     add = made["compile"].add_argument
     add("--output", required=True, metavar="s3://…", help="where the compiled model is written")
     add("--compile-instance", help="of the processing job (default: by memory)")
@@ -860,9 +907,6 @@ def _add_model(add: Any) -> None:
 
 
 def _add_endpoint(add: Any) -> None:
-    gauges = [
-        name for name, row in METRICS.items() if row.kind == "gauge" and name != "load_seconds"
-    ]
     add("--min-instances", type=int, default=1, metavar="N")
     add(
         "--max-instances",
@@ -880,7 +924,7 @@ def _add_endpoint(add: Any) -> None:
     )
     add(
         "--scale-on",
-        choices=["concurrency", *gauges],
+        choices=["concurrency", "slots_in_use"],
         default="concurrency",
         help="what is tracked (%(default)s)",
     )

@@ -98,7 +98,7 @@ class Placement:
             ServingError: the only error as it is, or a `ConfigError` that lists all of them.
         """
         together = Problems()
-        for report in self.reports:
+        for report in self.reports if len(self.reports) > 1 else ():
             together.include(report.findings, f"{report.target}: ", ())
         together.include(self.findings, "", ())
         together.raise_errors()

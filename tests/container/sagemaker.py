@@ -174,11 +174,12 @@ class Container:
         self._probes = False
         self._prober.join()
         os.kill(self.pid, signal.SIGTERM)
+        self._killed_at_s = time.monotonic() + STOP_S
 
     def wait(self):
-        """Wait for the end as long as SageMaker; returns the exit status."""
+        """Wait for the end after `stop`, as long as SageMaker; returns the exit status."""
         try:
-            return self._process.wait(STOP_S)
+            return self._process.wait(max(0.0, self._killed_at_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it runs {STOP_S} s after SIGTERM\n{self.tail()}") from None
 

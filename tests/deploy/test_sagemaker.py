@@ -223,28 +223,21 @@ class TestScaling:
         started_s = sum(times[name] for name in times if name.endswith("TimeoutInSeconds"))
         assert tracking["ScaleOutCooldown"] >= started_s
 
-    @pytest.mark.parametrize("metric", ["slots_in_use", "waiting_requests"])
-    def test_our_own_metrics(self, calls, metric):
-        words = ("--max-instances", "2", "--scale-on", metric, "--target-value", "9")
+    def test_our_own_metric(self, calls):
+        words = ("--max-instances", "2", "--scale-on", "slots_in_use", "--target-value", "9")
         found = calls("deploy", *words, OPTION_COMPILATION="forbid")
         tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
+        assert METRICS["slots_in_use"].kind == "gauge"
         assert tracking["TargetValue"] == 9
         assert tracking["CustomizedMetricSpecification"] == {
             "Namespace": "djl-neuronx/chat",
-            "MetricName": f"djl_neuronx_{metric}",
+            "MetricName": "djl_neuronx_slots_in_use",
             "Dimensions": [{"Name": "model", "Value": "chat"}],
             "Statistic": "Average",
         }
 
     def test_asynchronous_requests_by_their_backlog(self, calls):
-        words = (
-            "--async-output",
-            "s3://models/answers",
-            "--min-instances",
-            "0",
-            "--max-instances",
-            "3",
-        )
+        words = ("--async-output", "s3://models/answers", "--max-instances", "3")
         env = {"OPTION_COMPILATION": "forbid", "OPTION_MAX_ROLLING_BATCH_SIZE": "8"}
         found = calls("deploy", *words, **env)
         assert found["create_endpoint_config"]["AsyncInferenceConfig"] == {
@@ -252,7 +245,7 @@ class TestScaling:
             "ClientConfig": {"MaxConcurrentInvocationsPerInstance": 8},
         }
         assert variant(found)["InitialInstanceCount"] == 1
-        assert found["register_scalable_target"]["MinCapacity"] == 0
+        assert found["register_scalable_target"]["MinCapacity"] == 1
         tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
         assert tracking["CustomizedMetricSpecification"] == {
             "Namespace": "AWS/SageMaker",
@@ -260,6 +253,46 @@ class TestScaling:
             "Dimensions": [{"Name": "EndpointName", "Value": NAME}],
             "Statistic": "Average",
         }
+
+    def test_the_first_request_starts_an_instance(self, folder, monkeypatch):
+        """Target tracking alone would wait for more requests than its target."""
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        words = ("--async-output", "s3://models/answers", "--min-instances", "0")
+        given = arguments(folder("llama-3-8b"), "deploy", *words, OPTION_COMPILATION="forbid")
+        made = deploy.deploy(deploy.parser().parse_args(given))
+        assert {call.operation: call for call in made}["register_scalable_target"].parameters[
+            "MinCapacity"
+        ] == 0
+        with mock_aws():
+            # The target must be of an endpoint.
+            monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
+            deploy.run(made, REGION)
+            scaling = boto3.client("application-autoscaling", region_name=REGION)
+            policies = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
+                "ScalingPolicies"
+            ]
+            (step,) = [one for one in policies if one["PolicyType"] == "StepScaling"]
+            assert len(policies) == 2
+            (adjustment,) = step["StepScalingPolicyConfiguration"]["StepAdjustments"]
+            assert adjustment == {"MetricIntervalLowerBound": 0.0, "ScalingAdjustment": 1}
+            cloudwatch = boto3.client("cloudwatch", region_name=REGION)
+            (alarm,) = cloudwatch.describe_alarms(AlarmNames=["chat-from-zero"])["MetricAlarms"]
+            assert alarm["AlarmActions"] == [step["PolicyARN"]]
+            assert (alarm["Namespace"], alarm["MetricName"]) == (
+                "AWS/SageMaker",
+                "HasBacklogWithoutCapacity",
+            )
+            assert alarm["Dimensions"] == [{"Name": "EndpointName", "Value": NAME}]
+            assert (alarm["ComparisonOperator"], alarm["Threshold"]) == (
+                "GreaterThanOrEqualToThreshold",
+                1,
+            )
+            assert (
+                deploy.main(arguments("", "delete", "--version", "1", "--scaled", "--from-zero"))
+                == 0
+            )
+            assert cloudwatch.describe_alarms()["MetricAlarms"] == []
 
 
 class TestInferenceComponents:
@@ -792,7 +825,7 @@ class TestPolicies:
             if "*" in resources:
                 assert actions == ["ecr:GetAuthorizationToken"]
 
-    def test_the_deployer_may_make_every_call(self, calls):
+    def test_the_deployer_may_make_every_call(self, calls, folder):
         here, forbid = f"{REGION}:{ACCOUNT}", {"OPTION_COMPILATION": "forbid"}
         sagemaker, scaling = f"arn:aws:sagemaker:{here}", f"arn:aws:application-autoscaling:{here}"
         resources = {
@@ -812,6 +845,8 @@ class TestPolicies:
             "RegisterScalableTarget": f"{scaling}:scalable-target/0ec5",
             "DeregisterScalableTarget": f"{scaling}:scalable-target/0ec5",
             "PutScalingPolicy": f"{scaling}:scalable-target/0ec5",
+            "PutMetricAlarm": f"arn:aws:cloudwatch:{here}:alarm:chat-from-zero",
+            "DeleteAlarms": f"arn:aws:cloudwatch:{here}:alarm:chat-from-zero",
             "PutDashboard": f"arn:aws:cloudwatch::{ACCOUNT}:dashboard/chat",
             "DeleteDashboards": f"arn:aws:cloudwatch::{ACCOUNT}:dashboard/chat",
             "RunInstances": f"arn:aws:ec2:{here}:instance/i-0123456789abcdef0",
@@ -825,9 +860,12 @@ class TestPolicies:
             calls("update", "--copies", "1", **forbid),
             calls("compile", *TestCompile.OUTPUT),
             calls("compile", *tnx, OPTION_MODEL_LOADER="tnx"),
-            calls("delete", "--version", "1", "--scaled"),
+            calls("delete", "--version", "1", "--scaled", "--from-zero"),
         ):
             made |= found.keys()
+        zero = ("--async-output", "s3://models/answers", "--min-instances", "0")
+        given = arguments(folder("llama-3-8b"), "deploy", *zero, **forbid)
+        made |= {call.operation for call in deploy.deploy(deploy.parser().parse_args(given))}
         made |= {"delete_inference_component"}  # of `delete --copies`
         services = {name: get_session().get_service_model(name) for name in SERVICES}
         names = {

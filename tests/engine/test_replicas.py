@@ -399,6 +399,7 @@ def test_without_a_copy_that_takes_requests_they_are_refused() -> None:
     made.loop.close()
     with pytest.raises(BackendUnavailableError, match="stopping"):
         made.loop.start(0)
+    made.hosts[0][0].engine.close()
     assert made.deaths == []
 
 

@@ -1145,8 +1145,9 @@ class TestSeveral:
         shown = all_as_json(told)
         assert (shown["ok"], shown["placement"]) == (False, None)
         assert "(13 with 2 each)" in shown["errors"][0]
-        with pytest.raises(ConfigError, match="need 26 NeuronCores"):
+        with pytest.raises(ConfigError, match=r"^copies of .* need 26 NeuronCores") as raised:
             told.raise_errors()
+        assert str(raised.value).count("need 26") == 1
 
     def test_errors_of_several_models_name_them(self, tmp_path):
         targets = models(
