@@ -141,7 +141,7 @@ def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
     ]
     for (_, _, how), placed in zip(loaded, (("",), ("", "")), strict=True):
         assert how["overrides"] == {"max_waiting": "7", "model_loader": "cpu"}
-        assert (how["placed"], how["start"]) == (placed, False)
+        assert (how["placed"], how["before"]) == (placed, None)
 
 
 def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, capsys):
