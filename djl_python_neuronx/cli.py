@@ -230,7 +230,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         overrides = {**named, **given}
         # The server listens first. Problems of the settings are reported by the load, all of them at once.
         options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-        loads[Model(target, options)] = partial(_load, model_dir, overrides, not several)
+        loads[Model(redacted(target), options)] = partial(_load, model_dir, overrides, not several)
     api_keys = read_keys(options.api_key_file, variable)
 
     def prepare() -> Sequence[Sequence[str]]:

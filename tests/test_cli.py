@@ -144,6 +144,15 @@ def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
         assert (how["placed"], how["before"]) == (placed, None)
 
 
+def test_the_name_of_a_model_from_a_uri_holds_no_credentials(monkeypatch):
+    """`/ping` shows it while the model loads."""
+    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    names = []
+    monkeypatch.setattr(app, "serve", lambda loads, **_: names.extend(m.names for m in loads) or 0)
+    assert cli.main(["serve", "s3://AKIADUMMY:DUMMY@bucket"]) == 0
+    assert names == [("bucket", "s3://bucket")]
+
+
 def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, capsys):
     one = folder_of(tmp_path / "one", "option.n_positions=many", "option.write_timeout=5")
     two = folder_of(tmp_path / "two", "option.nope=1", "option.write_timeout=6")
@@ -158,7 +167,7 @@ def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, 
         f"{tmp_path / 'four'}: ",
         f"option.write_timeout holds for the whole server: it is 5 for {one} and 6 for {two}",
         f"{two} and {three} are both models named 'two'",
-        f"{three}: option.engine_process=false",
+        f"{three}: engine_process=false ({three}/serving.properties line",
     ):
         assert words in told
 

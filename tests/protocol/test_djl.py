@@ -384,10 +384,10 @@ class _Breaking:
     def __init__(self, service):
         self._service, self.loop = service, service.loop
 
-    def parse(self, content, **more):
+    def parse(self, content, **known):
         if b"<66>" in content:
             raise RuntimeError("a bug")
-        parsed = self._service.parse(content, **more)
+        parsed = self._service.parse(content, **known)
         return replace(parsed, formatter=_Broken()) if b"<99>" in content else parsed
 
 
