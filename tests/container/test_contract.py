@@ -36,6 +36,7 @@ PORT = {"SAGEMAKER_BIND_TO_PORT": "8097", "SAGEMAKER_SAFE_PORT_RANGE": "8097-809
 JSON = {"Content-Type": "application/json"}
 CODE = {"code/inference.py": "raise SystemExit", "code/requirements.txt": "no-such-package"}
 LONG = {"inputs": "1 2 3 4 5", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}
+MANY = {**LONG, "inputs": [LONG["inputs"]] * 128}
 SHORT = {"inputs": "1 2 3 4 5", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
 
 
@@ -287,6 +288,24 @@ def test_sigterm_during_the_load(start):
     assert container.wait() == 0, container.tail()
 
 
+@pytest.mark.nightly
+def test_sigterm_ends_what_does_not_end(start):
+    """Before SIGKILL, with an answer and status 0. It takes the whole drain."""
+    container = start({"OPTION_MAX_ROLLING_BATCH_SIZE": "1"}).wait_ready()
+
+    def wait(_):
+        with closing(container.connect()) as connection:
+            return post(connection, MANY)
+
+    with ThreadPoolExecutor(4) as clients:
+        answers = clients.map(wait, range(4))
+        wait_until(lambda: metrics(container, RUNNING, WAITING, ENDED) >= 4 * len(MANY["inputs"]))
+        container.stop()
+        for status, _, content in answers:
+            assert (status, json.loads(content)["code"]) == (503, 503)
+    assert container.wait() == 0, container.tail()
+
+
 def test_an_answer_in_time_and_a_killed_server_that_leaves_no_process(start):
     """Without process ids of its own, where the system would end them all."""
     options = {
@@ -298,10 +317,9 @@ def test_an_answer_in_time_and_a_killed_server_that_leaves_no_process(start):
     container = start(environ, namespace=False, top="tiny/").wait_ready()
     assert container.port == 8080
     assert ask(container) == CHECK["completion"]
-    many = {"inputs": [LONG["inputs"]] * 128}
+    parameters = {**LONG["parameters"], "details": True}
     with closing(container.connect()) as connection:
-        parameters = {**LONG["parameters"], "details": True}
-        status, _, content = post(connection, {**many, "parameters": parameters})
+        status, _, content = post(connection, {**MANY, "parameters": parameters})
     assert status == 200
     assert "time" in {answer["details"]["finish_reason"] for answer in json.loads(content)}
     processes = container.processes()
