@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError, ConfigError, ServingError
+from djl_python_neuronx.loading.load_memory import freeze_heap
 from djl_python_neuronx.telemetry import log_load_failure
 
 if TYPE_CHECKING:
@@ -266,11 +267,13 @@ class Loader:
             thread.join()
         if any(model.service is None for model in self._loads):
             return
+        freeze_heap()
         while self._wanted.get():
             while not self._wanted.empty():  # several wishes are one
                 if not self._wanted.get():
                     return
             self._reload_all()
+            freeze_heap()
 
     def _load(self, model: Model, load: Load, cores: Sequence[str]) -> None:
         on_death = partial(self._give_up, model)
