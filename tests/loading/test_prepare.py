@@ -42,6 +42,8 @@ from djl_python_neuronx.service import Service
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_service import toy_service
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
@@ -379,9 +381,14 @@ def test_copies_load_the_same_graphs_each_on_its_own_cores(machine, options):
 
 
 def test_nothing_is_started_before_it_is_wanted(machine, options):
+    before = toy_service(ToyBackend(TOY_SPEC))
     service = Service.load(
-        None, TINY, environ=machine.environ, overrides=options, placed=("1",), start=False
+        None, TINY, environ=machine.environ, overrides=options, placed=("1",), before=before
     )
+    before.close()
+    assert service.metrics is before.metrics
+    name = "djl_neuronx_compile_cache_misses_total"
+    assert service.metrics.registry.get_sample_value(name) == 1
     assert machine.compiled() == GRAPHS
     assert engines(os.getpid()) == []
     assert not service.loop.alive
@@ -494,7 +501,9 @@ def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, op
     placement = check_all([str(TINY), str(other)], starting=True, **known)
     placement.raise_errors()
     assert placement.placed == (("0",), ("1",))
+    before = toy_service(ToyBackend(TOY_SPEC))
     for cores in ((), *placement.placed):
-        service = Service.load(None, TINY, placed=cores, start=False, **known)
+        service = Service.load(None, TINY, placed=cores, before=before, **known)
         assert service.options.tensor_parallel_degree == (1 if cores else 2)
         service.close()
+    before.close()
