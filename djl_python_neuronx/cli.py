@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeAlias
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config.sources import API_KEYS, MODEL_DIR, environment, taken
@@ -230,9 +230,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         overrides = {**named, **given}
         # The server listens first. Problems of the settings are reported by the load, all of them at once.
         options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-        where = target if model_dir is None else str(model_dir.resolve())
-        model = Model(where.rstrip("/").rpartition("/")[2], options)
-        loads[model] = partial(_load, model_dir, overrides, bars=not several)
+        loads[Model(redacted(target), options)] = partial(_load, model_dir, overrides, not several)
     api_keys = read_keys(options.api_key_file, variable)
 
     def prepare() -> Sequence[Sequence[str]]:
@@ -261,27 +259,17 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _load(
     model_dir: Path | None,
     overrides: Mapping[str, str],
-    stage: Callable[[str], None],
-    on_death: Callable[[ServingError], None],
-    *,
     bars: bool,
-    placed: Sequence[str] = (),
-    start: bool = True,
+    stage: Callable[[str], None],
+    **more: Any,  # noqa: ANN401  (for `Service.load`)
 ) -> Service:
     """Load a model; see `server.models.Load`. `bars`: show its progress as bars, which one load at a time can."""
     from djl_python_neuronx.loading.prepare import SILENT
     from djl_python_neuronx.service import Service
 
     with progress_bars(sys.stderr) if bars else nullcontext(SILENT) as progress:
-        return Service.load(
-            None,
-            model_dir,
-            overrides=overrides,
-            on_death=on_death,
-            progress=progress.in_words(stage),
-            placed=placed,
-            start=start,
-        )
+        told = progress.in_words(stage)
+        return Service.load(None, model_dir, overrides=overrides, progress=told, **more)
 
 
 def _model(target: str) -> tuple[Path | None, dict[str, str]]:

@@ -23,7 +23,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
-from djl_python_neuronx.engine.replicas import Replicas
+from djl_python_neuronx.engine.replicas import Copy, Replicas
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """Client ids that are used as they are: those that fit into a header and a log line."""
 
+_REQUEST_IDS = itertools.count(1)
+"""Of all models of the process, whose requests are in one log."""
+
 
 class Service:
     """A loaded model that answers requests."""
@@ -57,11 +60,11 @@ class Service:
         cores: Sequence[str] = (),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         room: Callable[[], AbstractContextManager[object]] = nullcontext,
-        start: bool = True,
+        before: Service | None = None,
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engines are ready; with `start` false none is started.
+        """Wait until the engines are ready. After a service `before` none is started, and its metrics go on.
 
         `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
         engines load. `functions`: of `model.py`.
@@ -70,9 +73,8 @@ class Service:
             ServingError: an engine could not be loaded.
         """
         self.options = options
-        self.metrics = Metrics()
+        self.metrics: Metrics = Metrics() if before is None else before.metrics
         self._recorder = Recorder(self.metrics)
-        self._ids = itertools.count(1)
         self.defaults: Mapping[str, Any] = {}
         """Parameters of OpenAI's requests that set none; set before requests come."""
         self.loop = Replicas(
@@ -91,9 +93,9 @@ class Service:
             on_death=on_death,
             on_progress=progress.stage,
         )
-        self.observe(self.metrics)
         # The tokenizer and the engines load side by side: each imports a large library.
-        started = ThreadPoolExecutor(1).submit(self.loop.start_all) if start else None
+        start = self.loop.start_all if before is None else lambda: None
+        started = ThreadPoolExecutor(1).submit(start)
         try:
             self.tokenizer = tokenizer()
             self.custom = CustomFormatters(functions, self.tokenizer) if functions else None
@@ -101,8 +103,9 @@ class Service:
         except BaseException:
             self.loop.close()
             raise
-        if started is not None:
-            started.result()
+        started.result()
+        if before is None:
+            self.show()
         self.loaded_s = int(time.time())
         """Time of the load, in seconds of the clock."""
 
@@ -115,15 +118,15 @@ class Service:
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, str] = MappingProxyType({}),
         placed: Sequence[str] = (),
-        start: bool = True,
+        before: Service | None = None,
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> Service:
         """Fetch, compile and load the model that the settings name, and start serving it. Takes seconds to hours.
 
         `properties` come from DJL Serving (None outside it), `overrides` from the command line. `placed`: the cores of
-        each copy, from `place`; by default this model has the machine to itself. With `start` false everything is
-        prepared and no engine started, which `Replicas.start` does.
+        each copy, from `place`; by default this model has the machine to itself. To replace a service `before`,
+        everything is prepared and no engine started, which `Replicas.start` does.
 
         Raises:
             ServingError: the settings, the model's files or the machine do not allow it.
@@ -183,13 +186,14 @@ class Service:
             cores=placed,
             functions=functions,
             room=partial(LOAD_MEMORY.of, prepared.host_bytes),
-            start=start,
+            before=before,
             on_death=on_death,
             progress=progress,
         )
         if options.generation_config == "auto":
             service.defaults = default_parameters(prepared.artifact.generation)
-        if start:
+        if before is None:
+            service.metrics["load_seconds"].set(time.monotonic() - started_s)
             spec = service.loop.spec
             logger.info(
                 "loaded backend=%s model_type=%s copies=%d slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
@@ -205,7 +209,6 @@ class Service:
             if compiled.cache_hit is not None:
                 outcome = "hits" if compiled.cache_hit else "misses"
                 service.metrics[f"compile_cache_{outcome}_total"].inc()
-        service.metrics["load_seconds"].set(time.monotonic() - started_s)
         return service
 
     def parse(
@@ -226,7 +229,7 @@ class Service:
         """
         context = ParseContext(
             tokenizer=self.tokenizer,
-            request_id=f"r{next(self._ids)}",
+            request_id=f"r{next(_REQUEST_IDS)}",
             client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
             headers=headers or {},
             path=path,
@@ -245,15 +248,11 @@ class Service:
             self._recorder.rejected(error)
             raise
 
-    def observe(self, metrics: Metrics) -> None:
-        """Go on with these metrics, which another service has written so far."""
-        self.metrics = self._recorder.metrics = metrics
-        for i in range(len(self.loop.copies)):
+    def show(self) -> None:
+        """Let the gauges show this service."""
+        for i, copy in enumerate(self.loop.copies):
             for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
-                metrics[name].labels(i).set_function(partial(self._count, i, count))
-
-    def _count(self, i: int, name: str) -> int:
-        return int(getattr(self.loop.copies[i], name))
+                self.metrics[name].labels(i).set_function(partial(_count, copy, count))
 
     @property
     def speculation(self) -> dict[str, object] | None:
@@ -278,6 +277,10 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _count(copy: Copy, name: str) -> int:
+    return int(getattr(copy.loop.state, name))
 
 
 def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPlan:

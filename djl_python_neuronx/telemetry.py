@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
@@ -131,30 +132,19 @@ class Metrics:
         return orjson.dumps({"_aws": about, "model": model, **gained}).decode()
 
 
-class _Together:
-    """The metrics of several models, for a registry: each is there once, with the model as a label of its samples."""
-
-    def __init__(self, models: Mapping[str, Metrics]) -> None:
-        self._models = models
-
-    def collect(self) -> Iterable[Any]:
-        """See `prometheus_client.registry.Collector`."""
-        found: dict[str, Any] = {}
-        for model, metrics in self._models.items():
-            for metric in metrics.registry.collect():
-                labelled = [
-                    one._replace(labels={**one.labels, "model": model}) for one in metric.samples
-                ]
-                metric.samples = []
-                found.setdefault(metric.name, metric).samples += labelled
-        return found.values()
-
-
 def exposition(models: Mapping[str, Metrics]) -> bytes:
-    """The metrics of models, by the name of each, in Prometheus' text format."""
+    """The metrics of models, by the name of each, in Prometheus' text format, each once, with the label `model`."""
     from prometheus_client import generate_latest
 
-    return generate_latest(_Together(models))  # needs `collect` alone
+    found: dict[str, Any] = {}
+    for model, metrics in models.items():
+        for metric in metrics.registry.collect():
+            samples = [
+                one._replace(labels={**one.labels, "model": model}) for one in metric.samples
+            ]
+            metric.samples = []
+            found.setdefault(metric.name, metric).samples += samples
+    return generate_latest(SimpleNamespace(collect=found.values))
 
 
 class Recorder:

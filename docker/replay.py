@@ -64,8 +64,6 @@ class Image:
     user: str = "0:0"
     entrypoint: list[str] = field(default_factory=list)
     cmd: list[str] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    """Text of LABEL, EXPOSE, STOPSIGNAL and HEALTHCHECK, which a replay does not act on."""
 
     def expand(self, text: str) -> str:
         """Replace `$NAME` and `${NAME}`; an unknown one is an error, where Docker would take an empty text."""
@@ -225,6 +223,17 @@ def _enter(job: dict[str, object], words: list[str]) -> None:
     os.execvpe(words[0], words, env)
 
 
+def output(*line: str, cwd: str | None = None, env: dict[str, str] | None = None) -> str:
+    """What a program of this machine prints; its failure is an error that has it."""
+    try:
+        ran = subprocess.run(line, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ReplayError(f"{line[0]} not found; this needs a Debian with apt and pip") from error
+    if ran.returncode:
+        raise ReplayError(f"{shlex.join(line)}: exit status {ran.returncode}\n{ran.stdout[-2000:]}")
+    return ran.stdout
+
+
 def ca_bundle() -> str:
     """This machine's certificates: those that it reaches its registries with."""
     paths = ssl.get_default_verify_paths()
@@ -236,11 +245,8 @@ def ca_bundle() -> str:
 
 def host_settings() -> dict[str, str]:
     """How this machine reaches its registries: pip's settings and proxies, as variables."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
     found = {}
-    for line in listed.splitlines():
+    for line in output(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         key = name.rpartition(".")[2]
         if key in ("index-url", "extra-index-url", "trusted-host", "proxy", "default-timeout"):
@@ -259,49 +265,52 @@ def cache(target: str) -> str:
     """The folder of this machine that a cache of the build stands for."""
     if target != "/root/.cache/pip":
         raise ReplayError(f"no folder of this machine is known for the cache {target}")
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=True
-    )
-    Path(listed.stdout.strip()).mkdir(parents=True, exist_ok=True)
-    return listed.stdout.strip()
+    found = output(sys.executable, "-m", "pip", "cache", "dir").strip()
+    Path(found).mkdir(parents=True, exist_ok=True)
+    return found
 
 
 def debootstrap(root: Path) -> None:
     """Make a Debian, with the mirror and settings of this machine's apt."""
-    form = "--format=$(ORIGIN) $(REPO_URI) $(CODENAME) $(COMPONENT)"
-    listed = subprocess.run(
-        ["apt-get", "indextargets", form, "Created-By: Packages"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    rows = {tuple(line.split()) for line in listed.splitlines()}
-    sources = [row[1:] for row in sorted(rows) if row[0] == "Debian" and row[2].startswith(DEBIAN)]
-    mirrors = [uri for uri, suite, component in sources if (suite, component) == (DEBIAN, "main")]
-    mirror = mirrors[0] if mirrors else "http://deb.debian.org/debian"
-    sources = sources or [(mirror, DEBIAN, "main")]
     with tempfile.TemporaryDirectory() as work:
+        # Lists of its own: a new machine may have none, an old one those of packages that are gone.
+        own = [
+            "-o",
+            f"Dir::State::lists={work}",
+            "-o",
+            f"Dir::Cache={work}",
+            "-o",
+            "APT::Sandbox::User=root",
+        ]
+
+        def apt(*arguments: str) -> str:
+            return output("apt-get", *own, *arguments, cwd=work)
+
+        apt("update")
+        form = "--format=$(ORIGIN) $(REPO_URI) $(CODENAME) $(COMPONENT)"
+        rows = {
+            tuple(line.split())
+            for line in apt("indextargets", form, "Created-By: Packages").splitlines()
+        }
+        sources = [
+            row[1:] for row in sorted(rows) if row[0] == "Debian" and row[2].startswith(DEBIAN)
+        ]
+        mirrors = [
+            uri for uri, suite, component in sources if (suite, component) == (DEBIAN, "main")
+        ]
+        mirror = mirrors[0] if mirrors else "http://deb.debian.org/debian"
+        sources = sources or [(mirror, DEBIAN, "main")]
         program, env = shutil.which("debootstrap"), dict(os.environ)
         if program is None:
-            subprocess.run(
-                ["apt-get", "-o", "APT::Sandbox::User=root", "download", "debootstrap"],
-                cwd=work,
-                check=True,
-            )
+            apt("download", "debootstrap")
             subprocess.run(["dpkg", "-x", *Path(work).glob("*.deb"), work], check=True)
             program = f"{work}/usr/sbin/debootstrap"
             env["DEBOOTSTRAP_DIR"] = f"{work}/usr/share/debootstrap"
-        line = [program, "--variant=minbase", DEBIAN, str(root), mirror]
-        made = subprocess.run(line, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    if made.returncode:
-        raise ReplayError(f"debootstrap failed:\n{made.stdout[-2000:]}")
+        output(program, "--variant=minbase", DEBIAN, str(root), mirror, env=env)
     lines = [f"deb {' '.join(source)}\n" for source in sources]
     (root / "etc/apt/sources.list").write_text("".join(lines))
-    dumped = subprocess.run(
-        ["apt-config", "dump"], capture_output=True, text=True, check=True
-    ).stdout
     kept = ("Acquire::http", "Acquire::Check-")
-    settings = [line for line in dumped.splitlines() if line.startswith(kept)]
+    settings = [line for line in output("apt-config", "dump").splitlines() if line.startswith(kept)]
     settings.append(f'Acquire::https::CaInfo "{CA}";')
     (root / "etc/apt/apt.conf.d/99replay").write_text("\n".join(settings) + "\n")
     for name in ("hosts", "resolv.conf"):
@@ -342,7 +351,7 @@ def replay(name: str, folder: Path, skipped: list[str]) -> Image:
         elif kind == "FROM":
             image = start(image.expand(text), folder, skipped)
         elif kind in FACTS:
-            image.facts[kind] = image.expand(text)
+            image.expand(text)
         elif kind in STEPS:
             STEPS[kind](image, folder / "root", text)
         else:
@@ -412,6 +421,7 @@ STEPS = {
     "WORKDIR": workdir,
 }
 FACTS = ("EXPOSE", "HEALTHCHECK", "LABEL", "STOPSIGNAL")
+"""What only Docker and its users read: that their variables have values is all that is seen here."""
 
 
 def build(name: str, folder: Path) -> None:

@@ -28,14 +28,16 @@ def load(properties, model_dir, *, on_death=None):
         raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
     timeout_s = float(properties.get("predict_timeout", 120))
     spec = dataclasses.replace(TOY_SPEC, num_slots=int(properties.get("toy_slots", 4)))
-    backend = ToyBackend(spec, step_s=float(properties.get("toy_step_s", 0)))
+    step_s = float(properties.get("toy_step_s", 0))
+    _backends[:] = [
+        ToyBackend(spec, step_s=step_s) for _ in range(int(properties.get("replicas", 1)))
+    ]
     hung = Path(properties.get("toy_hung", ""))
     if "toy_hang_at" in properties and not hung.exists():
         # Only the first process hangs: the one after it must serve.
         hung.touch()
-        backend.hang_at.add(int(properties["toy_hang_at"]))
-    _backends.append(backend)
-    return toy_service(backend, on_death=on_death, predict_timeout=timeout_s)
+        _backends[0].hang_at.add(int(properties["toy_hang_at"]))
+    return toy_service(*_backends, on_death=on_death, predict_timeout=timeout_s)
 
 
 Service.load = staticmethod(load)
@@ -44,17 +46,16 @@ Service.load = staticmethod(load)
 def usage():
     """Everything that is in use."""
     service, door = djl_process._process.service, djl_process._process.door
-    backend = _backends[-1] if _backends else None
     return {
         "rows": getattr(door, "num_rows", 0),
         "streams": len(service.loop.streams),
         "running": service.loop.state.running,
         "waiting": service.loop.state.waiting,
-        "slots": len(getattr(backend, "acquired", ())),
-        "violations": getattr(backend, "violations", []),
+        "slots": sum(len(backend.acquired) for backend in _backends),
+        "violations": [broken for backend in _backends for broken in backend.violations],
     }
 
 
 signal.signal(signal.SIGUSR1, lambda *_: print("usage", usage(), flush=True))  # noqa: T201
-signal.signal(signal.SIGUSR2, lambda *_: _backends[-1].resume.set())
+signal.signal(signal.SIGUSR2, lambda *_: _backends[0].resume.set())
 handle = handler.handle

@@ -326,7 +326,9 @@ class Peer:
         while found != REST and time.monotonic() < deadline_s:
             seen, lines = len(self.log), []
             self.kill(signal.SIGUSR1)
-            while not lines and time.monotonic() < deadline_s:
+            # Sent again: one that comes just before the process reads from its socket is handled after the read.
+            again_s = time.monotonic() + 5
+            while not lines and time.monotonic() < again_s:
                 time.sleep(0.02)
                 lines = [line for line in self.log[seen:] if line.startswith("usage ")]
             found = ast.literal_eval(lines[0].removeprefix("usage ")) if lines else None

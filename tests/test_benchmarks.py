@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from several_models import LOST, Mark, Result, Run, faults
+from sleep_device import right_answers, save_model
 
+from djl_python_neuronx import backends
 from tests.djl.java import missing_programs
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,13 @@ def test_a_benchmark_starts(script):
         [sys.executable, script, "--help"], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_sleep_device_replaces_no_backend_of_the_process_that_uses_it(tmp_path):
+    save_model(tmp_path / "model", vocab=300, step_s=0.1, length=8, answers=1)
+    (text,) = right_answers(tmp_path / "model", ["x"], 4)
+    assert len(text.split()) == 4
+    assert list(backends.__path__) == [str(Path(backends.__file__).parent)]
 
 
 def _rows(script, *arguments):

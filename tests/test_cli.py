@@ -82,13 +82,13 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
     given = {}
 
-    def load(properties, model_dir, *, overrides, placed, start, on_death, progress):
-        given.update(model_dir=model_dir, overrides=overrides, how=(placed, start))
+    def load(properties, model_dir, *, overrides, placed, before, on_death, progress):
+        given.update(model_dir=model_dir, overrides=overrides, how=(placed, before))
 
     def serve(loads, *, prepare, **_):
         ((model, load),) = loads.items()
         given.update(names=model.names)
-        load(print, print, placed=prepare()[0])
+        load(print, on_death=print, placed=prepare()[0], before=None)
         return 0
 
     monkeypatch.setattr(Service, "load", load)
@@ -97,7 +97,7 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
     named = {} if model_id is None else {"model_id": model_id}
     overrides = {**named, "max_waiting": "7"}
     assert given.pop("names")[0] == name
-    assert given == {"model_dir": folder, "overrides": overrides, "how": ((), True)}
+    assert given == {"model_dir": folder, "overrides": overrides, "how": ((), None)}
 
 
 def folder_of(path, *lines):
@@ -120,7 +120,7 @@ def serve_several(monkeypatch):
 
         def serve(loads, *, prepare, **_):
             for (model, load), cores in zip(loads.items(), prepare(), strict=True):
-                load(print, print, placed=cores, start=False)
+                load(print, on_death=print, placed=cores, before=None)
                 loaded[-1] = (model.names, *loaded[-1])
             return 0
 
@@ -141,7 +141,16 @@ def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
     ]
     for (_, _, how), placed in zip(loaded, (("",), ("", "")), strict=True):
         assert how["overrides"] == {"max_waiting": "7", "model_loader": "cpu"}
-        assert (how["placed"], how["start"]) == (placed, False)
+        assert (how["placed"], how["before"]) == (placed, None)
+
+
+def test_the_name_of_a_model_from_a_uri_holds_no_credentials(monkeypatch):
+    """`/ping` shows it while the model loads."""
+    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    names = []
+    monkeypatch.setattr(app, "serve", lambda loads, **_: names.extend(m.names for m in loads) or 0)
+    assert cli.main(["serve", "s3://AKIADUMMY:DUMMY@bucket"]) == 0
+    assert names == [("bucket", "s3://bucket")]
 
 
 def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, capsys):
@@ -158,7 +167,7 @@ def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, 
         f"{tmp_path / 'four'}: ",
         f"option.write_timeout holds for the whole server: it is 5 for {one} and 6 for {two}",
         f"{two} and {three} are both models named 'two'",
-        f"{three}: option.engine_process=false",
+        f"{three}: engine_process=false ({three}/serving.properties line",
     ):
         assert words in told
 

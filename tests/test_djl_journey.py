@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from soak import engines
 
 from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
 
@@ -39,6 +40,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks):
         "rolling_batch": "tnx",
         "model_id": str(MODEL),
         "model_loader": "cpu",
+        "replicas": "2",
         "max_rolling_batch_size": "32",  # all victims of a reset have a row
         "predict_timeout": "60",
     }
@@ -69,6 +71,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks):
             for check, answer in zip(kept, answers, strict=True):
                 assert generated(answer) == check["completion"], check["prompt"]
         assert peer.usage() == REST
+        assert len(engines(peer.pid)) == 2
         assert num_lost >= NUM_LOST / 2
 
 

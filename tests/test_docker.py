@@ -11,7 +11,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import botocore.session
 import pytest
+import yaml
+from botocore.validate import ParamValidator
 
 from djl_python_neuronx.cli import _parser
 from tests.djl.java import wait_until
@@ -60,6 +63,9 @@ class TestImage:
         assert "healthcheck.py" in last(name, "HEALTHCHECK")
         labels = " ".join(text for kind, text in steps(name) if kind == "LABEL")
         assert 'com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"' in labels
+        # Only DJL Serving loads and unloads models by requests.
+        multi_model = 'com.amazonaws.sagemaker.capabilities.multi-models="true"' in labels
+        assert multi_model == (name == "djl")
         for label in ("title", "description", "licenses", "revision", "version"):
             assert f"org.opencontainers.image.{label}=" in labels
 
@@ -292,6 +298,15 @@ class TestDjl:
         _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
         assert seen.get("OPTION_ASYNC_MODE") == asynchronous
 
+    def test_defaults_are_those_of_docs_and_of_lmis_container(self):
+        image = replay.Image(env={"PATH": ""})
+        replay.env(image, ROOT, last("djl", "ENV"))
+        assert image.env["SERVING_RETRY_THRESHOLD"] == "3"
+        assert image.env["SERVING_MIN_WORKERS"] == image.env["SERVING_MAX_WORKERS"] == "1"
+        assert image.env["OPTION_ENTRYPOINT"] == "djl_python_neuronx.handler"
+        assert int(image.env["MODEL_LOADING_TIMEOUT"]) == 1200
+        assert int(image.env["PREDICT_TIMEOUT"]) == 240
+
     def test_other_commands(self, start):
         assert start("entrypoint-djl.sh", "check", "/m")[1] == ["djl-neuronx check /m"]
 
@@ -334,3 +349,73 @@ def test_dependencies_are_those_of_the_package(tmp_path):
 
     assert {"transformers>=4.45", "orjson>=3.9"} <= set(lines())
     assert set(lines("s3", "check")) - set(lines()) == {"boto3>=1.34", "rich>=13"}
+
+
+def test_snippets_of_the_readme():
+    """ECS takes the task, and every container has what the images expect."""
+    text = (DOCKER / "README.md").read_text()
+    (task,) = map(json.loads, re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    compose, pod = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    model = botocore.session.get_session().get_service_model("ecs")
+    shape = model.operation_model("RegisterTaskDefinition").input_shape
+    report = ParamValidator().validate(task, shape)
+    assert not report.has_errors(), report.generate_report()
+    (container,) = task["containerDefinitions"]
+    assert container["healthCheck"]["command"][1:] == json.loads(
+        last("nxdi", "HEALTHCHECK").partition("CMD ")[2]
+    )
+    (service,), (inside,) = compose["services"].values(), pod["spec"]["containers"]
+    for image in (container["image"], service["image"], inside["image"]):
+        assert image.endswith("djl-python-neuronx:nxdi")
+    assert container["stopTimeout"] == pod["spec"]["terminationGracePeriodSeconds"] == 30
+    uid = last("nxdi", "USER").partition(":")[0]
+    assert str(pod["spec"]["securityContext"]["fsGroup"]) == uid
+
+
+@pytest.fixture(scope="session")
+def wheel():
+    """The wheel that the images get, made anew."""
+    command = ["make", "dist", f"PYTHON={sys.executable}"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (made,) = ROOT.glob("dist/*.whl")
+    return made
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for debootstrap and chroot")
+@pytest.mark.parametrize("name", ["djl", "nxdi", "tnx"])  # cpu: .ci/run
+def test_replayed(wheel, tmp_path, name):
+    made = subprocess.run(
+        [DOCKER / "replay.sh", name, tmp_path], stdout=subprocess.PIPE, text=True, check=True
+    )
+    steps_left_out = [
+        line for line in made.stdout.splitlines() if line.startswith(f"not run: {name}")
+    ]
+    assert len(steps_left_out) == len([row for row in replay.SKIPPED if row[0] == name])
+    bom = json.loads((tmp_path / "root/sbom.json").read_text())
+    versions = {part["name"]: part["version"] for part in bom["components"]}
+    assert versions["djl-python-neuronx"] == wheel.name.split("-")[1]
+    assert "transformers" in versions
+    (tmp_path / "ml").mkdir()
+    shutil.copytree(ROOT / "examples/tiny-llama", tmp_path / "ml/model")
+
+    def run(*words):
+        environ = {**os.environ, "OPT_ML": str(tmp_path / "ml")}
+        ran = subprocess.run(
+            [tmp_path / "run", *words],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return ran.returncode, ran.stdout
+
+    status, report = run("check", "--instance", "inf2.xlarge")
+    assert (status, "\n  ready" in report) == (0, True), report
+    if name == "djl":
+        assert "openjdk version" in run("java", "-version")[1]
+        # The server itself is what could not be downloaded.
+        status, log = run("serve")
+        assert status == 127
+        assert "serving: not found" in log

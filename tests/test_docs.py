@@ -18,8 +18,8 @@ from djl_python_neuronx.types import FinishReason
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/*/*.md", "deploy/*/*.md")
-    for path in ROOT.glob(pattern)
+    for folder in (".", "docs", "docker", "benchmarks", "examples/*", "deploy/*")
+    for path in ROOT.glob(f"{folder}/*.md")
 )
 MAX_LINE = 120
 

@@ -5,6 +5,7 @@ every step is controlled or a Java that fails at will. The rest is in `tests/djl
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from djl_python_neuronx.service import Service
 from tests import djl_engine_double
 from tests.djl_engine_double import Input, Output
 from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
-from tests.toy_backend import expected
+from tests.toy_backend import ToyBackend, expected
+from tests.toy_service import toy_service
 from tests.toy_tokenizer import TOKENIZER
 
 ENTRY = "tests.djl_entry"
@@ -142,6 +144,21 @@ def test_a_device_that_hangs_costs_its_requests_and_a_restart(start, mode):
     answer = peer.submit(payload([6]))
     assert json.loads(answer.wait().content) == {"generated_text": text([6])}
     assert peer.num_starts == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_copies_serve_behind_one_process(start, mode):
+    # Calls in plain mode do not overlap: the first one would wait for ever.
+    hanging = {} if mode == "plain" else {"toy_hang_at": "1"}
+    peer = start(mode, replicas="2", **hanging)
+    answers = [peer.submit(payload([5, i], 20)) for i in range(3, 7)]
+    for i in (1, 3):  # every second one is on the copy whose device does not hang
+        assert json.loads(answers[i].wait().content) == {"generated_text": text([5, 3 + i], 20)}
+    peer.kill(RESUME)
+    for i in (0, 2):
+        assert json.loads(answers[i].wait().content) == {"generated_text": text([5, 3 + i], 20)}
+    assert peer.usage() == REST
+    assert peer.num_starts == 1
 
 
 def test_a_limit_of_zero_is_javas_default(start):
@@ -275,3 +292,13 @@ def test_only_the_first_call_sets_options_in_asynchronous_mode(process, loads):
     assert meanwhile.code == 503
     assert b"no device" in later.content.get("data")
     assert [load["model_id"] for load in loads] == ["operators"]
+
+
+def test_collections_of_garbage_leave_out_what_is_loaded(process, monkeypatch):
+    service = toy_service(ToyBackend())
+    monkeypatch.setattr(Service, "load", lambda *_, **__: service)
+    handler.handle(called(**FIRST))
+    assert process.service is service
+    assert not any(one is service for one in gc.get_objects())
+    service.close()
+    gc.unfreeze()

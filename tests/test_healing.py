@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -389,6 +390,31 @@ def test_a_guard_that_is_killed_takes_its_engine_with_it(server):
     server.until(lambda: not alive(engine))
     assert ids(server.ask("a")) == right("a")
     assert server.engine != engine
+
+
+def test_one_of_two_copies_dies_and_the_other_goes_on(serve):
+    server = serve(environ={"MORTAL_STEP_S": "0.03"}, replicas=2)
+    streams = [server.begin(prompt, 200, stream=True) for prompt in "abcdefgh"]
+    server.until(lambda: len(server.prefilled) == 8)
+    server.wait_for_tokens(40)
+    waiting = [server.begin(prompt) for prompt in "ijkl"]
+    server.hold()
+    (pid,) = re.findall(r"engine_process pid=(\d+) copy=0", server.said)
+    os.kill(int(pid), signal.SIGKILL)
+    for i, prompt in enumerate("abcdefgh"):
+        if i % 2:
+            assert ids(streams[i].result()) == right(prompt, 200)
+        else:
+            assert error(streams[i].result())["code"] == 503
+    assert [ids(future.result()) for future in waiting] == [right(prompt) for prompt in "ijkl"]
+    assert server.get("/ping").status == 200
+    assert "engine_died copy=0 cause='SIGKILL'" in server.said
+    assert "requests_moved from_copy=0 requests=2" in server.said
+    assert server.metric("djl_neuronx_engine_deaths_total", 'cause="SIGKILL",copy="0"') == 1
+    assert server.metric("djl_neuronx_engine_deaths_total") == 1
+    server.go_on()
+    server.until(lambda: "engine_restarted copy=0" in server.said)
+    assert [ids(server.ask(prompt)) for prompt in "ab"] == [right("a"), right("b")]
 
 
 def test_past_the_limit_the_process_ends_and_says_why(serve):

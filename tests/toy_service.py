@@ -23,7 +23,7 @@ def toy_service(
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    start: bool = True,
+    before: Service | None = None,
     **settings: Any,
 ) -> Service:
     """`backends`: of each copy one, or what makes one at a start. `functions`: of `model.py`. `settings`: options."""
@@ -43,6 +43,6 @@ def toy_service(
         lambda: TOKENIZER,
         [partial(EngineThread, partial(load, backend), worker) for backend in backends],
         functions=functions,
-        start=start,
+        before=before,
         on_death=on_death,
     )

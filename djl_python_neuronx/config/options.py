@@ -256,7 +256,8 @@ class GeneralOptions(OptionGroup):
     skip_warmup: Annotated[bool, Option()] = False
     """Do not run every graph once before serving. The first request of each length is then slower."""
     cpu_threads: Annotated[Count | None, Option(draft="same")] = None
-    """Threads of the cpu backend. Default: all physical cores but one, which is left to the server."""
+    """Threads of each copy on the cpu backend. Default: all physical cores but one, which is left to the server, shared
+    by the copies (`replicas`)."""
 
 
 class BatchingOptions(OptionGroup):
@@ -326,10 +327,11 @@ class BatchingOptions(OptionGroup):
     engine_process: Annotated[bool, Option()] = True
     """Run the engine in a process of its own, which is started again after a crash. False: on a thread, to debug it."""
     engine_restarts: Annotated[Amount, Option()] = 10
-    """Most starts of the engine process after crashes within ten minutes; after one more, the server ends."""
+    """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
+    last one of `replicas` the server ends."""
     max_waiting: Annotated[Count, Option()] = 1000
-    """Requests that may wait for a slot; any further request gets 503. 1000 is the length of DJL Serving's own
-    queue."""
+    """Requests that may wait for a slot of one copy (`replicas`); any further request gets 503. 1000 is the length of
+    DJL Serving's own queue."""
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""

@@ -145,7 +145,7 @@ class EngineLoop:
         """The engine has sequences, as far as it has reported."""
         self._delivering = threading.Lock()
         """Held while deltas are made (of a step by the output thread, at a deadline by the watchdog), and while streams
-        are given to another copy."""
+        are given to another copy or to the next engine."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
         self._link: Link | None = None
@@ -168,6 +168,8 @@ class EngineLoop:
             ServingError: the engine could not be loaded.
         """
         with self._settings.room():
+            if self._closing.is_set():
+                raise BackendUnavailableError(STOPPING)
             if (death := self._load()) is not None:
                 raise death.error
         self.streams.most += self.spec.num_slots
@@ -440,7 +442,7 @@ class EngineLoop:
             if failed is not None:
                 death = failed
                 continue
-            with self.streams.lock:
+            with self._delivering, self.streams.lock:
                 self._link = self._engine.link
                 for stream in self.streams.open_streams():
                     self._add(stream)
@@ -483,7 +485,8 @@ class EngineLoop:
         if given_up is not None and self._engine.restartable:
             self._settle(given_up)
         with self._delivering:
-            self._on_orphans(self, given_up)
+            if self._link is None or given_up is not None:
+                self._on_orphans(self, given_up)
 
     def _removed(self, streams: list[Stream]) -> list[Stream]:
         """Remove streams; returns those that were still open."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, takewhile
-from typing import NamedTuple
+from itertools import accumulate, groupby, takewhile
 from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -39,33 +38,24 @@ MOST_BLOCKS = 32
 """Blocks of a prompt that are compared, from its beginning."""
 
 
-class CopyState(NamedTuple):
-    """State of a copy, for /info, metrics and logs."""
+@dataclass(eq=False)
+class Copy:
+    """A copy of a model."""
 
-    running: int
-    """Sequences that hold a slot."""
-    waiting: int
-    """Sequences that wait for a slot."""
-    alive: bool
-    """True while it takes requests and an engine is ready to answer them."""
-    stage: str
-    """What a load is doing, for people."""
+    new_loop: Callable[[], EngineLoop]
+    loop: EngineLoop
+    """A new one after each `Replicas.retire`."""
     cores: str
     """Its NeuronCores, as in NEURON_RT_VISIBLE_CORES; empty: not limited, or on a CPU."""
-
-
-@dataclass(eq=False)
-class _Copy:
-    launch: Callable[[], Host]
-    cores: str
-    loop: EngineLoop
-    """A new one for each `Replicas.start`."""
     takes: bool = False
     """It gets new requests; also while its engine is started again."""
-    given_up: bool = False
-    """Every request that it had has got its error."""
     held: dict[int, None] = field(default_factory=dict)
     """Beginnings (see `_beginnings`) of the prompts that its slots last held, the oldest first."""
+
+    @property
+    def alive(self) -> bool:
+        """True while it takes requests and an engine is ready to answer them."""
+        return self.takes and self.loop.alive
 
 
 class Replicas:
@@ -90,16 +80,14 @@ class Replicas:
         on_death: Callable[[ServingError], None] = lambda _error: None,
         on_progress: Callable[[str], None] = logger.debug,
     ) -> None:
-        """Start nothing. `launches`: a function for each copy that starts its engine. `cores`: see `CopyState`.
+        """Start nothing. `launches`: a function for each copy that starts its engine. `cores`: see `Copy`.
 
         `on_death` is called when the last copy is given up, after every request has got the error.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._tokenizer = tokenizer
         self._observer = observer
-        self._settings = settings
         self._on_death = on_death
-        self._on_progress = on_progress
         self._closing = False
         self._lock = threading.RLock()
         """Held while requests are given to a copy or moved, so that each is in exactly one when it is aborted.
@@ -111,24 +99,19 @@ class Replicas:
         """Facts of the model, once a copy has been started."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
-        self._copies: list[_Copy] = []
+        self.copies: list[Copy] = []
         for i, launch in enumerate(launches):
-            loop = self._new_loop(i, launch)
-            self._copies.append(_Copy(launch, cores[i] if cores else "", loop))
-
-    @property
-    def copies(self) -> list[CopyState]:
-        """The state of each copy."""
-        return [
-            CopyState(
-                copy.loop.state.running,
-                copy.loop.state.waiting,
-                copy.takes and copy.loop.alive,
-                copy.loop.stage,
-                copy.cores,
+            new_loop = partial(
+                EngineLoop,
+                launch,
+                copy=i,
+                observer=observer,
+                settings=settings,
+                on_orphans=self._move,
+                on_death=self._give_up,
+                on_progress=on_progress,
             )
-            for copy in self._copies
-        ]
+            self.copies.append(Copy(new_loop, new_loop(), cores[i] if cores else ""))
 
     @property
     def state(self) -> EngineState:
@@ -159,14 +142,14 @@ class Replicas:
     @property
     def stage(self) -> str:
         """What the copies without an engine are doing, for people."""
-        stages = {i: copy.stage for i, copy in enumerate(self.copies) if not copy.alive}
-        if len(self._copies) == 1:
-            return "".join(stages.values())
-        return ", ".join(f"copy {i}: {stage}" for i, stage in stages.items())
+        stages = [
+            f"copy {i}: {one.loop.stage}" for i, one in enumerate(self.copies) if not one.alive
+        ]
+        return ", ".join(stages)
 
     @property
     def _loops(self) -> list[EngineLoop]:
-        return [copy.loop for copy in self._copies]
+        return [copy.loop for copy in self.copies]
 
     # Start and end
 
@@ -176,8 +159,8 @@ class Replicas:
         Raises:
             ServingError: an engine could not be loaded.
         """
-        with ThreadPoolExecutor(len(self._copies)) as pool:
-            starts = [pool.submit(self.start, i) for i in range(len(self._copies))]
+        with ThreadPoolExecutor(len(self.copies)) as pool:
+            starts = [pool.submit(self.start, i) for i in range(len(self.copies))]
             try:
                 for start in as_completed(starts):
                     start.result()
@@ -186,48 +169,32 @@ class Replicas:
                 raise
 
     def start(self, i: int) -> None:
-        """Start copy `i`, and wait until it takes requests. `on_death` is not called for a failure.
+        """Start copy `i`, new or retired, and wait until it takes requests. `on_death` is not called for a failure.
 
         Raises:
             ServingError: its engine could not be loaded, or the copies are closed.
         """
-        copy = self._copies[i]
-        with self._lock:
-            if self._closing:
-                raise BackendUnavailableError(STOPPING)
-            copy.loop = loop = self._new_loop(i, copy.launch)
-            copy.given_up, copy.held = False, {}
+        copy = self.copies[i]
         try:
-            loop.start()
+            copy.loop.start()
         except ServingError as error:
-            loop.streams.close(error)
-            copy.given_up = True
+            copy.loop.streams.close(error)
             raise
         with self._lock:
-            self.spec, self.speculation = loop.spec, loop.speculation
+            self.spec, self.speculation = copy.loop.spec, copy.loop.speculation
             copy.takes = True
 
     def retire(self, i: int) -> None:
         """Give copy `i` no more requests, wait until those that it has have ended, and end its engine."""
-        copy = self._copies[i]
+        copy = self.copies[i]
         with self._lock:
             copy.takes = False
+            copy.held.clear()
         copy.loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
         _end([copy.loop], JOIN_S)
         with self._lock:
             if not self._closing:
-                copy.loop = self._new_loop(i, copy.launch)
-
-    def _new_loop(self, i: int, launch: Callable[[], Host]) -> EngineLoop:
-        return EngineLoop(
-            launch,
-            copy=i,
-            observer=self._observer,
-            settings=self._settings,
-            on_orphans=self._move,
-            on_death=partial(self._give_up, i),
-            on_progress=self._on_progress,
-        )
+                copy.loop = copy.new_loop()
 
     def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
@@ -276,17 +243,18 @@ class Replicas:
         Raises:
             ServingError: see `EngineLoop.submit_all`; or no copy takes requests.
         """
-        beginnings = _beginnings(group[0].request) if len(self._copies) > 1 else []
+        beginnings = _beginnings(group[0].request) if len(self.copies) > 1 else []
         with self._lock:
             copy = self._choose(beginnings)
             if copy is None:
-                error = self.error or BackendUnavailableError(
-                    f"no copy of the model takes requests now ({self.stage}); retry later"
-                )
-                notify(self._observer.rejected, error)
-                raise error
+                why = self.error or f"no copy of the model takes requests now ({self.stage}); retry"
+                raise BackendUnavailableError(str(why))
             copy.loop.submit_all(group, output_queue)
-            self._note(copy, beginnings)
+            for beginning in beginnings:
+                copy.held.pop(beginning, None)
+                copy.held[beginning] = None
+            for beginning in list(copy.held)[: -MOST_BLOCKS * self.spec.num_slots]:
+                del copy.held[beginning]
 
     def generate(self, group: Sequence[Stream]) -> Generation:
         """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.
@@ -307,25 +275,14 @@ class Replicas:
             for loop in self._loops:
                 loop.abort(request_id)
 
-    # Choice of a copy, with the lock
+    def _choose(self, beginnings: Sequence[int]) -> Copy | None:
+        """The copy for a prompt, one with an engine if there is one; None if none takes requests. With the lock."""
 
-    def _choose(self, beginnings: Sequence[int]) -> _Copy | None:
-        """The copy for a prompt, one with an engine if there is one; None if none takes requests."""
-        taking = [copy for copy in self._copies if copy.takes]
-        taking = [copy for copy in taking if copy.loop.alive] or taking
-        if len(taking) < 2:
-            return taking[0] if taking else None
-        least = min(len(copy.loop.streams) for copy in taking)
-        equal = [copy for copy in taking if len(copy.loop.streams) == least]
-        return max(equal, key=lambda copy: _num_held(copy, beginnings))
+        def preference(copy: Copy) -> tuple[bool, int, int]:
+            num_held = sum(1 for _ in takewhile(copy.held.__contains__, beginnings))
+            return copy.loop.alive, -len(copy.loop.streams), num_held
 
-    def _note(self, copy: _Copy, beginnings: Sequence[int]) -> None:
-        """Note what a slot of a copy will hold; the oldest is forgotten."""
-        for beginning in beginnings:
-            copy.held.pop(beginning, None)
-            copy.held[beginning] = None
-        for beginning in list(copy.held)[: -MOST_BLOCKS * self.spec.num_slots]:
-            del copy.held[beginning]
+        return max((copy for copy in self.copies if copy.takes), key=preference, default=None)
 
     # Deaths, on the output thread of the copy
 
@@ -333,7 +290,7 @@ class Replicas:
         """Give the requests of a copy without an engine to others; see `EngineLoop.on_orphans`."""
         num_moved = 0
         with self._lock:
-            copy = self._copies[loop.copy]
+            copy = self.copies[loop.copy]
             copy.held.clear()
             if given_up is not None:
                 copy.takes = False
@@ -350,28 +307,17 @@ class Replicas:
         if num_moved:
             logger.warning("requests_moved from_copy=%d requests=%d", loop.copy, num_moved)
 
-    def _give_up(self, i: int, error: ServingError) -> None:
-        with self._lock:
-            self._copies[i].given_up = True
-            last = all(copy.given_up for copy in self._copies)
-        if last:
+    def _give_up(self, error: ServingError) -> None:
+        if self.error is not None:
             self._on_death(error)
 
 
 def _beginnings(request: GenerationRequest) -> list[int]:
     """Hashes of a prompt's first block, of its first two blocks …; those of another adapter are different."""
-    found, last = [], hash(request.adapter)
-    num_blocks = min(len(request.prompt_ids) // BLOCK_TOKENS, MOST_BLOCKS)
-    for i in range(num_blocks):
-        block = request.prompt_ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
-        last = hash((last, *block))
-        found.append(last)
-    return found
-
-
-def _num_held(copy: _Copy, beginnings: Sequence[int]) -> int:
-    """Blocks of a prompt that the copy's slots last held."""
-    return sum(1 for _ in takewhile(copy.held.__contains__, beginnings))
+    ids = request.prompt_ids
+    num_blocks = min(len(ids) // BLOCK_TOKENS, MOST_BLOCKS)
+    blocks = (tuple(ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]) for i in range(num_blocks))
+    return list(accumulate(blocks, lambda *one: hash(one), initial=hash(request.adapter)))[1:]
 
 
 def _end(loops: Sequence[EngineLoop], join_s: float) -> bool:

@@ -24,6 +24,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     ConfigError,
     ServingError,
+    redacted,
 )
 from djl_python_neuronx.loading.compiled import foresee
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
@@ -31,7 +32,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.cores import place
-from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
 
 
@@ -133,11 +134,12 @@ def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
     read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
     for target, resolved in read:
         if not resolved.options.engine_process:
-            why = "each of several models needs a process of its own"
-            yield f"{target}: option.engine_process=false: {why}; leave it out"
+            why = "each of several models needs a process of its own; leave it out"
+            yield f"{target}: {resolved.describe(Finding(('engine_process',), why))}"
     for (one, first), (other, second) in combinations(read, 2):
         for name in set(first.options.model_names).intersection(second.options.model_names):
-            yield f"{one} and {other} are both models named {name!r}; set option.model_name in one of the folders"
+            fix = "set option.model_name in one of the folders, or option.replicas for copies of one model"
+            yield f"{one} and {other} are both models named {name!r}; {fix}"
         for name in ServerOptions.model_fields:
             value, another = (getattr(each.options, name) for each in (first, second))
             if value != another:
@@ -156,10 +158,14 @@ def _place(found: Placement) -> list[tuple[str, ...]]:
     for model in found.models:
         mine, first = model.case.device, found.device
         if not model.case.on_cpu and mine.core_numbers != first.core_numbers:
+            seen = [
+                f"{one.visible_cores} cores ({one.limited_by or one.instance_type})"
+                for one in (mine, first)
+            ]
             msg = (
-                f"{model.name} is planned for {mine.visible_cores} cores, another model for {first.visible_cores}; "
-                "name the machine (--instance), set NEURON_RT_VISIBLE_CORES for the server, not in option.env, and "
-                "give all models the same logical_nc_config"
+                f"{model.name} is planned for {', another model for '.join(seen)}; name the machine (--instance), set "
+                "NEURON_RT_VISIBLE_CORES for the server, not in option.env, and give all models the same "
+                "logical_nc_config"
             )
             raise ConfigError(msg)
     return place([model.need for model in found.models], found.device)
@@ -188,7 +194,7 @@ def check(
         starting: see `check_all`.
     """
     problems = Problems()
-    name = target or str(sources.MODEL_DIR)
+    name = redacted(target or str(sources.MODEL_DIR))
     try:
         settings, in_file = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
@@ -223,16 +229,8 @@ def check(
         problems.add("warning" if serves_here else "note", obstacle)
     if not problems.errors:
         _foresee(prepared, problems, here=serves_here and not obstacles)
-    if prepared.backend == "cpu" and prepared.case.model.num_parameters is None:
-        kind = prepared.case.model.model_type or "(config.json names none)"
-        doubt = "only a load shows whether transformers supports it and what it needs"
-        problems.add(
-            "warning", f"the size of this model, of model_type {kind}, is not known here: {doubt}"
-        )
-    if (problem := _one_core_each(settings, prepared)) is not None:
-        problems.add("warning", problem, ("tensor_parallel_degree",))
-    if (problem := _long_answers(prepared)) is not None:
-        problems.add("note", problem, ("n_positions",))
+    _add(problems, (*_size(prepared), *_one_core_each(settings, prepared)))
+    _add(problems, (*_small_host(prepared), *_long_answers(prepared)))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
 
 
@@ -304,7 +302,16 @@ def _missing_here(backend: str) -> Iterator[str]:
         yield f"{facts.package} is {what} here; the machine that serves needs it"
 
 
-def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
+def _size(prepared: Prepared) -> Iterator[Finding]:
+    """Warn of a model of unknown size."""
+    if prepared.case.on_cpu and prepared.case.model.num_parameters is None:
+        kind = prepared.case.model.model_type or "(config.json names none)"
+        doubt = "only a load shows whether transformers supports it and what it needs"
+        problem = f"the size of this model, of model_type {kind}, is not known here: {doubt}"
+        yield Finding((), problem, "warning")
+
+
+def _one_core_each(settings: Resolved, prepared: Prepared) -> Iterator[Finding]:
     """Warn that DJL Serving would start other processes than this plan's, because it reads no degree.
 
     Source: djl-serving d21927c, ModelInfo.java getLoadOnDevices, Connection.java.
@@ -312,18 +319,30 @@ def _one_core_each(settings: Resolved, prepared: Prepared) -> str | None:
     degree = prepared.case.degree
     unset = settings.written_for_djl and settings.options.tensor_parallel_degree is None
     unset = unset and "tensor_parallel_degree" not in settings.refused
-    if not unset or prepared.case.on_cpu or degree == 1:
-        return None
-    return (
-        "option.tensor_parallel_degree is not set: DJL Serving would start a process for each NeuronCore, with that "
-        f"core alone, instead of one with {degree}; write option.tensor_parallel_degree={degree}"
-    )
+    if unset and not prepared.case.on_cpu and degree > 1:
+        problem = (
+            "option.tensor_parallel_degree is not set: DJL Serving would start a process for each NeuronCore, with "
+            f"that core alone, instead of one with {degree}; write option.tensor_parallel_degree={degree}"
+        )
+        yield Finding(("tensor_parallel_degree",), problem, "warning")
 
 
-def _long_answers(prepared: Prepared) -> str | None:
+def _small_host(prepared: Prepared) -> Iterator[Finding]:
+    """Warn that a load takes more host memory at its peak than the instance type has."""
+    instance, taken = machines.known(prepared.machine.instance_type), prepared.host_bytes or 0
+    if instance is not None and taken > instance.host_memory_gib * GIB:
+        problem = (
+            f"a load takes up to {taken / GIB:.1f} GiB of the host's memory, and {instance.name} has "
+            f"{instance.host_memory_gib} GiB: the kernel may end it; add swap space, use a larger machine, or with "
+            "NxD Inference serve what `djl-neuronx compile --weights presharded` has written on one"
+        )
+        yield Finding((), problem, "warning")
+
+
+def _long_answers(prepared: Prepared) -> Iterator[Finding]:
     """Note that DJL Serving would wait too long for the longest answer, at the least time that a token takes.
 
-    That is the time to read the weights once. None where that is not known, and for settings that are not DJL
+    That is the time to read the weights once. Nothing where that is not known, or for settings that are not DJL
     Serving's. Llama-2-70b on inf2.48xlarge: 14 ms, 33 ms measured by AWS with SDK 2.18.
     """
     options, memory, speed = (
@@ -333,19 +352,20 @@ def _long_answers(prepared: Prepared) -> str | None:
     )
     together = options.async_mode or options.rolling_batch in {"tnx", "vllm"}
     if not together or prepared.case.on_cpu or not speed or memory is None:
-        return None
+        return
     if prepared.case.model.num_experts > 1 or options.speculating or options.max_model_len is None:
-        return None  # a token reads a part of the weights, or a step gives several
+        return  # a token reads a part of the weights, or a step gives several
     answer_s = options.max_model_len * memory.weights / speed
     timeout_s = djl_serving.chunked_read_timeout_s(prepared.environ)
-    if answer_s <= timeout_s:
-        return None
-    return (
-        f"n_positions={options.max_model_len}: the longest answer takes at least {answer_s:.0f} s, the time to read "
-        f"the weights for each token, and DJL Serving waits {timeout_s} s for the next bytes of an answer "
-        "(chunked_read_timeout). A late JSON answer begins with blanks and status 200, and a later error is in its "
-        f"body. Set SERVING_CHUNKED_READ_TIMEOUT to {2 * math.ceil(answer_s)}, request streams, or lower n_positions"
-    )
+    if answer_s > timeout_s:
+        problem = (
+            f"n_positions={options.max_model_len}: the longest answer takes at least {answer_s:.0f} s, the time to "
+            f"read the weights for each token, and DJL Serving waits {timeout_s} s for the next bytes of an answer "
+            "(chunked_read_timeout). A late JSON answer begins with blanks and status 200, and a later error is in "
+            f"its body. Set SERVING_CHUNKED_READ_TIMEOUT to {2 * math.ceil(answer_s)}, request streams, or lower "
+            "n_positions"
+        )
+        yield Finding(("n_positions",), problem, "note")
 
 
 def _lacking(prepared: Prepared) -> Iterator[str]:

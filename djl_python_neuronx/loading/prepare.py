@@ -487,7 +487,9 @@ class Preparation:
         where = "environment" if setting is None else f"option.env, {setting.origin}"
         if limit.problem is not None:
             self.problems.add("warning", f"{limit.problem} ({where})")
-        elif beyond := limit.beyond(machine):
+        elif beyond := limit.beyond(
+            machines.on_single_cores(machine, settings.options.logical_nc_config)
+        ):
             # The runtime of this machine is the judge of its own numbers: a container may count from 0.
             lenient = self._here or self.fetch_weights
             self.problems.add("warning" if lenient else "error", f"{beyond} ({where})")

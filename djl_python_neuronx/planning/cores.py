@@ -152,8 +152,11 @@ def _too_many(needs: Sequence[Need], device: DeviceInfo) -> str:
     least = sum(need.cores * (1 if need.replicas == "max" else need.replicas) for need in needs)
     there = device.visible_cores
     limit = device.limited_by or device.instance_type or "this machine"
-    topology = ", not in ranges that its chips' topology allows" * (least <= there)
+    topology, fix = "", "lower option.replicas or option.tensor_parallel_degree, serve fewer models"
+    if least <= there:
+        topology = ", not in ranges that its chips' topology allows"
+        fix = f"give it whole chips (NEURON_RT_VISIBLE_CORES), {fix}"
     return (
-        f"{_described(needs)} need {least} NeuronCores, and {limit} gives {there}{topology}; lower option.replicas or "
-        "option.tensor_parallel_degree, set replicas=max, serve fewer models, or use a larger machine"
+        f"{_described(needs)} need {least} NeuronCores, and {limit} gives {there}{topology}; {fix}, or use a larger "
+        "machine"
     )

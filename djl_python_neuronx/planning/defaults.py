@@ -85,8 +85,7 @@ class _Room:
         """True if sizes of the model and the machine are known."""
         model, device = self.case.model, self.case.device
         if self.case.on_cpu:
-            known = bool(device.memory_bytes and model.cache_values_per_token)
-            return known and not device.has_neuron
+            return bool(self.case.host_memory and model.cache_values_per_token)
         return model.num_parameters is not None and device.core_memory_bytes > 0
 
     def on_core(self, degree: int, positions: int, slots: int) -> memory.CoreMemory:
@@ -121,7 +120,7 @@ class _Room:
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
-        host = self.case.device.memory_bytes
+        host = self.case.host_memory
         left = host - memory.weight_bytes(self.case.model, load) - memory.HEADROOM_BYTES
         return memory.cache_bytes(self.case.model, load) <= min(host // 2, left)
 
@@ -299,7 +298,8 @@ def others(name: str, case: Case) -> Iterator[object]:
     options, limit = case.options, case.options.max_model_len or 0
     match name:
         case "tensor_parallel_degree":
-            yield from reversed(legal_degrees(case.device.family, case.device.visible_cores))
+            degrees = legal_degrees(case.device.family, case.device.visible_cores)
+            yield from degrees if case.shares_cores else reversed(degrees)
         case "max_rolling_batch_size":
             yield from range(case.slots - 1, 0, -1)
             yield from (*range(case.slots + 1, _MOST_SLOTS + 1), 2 * _MOST_SLOTS, 4 * _MOST_SLOTS)

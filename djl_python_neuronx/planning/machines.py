@@ -272,9 +272,6 @@ class CoreLimit(NamedTuple):
     def beyond(self, machine: DeviceInfo) -> str | None:
         """Return the problem with the value on a machine that lacks these cores; None if it has them, or is unknown."""
         cores = machine.neuron_cores
-        if cores and machine.family == "trn2":
-            # As many as there are if each physical core is a logical one.
-            cores = 2 * machine.neuron_devices * FAMILIES["trn2"].cores_per_device
         if not cores or not self.listed or self.listed[-1] < cores:
             return None
         name = machine.instance_type or "this machine"

@@ -151,7 +151,7 @@ def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator
             if name not in origins and (name in best.filled or not is_set(case.options, name)):
                 others = join_words(one for one in names if one not in {name, *best.filled})
                 for value in defaults.others(name, best.case):
-                    yield {**best.chosen, name: (value, others)}
+                    yield {**best.chosen, name: (value, others or "the model")}
 
 
 def _with_defaults(case: Case, chosen: defaults.Filled) -> _Filled:

@@ -250,7 +250,9 @@ class Application:
             if not named:
                 payload = await _decoded(body, headers)
                 name = named_model(payload)
-            async with self.find(name).admitted() as service:
+            model, generation = self.find(name), None
+            while generation is None:
+                service = await model.taking()
                 parsed = await parse(
                     service,
                     body,
@@ -259,14 +261,15 @@ class Application:
                     path=request.url.path,
                     payload=payload,
                 )
-                del body, payload  # they may be large, and an answer takes long
                 if not parsed.requests:
                     answer = parsed.formatter.feed(Delta("", "", ()))
                     return Response(answer, media_type="application/json")
                 try:
                     generation = await generate(service, parsed)
                 except ServingError as error:
-                    return failure_response(error, parsed.request)
+                    if not model.has_left(service):
+                        return failure_response(error, parsed.request)
+            del body, payload  # they may be large, and an answer takes long
         return await generation_response(request, parsed, generation)
 
     @contextmanager
@@ -510,6 +513,10 @@ def _facts(model: Model) -> dict[str, Any]:
         "sampling": sampling_facts(spec),
         "speculation": service.speculation,
         "chunked_prefill": spec.mixed_steps,
+        "copies": [
+            {"state": "ready" if copy.alive else copy.loop.stage, "cores": copy.cores}
+            for copy in service.loop.copies
+        ],
     }
 
 

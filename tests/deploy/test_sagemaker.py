@@ -5,16 +5,23 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
+import calls as aws
+import endpoint
+import iam
 import pytest
 from botocore import xform_name
-from botocore.exceptions import ClientError
 from botocore.session import get_session
 from dashboard import LEFT_OUT
 from moto import mock_aws
+from moto.applicationautoscaling import responses
+from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.models import FakeEndpointConfig
+from moto.sagemaker.responses import SageMakerResponse
 
 import deploy
 from djl_python_neuronx.config.findings import Problems
@@ -43,6 +50,30 @@ def folder(tmp_path):
         return str(tmp_path / model)
 
     return of
+
+
+def refuse(monkeypatch, operation, message):
+    """Answer an operation of SageMaker as it answers what it refuses."""
+
+    def answer(_):
+        raise ValidationError(message)
+
+    monkeypatch.setattr(SageMakerResponse, operation, answer, raising=False)
+
+
+@pytest.fixture
+def moto(monkeypatch):
+    """Moto, with what it lacks: newer names, and the answer about an inference component that does not exist."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
+    copies = SimpleNamespace(value="sagemaker:inference-component:DesiredCopyCount")
+    known = [*responses.ScalableDimensionValueSet, copies]
+    monkeypatch.setattr(responses, "ScalableDimensionValueSet", known)
+    for operation in ("delete_inference_component", "describe_inference_component"):
+        refuse(monkeypatch, operation, 'Could not find inference component "chat".')
+    with mock_aws():
+        yield
 
 
 @pytest.fixture
@@ -97,7 +128,11 @@ class TestDeploy:
             "ExecutionRoleArn": ROLE,
             "PrimaryContainer": {
                 "Image": IMAGE,
-                "Environment": {"OPTION_COMPILATION": "forbid", **ADDED},
+                "Environment": {
+                    "OPTION_COMPILATION": "forbid",
+                    **ADDED,
+                    "OPTION_MODEL_LOADING_TIMEOUT": "483",  # of the whole start
+                },
                 "ModelDataSource": {
                     "S3DataSource": {
                         "S3Uri": "s3://models/llama-3-8b/",
@@ -244,6 +279,10 @@ class TestScaling:
             "OutputConfig": {"S3OutputPath": "s3://models/answers"},
             "ClientConfig": {"MaxConcurrentInvocationsPerInstance": 8},
         }
+        env |= {"OPTION_REPLICAS": "max", "OPTION_TENSOR_PARALLEL_DEGREE": "2"}
+        env["OPTION_MAX_ROLLING_BATCH_SIZE"] = "128"  # 12 copies
+        many = calls("deploy", *words, **env)["create_endpoint_config"]["AsyncInferenceConfig"]
+        assert many["ClientConfig"] == {"MaxConcurrentInvocationsPerInstance": 1000}
         assert variant(found)["InitialInstanceCount"] == 1
         assert found["register_scalable_target"]["MinCapacity"] == 1
         tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
@@ -254,45 +293,37 @@ class TestScaling:
             "Statistic": "Average",
         }
 
-    def test_the_first_request_starts_an_instance(self, folder, monkeypatch):
+    def test_the_first_request_starts_an_instance(self, moto, folder):
         """Target tracking alone would wait for more requests than its target."""
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
         words = ("--async-output", "s3://models/answers", "--min-instances", "0")
-        given = arguments(folder("llama-3-8b"), "deploy", *words, OPTION_COMPILATION="forbid")
-        made = deploy.deploy(deploy.parser().parse_args(given))
-        assert {call.operation: call for call in made}["register_scalable_target"].parameters[
-            "MinCapacity"
-        ] == 0
-        with mock_aws():
-            # The target must be of an endpoint.
-            monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
-            deploy.run(made, REGION)
-            scaling = boto3.client("application-autoscaling", region_name=REGION)
-            policies = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
-                "ScalingPolicies"
-            ]
-            (step,) = [one for one in policies if one["PolicyType"] == "StepScaling"]
-            assert len(policies) == 2
-            (adjustment,) = step["StepScalingPolicyConfiguration"]["StepAdjustments"]
-            assert adjustment == {"MetricIntervalLowerBound": 0.0, "ScalingAdjustment": 1}
-            cloudwatch = boto3.client("cloudwatch", region_name=REGION)
-            (alarm,) = cloudwatch.describe_alarms(AlarmNames=["chat-from-zero"])["MetricAlarms"]
-            assert alarm["AlarmActions"] == [step["PolicyARN"]]
-            assert (alarm["Namespace"], alarm["MetricName"]) == (
-                "AWS/SageMaker",
-                "HasBacklogWithoutCapacity",
-            )
-            assert alarm["Dimensions"] == [{"Name": "EndpointName", "Value": NAME}]
-            assert (alarm["ComparisonOperator"], alarm["Threshold"]) == (
-                "GreaterThanOrEqualToThreshold",
-                1,
-            )
-            assert (
-                deploy.main(arguments("", "delete", "--version", "1", "--scaled", "--from-zero"))
-                == 0
-            )
-            assert cloudwatch.describe_alarms()["MetricAlarms"] == []
+        env = {"OPTION_COMPILATION": "forbid"}
+        assert deploy.main(arguments(folder("llama-3-8b"), "deploy", *words, **env)) == 0
+        scaling = boto3.client("application-autoscaling", region_name=REGION)
+        (target,) = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
+            "ScalableTargets"
+        ]
+        assert (target["MinCapacity"], target["MaxCapacity"]) == (0, 1)
+        policies = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
+            "ScalingPolicies"
+        ]
+        (step,) = [one for one in policies if one["PolicyType"] == "StepScaling"]
+        assert len(policies) == 2
+        (adjustment,) = step["StepScalingPolicyConfiguration"]["StepAdjustments"]
+        assert adjustment == {"MetricIntervalLowerBound": 0.0, "ScalingAdjustment": 1}
+        cloudwatch = boto3.client("cloudwatch", region_name=REGION)
+        (alarm,) = cloudwatch.describe_alarms(AlarmNames=["chat-from-zero"])["MetricAlarms"]
+        assert alarm["AlarmActions"] == [step["PolicyARN"]]
+        assert (alarm["Namespace"], alarm["MetricName"]) == (
+            "AWS/SageMaker",
+            "HasBacklogWithoutCapacity",
+        )
+        assert alarm["Dimensions"] == [{"Name": "EndpointName", "Value": NAME}]
+        assert (alarm["ComparisonOperator"], alarm["Threshold"]) == (
+            "GreaterThanOrEqualToThreshold",
+            1,
+        )
+        assert deploy.main(arguments("", "delete", "--version", "1")) == 0
+        assert cloudwatch.describe_alarms()["MetricAlarms"] == []
 
 
 class TestInferenceComponents:
@@ -345,12 +376,24 @@ class TestInferenceComponents:
             capsys, *arguments(folder("llama-3-8b"), *words, **self.ENV)
         )
 
+    def test_copies_of_two_in_a_container(self, calls):
+        found = calls("deploy", "--copies", "1", OPTION_REPLICAS="2", **self.ENV)
+        needs = found["create_inference_component"]["Specification"]["ComputeResourceRequirements"]
+        assert needs["NumberOfAcceleratorDevicesRequired"] == 8  # 2 x 8 cores
+
+    def test_as_many_in_a_container_as_an_instance_has_room_for(self, capsys, folder):
+        given = arguments(
+            folder("llama-3-8b"), "deploy", "--copies", "1", OPTION_REPLICAS="max", **self.ENV
+        )
+        assert "set OPTION_REPLICAS to a number" in refused(capsys, *given)
+
     def test_an_update_replaces_the_copies_one_by_one(self, calls):
         found = calls("update", "--version", "2", "--copies", "2", **self.ENV)
         assert list(found) == [
             "create_model",
             "update_inference_component",
             "describe_inference_component",
+            "put_dashboard",
         ]
         made = found["update_inference_component"]
         assert made["Specification"]["ModelName"] == "chat-2"
@@ -398,30 +441,46 @@ class TestUpdate:
         once_s = sum(times[name] for name in times if name.endswith("TimeoutInSeconds"))
         assert rolling["MaximumExecutionTimeoutInSeconds"] > 4 * once_s
 
+    def test_its_slots_are_the_new_target_of_the_autoscaling(self, calls):
+        def policy(command, slots):
+            env = {"OPTION_COMPILATION": "forbid", "OPTION_MAX_ROLLING_BATCH_SIZE": slots}
+            return calls(command, "--max-instances", "2", **env)["put_scaling_policy"]
+
+        first, second = policy("deploy", "10"), policy("update", "20")
+        assert first["PolicyName"] == second["PolicyName"]  # so that it takes the place
+        target = "TargetTrackingScalingPolicyConfiguration"
+        assert (first[target]["TargetValue"], second[target]["TargetValue"]) == (7, 14)
+
 
 class TestDelete:
-    def test_everything_that_was_made(self, calls):
-        words = ("--version", "1", "--version", "2", "--scaled", "--copies", "2")
-        status = deploy.delete(deploy.parser().parse_args(arguments("", "delete", *words)))
-        made = [(call.operation, [*call.parameters.values()]) for call in status]
-        assert made == [
-            (
-                "deregister_scalable_target",
-                [
-                    "sagemaker",
-                    "inference-component/chat",
-                    "sagemaker:inference-component:DesiredCopyCount",
-                ],
-            ),
-            ("delete_inference_component", ["chat"]),
-            ("describe_inference_component", ["chat"]),
-            ("delete_endpoint", ["chat"]),
-            ("delete_endpoint_config", ["chat-1"]),
-            ("delete_model", ["chat-1"]),
-            ("delete_endpoint_config", ["chat-2"]),
-            ("delete_model", ["chat-2"]),
-            ("delete_dashboards", [["chat"]]),
+    def test_everything_that_was_made(self):
+        words = ("--version", "1", "--version", "2")
+        made = endpoint.delete(deploy.parser().parse_args(arguments("", "delete", *words)))
+        assert [(call.operation, [*call.parameters.values()][-1]) for call in made] == [
+            ("deregister_scalable_target", "sagemaker:variant:DesiredInstanceCount"),
+            ("deregister_scalable_target", "sagemaker:inference-component:DesiredCopyCount"),
+            ("delete_alarms", ["chat-from-zero"]),
+            ("delete_inference_component", "chat"),
+            ("describe_inference_component", "chat"),
+            ("delete_endpoint", "chat"),
+            ("delete_endpoint_config", "chat-1"),
+            ("delete_model", "chat-1"),
+            ("delete_endpoint_config", "chat-2"),
+            ("delete_model", "chat-2"),
+            ("delete_dashboards", ["chat"]),
         ]
+
+    def test_what_is_left_of_it(self, moto):
+        """The endpoint alone; then nothing at all."""
+        sagemaker = boto3.client("sagemaker", region_name=REGION)
+        sagemaker.create_model(ModelName="chat-1", ExecutionRoleArn=ROLE)
+        for _ in range(2):
+            assert deploy.main(arguments("", "delete", "--version", "1")) == 0
+            assert sagemaker.list_models()["Models"] == []
+
+    def test_a_refusal_is_an_error(self, moto, monkeypatch, capsys):
+        refuse(monkeypatch, "delete_inference_component", "Cannot delete it while it is created")
+        assert "Cannot delete it" in refused(capsys, *arguments("", "delete", "--version", "1"))
 
 
 class TestRefused:
@@ -435,11 +494,30 @@ class TestRefused:
         assert "this cannot be served on ml.inf2.8xlarge" in error
         assert "GiB" in error
 
-    def test_a_compile_that_no_timeout_covers(self, capsys, folder):
-        given = arguments(folder("llama-3-70b"), "deploy")
+    @pytest.mark.parametrize(
+        ("model", "instance", "env", "fix"),
+        [
+            ("llama-3-70b", "ml.inf2.48xlarge", {}, "compile beforehand"),
+            ("bloom-176b", "ml.trn1.32xlarge", {"OPTION_COMPILATION": "forbid"}, "--model-gib"),
+            (
+                "llama-2-13b",
+                "ml.trn1.32xlarge",
+                {
+                    "OPTION_COMPILATION": "forbid",
+                    "OPTION_REPLICAS": "16",
+                    "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+                    "OPTION_N_POSITIONS": "512",
+                    "OPTION_MAX_ROLLING_BATCH_SIZE": "1",
+                },
+                "lower OPTION_REPLICAS",
+            ),
+        ],
+    )
+    def test_a_start_that_no_timeout_covers(self, capsys, folder, model, instance, env, fix):
+        given = arguments(folder(model), "deploy", instance=instance, **env)
         error = refused(capsys, *given)
         assert "SageMaker allows 3600 s" in error
-        assert "deploy.py compile" in error
+        assert fix in error
 
     @pytest.mark.parametrize(
         "instance", ["ml.g5.xlarge", "inf2.xlarge", "ml.inf1.xlarge", "ml.trn2.3xlarge"]
@@ -481,21 +559,58 @@ class TestRefused:
         [
             ("--name", "my_model", "does not allow 'my_model-1'"),
             ("--name", "a" * 63, "has 65 characters, at most 63"),
-            ("--role", "chat", "Invalid length"),
-            ("--max-instances", "0", None),
+            ("--env", f"OPTION_ENV={'A' * 1025}", "OPTION_ENV has 1025 characters"),
+            ("--image", "docker.io/x:1", "not an image of ECR"),
+            ("--image", IMAGE.replace(REGION, "us-west-2"), "--image is in us-west-2"),
+            ("--ami-version", "none", "does not allow 'none'"),
+            ("--model-gib", "300", "a volume of 632 GiB, and SageMaker allows 512"),
         ],
     )
     def test_what_the_service_would_refuse(self, capsys, folder, word, value, expected):
-        given = [
-            *arguments(folder("llama-3-8b"), "deploy", OPTION_COMPILATION="forbid"),
-            word,
-            value,
-            "--dry-run",
-        ]
-        if expected is None:
-            assert deploy.main(given) == 0
-        else:
-            assert expected in refused(capsys, *given)
+        given = arguments(folder("llama-3-8b"), "deploy", OPTION_COMPILATION="forbid")
+        assert expected in refused(capsys, *given, word, value)
+
+    @pytest.mark.parametrize(
+        ("word", "value", "expected"),
+        [
+            ("--role", "chat", "'chat' is not arn:aws:iam::ACCOUNT:role/NAME"),
+            ("--region", "mars", "'mars'"),
+            ("--model-data", "llama", "'llama' is not s3://bucket/folder"),
+            ("--model-gib", "-1", "'-1' is not a number above 0"),
+            ("--target-value", "nan", "'nan' is not a number above 0"),
+            ("--min-instances", "-1", "'-1' is not a number from 0 on"),
+            ("--env", "A", "'A' is not NAME=VALUE"),
+        ],
+    )
+    def test_values_that_say_nothing(self, capsys, folder, word, value, expected):
+        given = arguments(folder("llama-3-8b"), "deploy", f"{word}={value}")
+        with pytest.raises(SystemExit):
+            deploy.main(given)
+        assert f"argument {word}: " in (error := capsys.readouterr().err)
+        assert expected in error
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            (("--max-copies", "2"), "--max-copies needs --copies"),
+            (("--max-instances", "0"), "maximum 0 is less than the minimum 1"),
+            (("--copies", "2", "--max-copies", "1"), "maximum 1 is less than the minimum 2"),
+            (("--scale-on", "slots_in_use"), "need a maximum above the minimum"),
+            (("--target-value", "5"), "need a maximum above the minimum"),
+            (("--copies", "1", "--async-output", "s3://m/a"), "exclude each other"),
+            (
+                ("--async-output", "s3://m/a", "--max-instances", "2", "--scale-on", "concurrency"),
+                "leave it out",
+            ),
+        ],
+    )
+    def test_arguments_that_contradict_each_other(self, capsys, folder, words, expected):
+        assert expected in refused(capsys, *arguments(folder("llama-3-8b"), "deploy", *words))
+
+    def test_no_model(self, capsys, folder):
+        given = [one for one in arguments(folder("llama-3-8b"), "deploy") if "s3:" not in one]
+        given.remove("--model-data")
+        assert "--model-data" in refused(capsys, *given)
 
 
 class TestCompile:
@@ -503,7 +618,9 @@ class TestCompile:
 
     def test_without_a_device(self, calls):
         found = calls("compile", *self.OUTPUT, OPTION_N_POSITIONS="4096")
-        (job,) = found.values()
+        assert list(found) == ["create_processing_job", "describe_processing_job"]
+        job = found["create_processing_job"]
+        assert found["describe_processing_job"] == {"ProcessingJobName": job["ProcessingJobName"]}
         assert job["AppSpecification"] == {
             "ImageUri": IMAGE,
             "ContainerArguments": [
@@ -553,8 +670,6 @@ class TestCompile:
         assert lines[0] == "#!/bin/bash"
         # It ends after a time, and whatever the compile comes to.
         assert int(re.fullmatch(r"shutdown -P \+(\d+)", lines[1])[1]) > 60
-        assert re.fullmatch(r"trap '.*; shutdown -P now' EXIT", lines[3])
-        assert "s3://models/compiled/llama.log" in lines[3]
         run = lines[-1]
         assert all(f"--device=/dev/neuron{number} " in run for number in range(12))
         assert "/dev/neuron12" not in run
@@ -563,11 +678,39 @@ class TestCompile:
             f"compile {MODEL} --output s3://models/compiled/llama --instance inf2.48xlarge"
         )
 
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_the_device_is_given_back_whatever_comes_of_it(self, calls, tmp_path, status):
+        """The script of the instance, with programs that write down how they are called."""
+        words = ("--ami", "ami-1", "--instance-profile", "compile", "--output", "s3://m/it's here")
+        script = calls("compile", *words)["run_instances"]["UserData"]
+        for name in ("aws", "docker", "shutdown"):
+            program = tmp_path / name
+            code = f"exit {status}" if name == "docker" else ""
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/called\n{code}\n')
+            program.chmod(0o755)
+        script = script.replace("/var/log/compile.log", f"{tmp_path}/log")
+        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        subprocess.run(["/bin/bash", "-c", script], env=environ, timeout=60, check=False)
+        called = (tmp_path / "called").read_text().splitlines()
+        assert called[0].startswith("shutdown -P +")
+        assert any(line.startswith("docker run ") for line in called[1:-2])
+        assert called[-2:] == [f"aws s3 cp {tmp_path}/log s3://m/it's here.log", "shutdown -P now"]
+
+    def test_the_other_library_on_a_device(self, calls):
+        words = ("--ami", "ami-0123456789abcdef0", "--instance-profile", "compile")
+        assert list(calls("compile", *self.OUTPUT, *words)) == ["run_instances"]
+
+    def test_an_output_that_would_be_lost(self, capsys, folder):
+        with pytest.raises(SystemExit):
+            deploy.main(arguments(folder("llama-3-8b"), "compile", "--output", "/tmp/compiled"))
+        assert "not s3://bucket/folder" in capsys.readouterr().err
+
     def test_a_device_needs_an_image_and_a_role(self, capsys, folder):
         given = arguments(folder("llama-3-8b"), "compile", *self.OUTPUT, OPTION_MODEL_LOADER="tnx")
         error = refused(capsys, *given)
         assert "--ami" in error
         assert "OPTION_MODEL_LOADER=nxdi" in error
+        assert "--instance-profile" in refused(capsys, *given, "--ami", "ami-1")
 
 
 class TestPlanFromS3:
@@ -649,44 +792,49 @@ class TestIsolated:
         assert name in refused(capsys, *given)
 
 
-def test_the_calls_against_moto(folder, monkeypatch, capsys):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    # moto's list of instance types is older than Inferentia2; botocore's is in `deploy.validate`.
-    monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
+def test_the_calls_against_moto(moto, folder):
     env = {"OPTION_COMPILATION": "forbid"}
-    with mock_aws():
-        given = arguments(folder("llama-3-8b"), "deploy", "--max-instances", "3", **env)
-        assert deploy.main(given) == 0
-        sagemaker = boto3.client("sagemaker", region_name=REGION)
-        endpoint = sagemaker.describe_endpoint(EndpointName=NAME)
-        assert (endpoint["EndpointStatus"], endpoint["EndpointConfigName"]) == (
-            "InService",
-            "chat-1",
-        )
-        config = sagemaker.describe_endpoint_config(EndpointConfigName="chat-1")
-        model = sagemaker.describe_model(ModelName=config["ProductionVariants"][0]["ModelName"])
-        assert model["PrimaryContainer"]["Environment"] == {**env, **ADDED}
-        scaling = boto3.client("application-autoscaling", region_name=REGION)
-        (target,) = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")[
-            "ScalableTargets"
-        ]
-        assert (target["MinCapacity"], target["MaxCapacity"]) == (1, 3)
-        (policy,) = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")[
-            "ScalingPolicies"
-        ]
-        assert policy["PolicyType"] == "TargetTrackingScaling"
-        cloudwatch = boto3.client("cloudwatch", region_name=REGION)
-        body = cloudwatch.get_dashboard(DashboardName=NAME)["DashboardBody"]
-        assert json.loads(body)["widgets"]
-        assert deploy.main(arguments("", "delete", "--version", "1", "--scaled")) == 0
-        assert sagemaker.list_endpoints()["Endpoints"] == []
-        assert sagemaker.list_models()["Models"] == []
-        assert sagemaker.list_endpoint_configs()["EndpointConfigs"] == []
-        assert (
-            scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"] == []
-        )
-        assert cloudwatch.list_dashboards()["DashboardEntries"] == []
+    given = arguments(folder("llama-3-8b"), "deploy", "--max-instances", "3", **env)
+    assert deploy.main(given) == 0
+    sagemaker = boto3.client("sagemaker", region_name=REGION)
+    seen = sagemaker.describe_endpoint(EndpointName=NAME)
+    assert (seen["EndpointStatus"], seen["EndpointConfigName"]) == ("InService", "chat-1")
+    config = sagemaker.describe_endpoint_config(EndpointConfigName="chat-1")
+    model = sagemaker.describe_model(ModelName=config["ProductionVariants"][0]["ModelName"])
+    assert (env | ADDED).items() <= model["PrimaryContainer"]["Environment"].items()
+    scaling = boto3.client("application-autoscaling", region_name=REGION)
+    (target,) = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
+    assert (target["MinCapacity"], target["MaxCapacity"]) == (1, 3)
+    (policy,) = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]
+    assert policy["PolicyType"] == "TargetTrackingScaling"
+    cloudwatch = boto3.client("cloudwatch", region_name=REGION)
+    body = cloudwatch.get_dashboard(DashboardName=NAME)["DashboardBody"]
+    assert json.loads(body)["widgets"]
+
+    assert deploy.main(arguments("", "delete", "--version", "1")) == 0
+    assert sagemaker.list_endpoints()["Endpoints"] == []
+    assert sagemaker.list_models()["Models"] == []
+    assert sagemaker.list_endpoint_configs()["EndpointConfigs"] == []
+    assert scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"] == []
+    assert cloudwatch.list_dashboards()["DashboardEntries"] == []
+
+
+def test_what_lacks_something_is_an_error(moto, folder, monkeypatch, capsys):
+    """Only what is to be deleted may be missing."""
+    refuse(monkeypatch, "create_endpoint", 'Could not find endpoint configuration "chat-1".')
+    given = arguments(folder("llama-3-8b"), "deploy", OPTION_COMPILATION="forbid")
+    error = refused(capsys, *given)
+    assert "deploy.py: sagemaker create_endpoint {" in error
+    assert "Could not find endpoint configuration" in error
+
+
+def test_without_credentials(monkeypatch, capsys, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    assert "credentials" in refused(capsys, *arguments("", "delete", "--version", "1"))
 
 
 def test_the_commands_of_the_readme(tmp_path):
@@ -718,12 +866,12 @@ class Client:
 
 class TestSettled:
     UNTIL = {"EndpointStatus": "InService", "EndpointConfigName": "chat-2"}  # noqa: RUF012
-    CALL = deploy.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, UNTIL)
+    CALL = aws.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, UNTIL)
 
     def test_waits_for_the_service(self):
         states = ({"EndpointStatus": "Updating", "EndpointConfigName": "chat-1"}, self.UNTIL)
         client = Client(*states)
-        deploy._settle(client, self.CALL, pause_s=0)
+        aws.settle(client, self.CALL, pause_s=0)
         assert client._answers == []
 
     @pytest.mark.parametrize(
@@ -744,21 +892,25 @@ class TestSettled:
     )
     def test_names_the_reason_of_a_failure(self, last):
         with pytest.raises(deploy.ServingError, match="no ping"):
-            deploy._settle(
+            aws.settle(
                 Client({**last, "EndpointStatus": "RollingBack"}, last), self.CALL, pause_s=0
             )
 
-    def test_something_deleted_is_gone_when_it_is_unknown(self):
-        def failed(code):
-            return ClientError({"Error": {"Code": code}}, "DescribeEndpoint")
-
-        call = deploy.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, {})
-        deleting = {"EndpointStatus": "Deleting", "EndpointConfigName": "chat-1"}
-        deploy._settle(Client(deleting, failed("ValidationException")), call, pause_s=0)
-        with pytest.raises(ClientError):
-            deploy._settle(Client(deleting, failed("AccessDeniedException")), call, pause_s=0)
+    def test_something_deleted_is_still_there(self):
+        call = aws.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, {})
+        failed = {"EndpointStatus": "Failed", "EndpointConfigName": "chat-1"}
+        deleting = {**failed, "EndpointStatus": "Deleting"}
         with pytest.raises(deploy.ServingError, match="found Failed"):
-            deploy._settle(Client({**deleting, "EndpointStatus": "Failed"}), call, pause_s=0)
+            aws.settle(Client(deleting, failed), call, pause_s=0)
+
+    def test_an_inference_component_that_was_rolled_back(self, calls):
+        given = arguments("", "update", "--version", "2", "--copies", "1")
+        until = endpoint._component_settled(deploy.parser().parse_args(given)).until
+        call = aws.Call("sagemaker", "describe_endpoint", {"EndpointName": NAME}, until)
+        seen = {"InferenceComponentStatus": "InService", "Specification": {"ModelName": "chat-2"}}
+        aws.settle(Client(seen), call, pause_s=0)
+        with pytest.raises(deploy.ServingError, match="chat-2"):
+            aws.settle(Client({**seen, "Specification": {"ModelName": "chat-1"}}), call, pause_s=0)
 
 
 class TestDashboard:
@@ -794,10 +946,10 @@ class TestDashboard:
             cells |= own
 
 
-def policy(name):
+def policy(name, *more):
     words = ["policy", name, "--name", NAME, "--region", REGION, "--role", ROLE, "--image", IMAGE]
     words += ["--model-data", MODEL, "--output", "s3://answers/out"]
-    return deploy.policy(deploy.parser().parse_args(words))
+    return iam.policy(deploy.parser().parse_args([*words, *more]))
 
 
 def listed(value):
@@ -822,7 +974,7 @@ class TestPolicies:
             actions, resources = listed(statement["Action"]), listed(statement["Resource"])
             assert statement["Effect"] == "Allow"
             assert not [action for action in actions if "*" in action]
-            if "*" in resources:
+            if "*" in resources and "Condition" not in statement:
                 assert actions == ["ecr:GetAuthorizationToken"]
 
     def test_the_deployer_may_make_every_call(self, calls, folder):
@@ -842,6 +994,7 @@ class TestPolicies:
             "DescribeInferenceComponent": f"{sagemaker}:inference-component/chat",
             "DeleteInferenceComponent": f"{sagemaker}:inference-component/chat",
             "CreateProcessingJob": f"{sagemaker}:processing-job/chat-1",
+            "DescribeProcessingJob": f"{sagemaker}:processing-job/chat-1",
             "RegisterScalableTarget": f"{scaling}:scalable-target/0ec5",
             "DeregisterScalableTarget": f"{scaling}:scalable-target/0ec5",
             "PutScalingPolicy": f"{scaling}:scalable-target/0ec5",
@@ -860,13 +1013,17 @@ class TestPolicies:
             calls("update", "--copies", "1", **forbid),
             calls("compile", *TestCompile.OUTPUT),
             calls("compile", *tnx, OPTION_MODEL_LOADER="tnx"),
-            calls("delete", "--version", "1", "--scaled", "--from-zero"),
+            {
+                call.operation: 0
+                for call in endpoint.delete(
+                    deploy.parser().parse_args(arguments("", "delete", "--version", "1"))
+                )
+            },
         ):
             made |= found.keys()
         zero = ("--async-output", "s3://models/answers", "--min-instances", "0")
         given = arguments(folder("llama-3-8b"), "deploy", *zero, **forbid)
-        made |= {call.operation for call in deploy.deploy(deploy.parser().parse_args(given))}
-        made |= {"delete_inference_component"}  # of `delete --copies`
+        made |= {call.operation for call in endpoint.deploy(deploy.parser().parse_args(given))}
         services = {name: get_session().get_service_model(name) for name in SERVICES}
         names = {
             xform_name(operation): (service, operation)
@@ -874,6 +1031,19 @@ class TestPolicies:
             for operation in model.operation_names
         }
         statements = policy("deployer")["Statement"]
+        allowed = {action for statement in statements for action in listed(statement["Action"])}
+        assert allowed - {":".join(names[operation]) for operation in made} == {
+            "cloudwatch:DescribeAlarms",
+            "iam:CreateServiceLinkedRole",
+            "iam:PassRole",
+            "s3:GetObject",  # the plan
+            "s3:ListBucket",
+            # Source: SageMaker's developer guide, "Auto scaling prerequisites", and the policy
+            # AWSApplicationAutoscalingSageMakerEndpointPolicy.
+            "sagemaker:DescribeEndpointConfig",
+            "sagemaker:UpdateEndpointWeightsAndCapacities",
+            "sagemaker:UpdateInferenceComponentRuntimeConfig",
+        }
         for operation in made:
             service, action = names[operation]
             resource = resources.pop(action)
@@ -885,12 +1055,15 @@ class TestPolicies:
         assert resources == {}
 
     def test_roles_are_passed_to_their_services_only(self):
-        (statement,) = (
-            one for one in policy("deployer")["Statement"] if one["Action"] == "iam:PassRole"
-        )
-        assert set(statement["Resource"]) == {ROLE}
-        services = statement["Condition"]["StringEquals"]["iam:PassedToService"]
-        assert services == ["sagemaker.amazonaws.com", "ec2.amazonaws.com"]
+        passed = {
+            statement["Resource"]: statement["Condition"]["StringEquals"]["iam:PassedToService"]
+            for statement in policy("deployer", "--compile-role", f"{ROLE}-compile")["Statement"]
+            if statement["Action"] == "iam:PassRole"
+        }
+        assert passed == {
+            ROLE: "sagemaker.amazonaws.com",
+            f"{ROLE}-compile": ["sagemaker.amazonaws.com", "ec2.amazonaws.com"],
+        }
 
     @pytest.mark.parametrize(
         ("action", "inside", "outside"),
@@ -929,19 +1102,47 @@ class TestPolicies:
         assert not allowed(outside)
 
     @pytest.mark.parametrize(
-        "place", ["s3://models", "s3://models/", "s3://models/*", "models/llama"]
+        "place", ["s3://models", "s3://models/", "s3://models/*", "s3://models/model.tar.gz"]
     )
     def test_no_rights_to_a_whole_bucket(self, place):
         words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]
         words += ["--image", IMAGE, "--model-data", place, "--output", "s3://answers/out"]
         with pytest.raises(deploy.ServingError, match="not s3://bucket/folder"):
-            deploy.policy(deploy.parser().parse_args(words))
+            iam.policy(deploy.parser().parse_args(words))
+
+    def test_each_place_in_s3(self):
+        words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]
+        words += ["--image", IMAGE]
+
+        def places(*more):
+            found = iam.policy(deploy.parser().parse_args([*words, *more]))["Statement"]
+            assert len({statement["Sid"] for statement in found}) == len(found)
+            return {
+                resource
+                for statement in found
+                for resource in listed(statement["Resource"])
+                if ":s3:" in resource
+            }
+
+        assert places() == set()  # a model of the hub
+        graphs = ("--model-data", "s3://models/a/model.tar.gz", "--model-data", "s3://graphs/b/")
+        assert places(*graphs) == {
+            "arn:aws:s3:::models",
+            "arn:aws:s3:::models/a/*",
+            "arn:aws:s3:::graphs",
+            "arn:aws:s3:::graphs/b/*",
+        }
+
+    def test_a_compile_writes_somewhere(self):
+        words = ["policy", "compile", "--name", NAME, "--region", REGION, "--role", ROLE]
+        with pytest.raises(deploy.ServingError, match="give --output"):
+            iam.policy(deploy.parser().parse_args([*words, "--image", IMAGE]))
 
     def test_an_image_of_another_registry(self):
         words = ["policy", "execution", "--name", NAME, "--region", REGION, "--role", ROLE]
         words += ["--image", "docker.io/x:1", "--model-data", MODEL, "--output", "s3://answers/out"]
         with pytest.raises(deploy.ServingError, match="not an image of ECR"):
-            deploy.policy(deploy.parser().parse_args(words))
+            iam.policy(deploy.parser().parse_args(words))
 
 
 SERVICES = ("sagemaker", "application-autoscaling", "cloudwatch", "ec2")

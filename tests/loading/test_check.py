@@ -52,8 +52,8 @@ RECIPES = {
     "gpt-neox-20b-inf2": ("inf2.24xlarge", "tnx", None),
     "llama3-70b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", "64 heads are padded to 72"),
     "llama3-70b-trn1": ("trn1.32xlarge", "nxdi", "8 KV heads are copied to 32"),
-    "llama3-8b-inf2": ("inf2.xlarge", "nxdi", None),
-    "mistral-7b-inf2": ("inf2.xlarge", "nxdi", None),
+    "llama3-8b-inf2": ("inf2.8xlarge", "nxdi", None),
+    "mistral-7b-inf2": ("inf2.8xlarge", "nxdi", None),
     "mixtral-8x7b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", None),
     "opt-13b-inf2": ("inf2.24xlarge", "tnx", None),
 }
@@ -1182,8 +1182,43 @@ class TestSeveral:
             tmp_path, ("llama-3-8b", "option.logical_nc_config=1"), ("tinyllama-1.1b", "")
         )
         (problem,) = run_all(targets, "trn2.48xlarge").findings.messages("error")
-        assert f"{targets[1]} is planned for 64 cores, another model for 128" in problem
+        expected = (
+            "is planned for 64 cores (trn2.48xlarge), another model for 128 cores (trn2.48xlarge)"
+        )
+        assert f"{targets[1]} {expected}" in problem
         assert "logical_nc_config" in problem
+
+    def test_models_with_other_cores_in_their_files(self, tmp_path):
+        limits = ("NEURON_RT_VISIBLE_CORES=4-7", "NEURON_RT_VISIBLE_CORES=8-11")
+        texts = [f"option.env={limit}" for limit in limits]
+        targets = models(tmp_path, ("llama-3-8b", texts[0]), ("tinyllama-1.1b", texts[1]))
+        (problem,) = run_all(targets).findings.messages("error")
+        assert f"4 cores ({limits[1]}), another model for 4 cores ({limits[0]})" in problem
+
+    @pytest.mark.parametrize(("cores", "divided"), [("64-71", "1"), ("127", "1"), ("60-63", "2")])
+    def test_numbers_of_logical_cores_on_trn2(self, tmp_path, cores, divided):
+        (target,) = models(tmp_path, ("tinyllama-1.1b", "option.replicas=max"))
+        environ = {"NEURON_RT_VISIBLE_CORES": cores, "NEURON_LOGICAL_NC_CONFIG": divided}
+        assert run_all([target], "trn2.48xlarge", environ).ok
+        environ["NEURON_LOGICAL_NC_CONFIG"] = "2"
+        told = run_all([target], "trn2.48xlarge", environ)
+        (*problem,) = told.findings.messages("error")
+        assert bool(problem) == (divided == "1")
+        assert not problem or "its cores are 0 to 63 (environment)" in problem[0]
+
+    def test_a_degree_that_a_rule_asks_for_leaves_cores_for_other_copies(self, tmp_path):
+        """8 cores for 8 KV heads, not the largest multiple of 8."""
+        options = {"model_loader": "nxdi", "flash_decoding_enabled": "true", "replicas": "max"}
+        told = run_all(models(tmp_path, ("llama-3-8b", "")), **options)
+        assert told.placed == (("0-7", "8-15", "16-23"),)
+        (report,) = told.reports
+        why = report.resolved.origins["tensor_parallel_degree"]
+        assert why == "default: suits shard_over_sequence"
+
+    def test_a_degree_that_suits_the_model_alone(self, tmp_path):
+        """24 does not divide its vocabulary."""
+        (report,) = run_all(models(tmp_path, ("tinyllama-1.1b", ""))).reports
+        assert report.resolved.origins["tensor_parallel_degree"] == "default: suits the model"
 
     def test_copies_within_the_visible_cores(self, tmp_path):
         told = run_all(
@@ -1202,6 +1237,21 @@ class TestSeveral:
             (note,) = [one for one in report.findings.messages("note") if "replicas" in one]
             assert "1 on a CPU" in note
         assert [one["cores"] for one in all_as_json(told)["placement"]["copies"]] == ["", ""]
+
+    @pytest.mark.parametrize(("copies", "fits"), [("4", True), ("5", False)])
+    def test_copies_on_a_cpu_share_its_memory(self, laptop, tmp_path, copies, fits):
+        """64 GiB, of which a copy takes 16."""
+        options = {"model_loader": "cpu", "replicas": copies}
+        told = run_all(models(tmp_path, ("llama-3-8b", "")), None, **options)
+        assert told.ok == fits
+        assert fits or "12.80 GiB for each copy" in told.findings.messages("error")[0]
+
+    def test_what_a_library_does_not_serve_yet_is_one_error(self, tmp_path):
+        (draft,) = models(tmp_path, ("tinyllama-1.1b", ""))
+        (target,) = models(tmp_path, ("llama-2-7b", ""))
+        told = run_all([target], model_loader="nxdi", speculative_draft_model=draft)
+        (error,) = told.findings.messages("error")
+        assert "served with NxD Inference in a later version" in error
 
     def test_as_a_start_prepares_it(self, laptop, tmp_path):
         """No machine is assumed, and absent weights are an error."""
@@ -1222,6 +1272,24 @@ def printed_all(placement):
     stream = io.StringIO()
     render(placement, stream)
     return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("machine", "loader", "small"),
+    [
+        ("inf2.xlarge", "nxdi", True),
+        ("inf2.xlarge", "tnx", False),
+        ("inf2.8xlarge", "nxdi", False),
+        ("trn1.2xlarge", "nxdi", False),
+    ],
+)
+def test_a_host_that_is_too_small_for_a_load(tmp_path, machine, loader, small):
+    (target,) = models(tmp_path, ("llama-3.1-8b", ""))
+    options = {"model_loader": loader, "max_rolling_batch_size": "1", "n_positions": "2048"}
+    warnings = run(target, machine=machine, **options).findings.messages("warning")
+    assert (
+        any("GiB of the host's memory, and inf2.xlarge has 16" in one for one in warnings) == small
+    )
 
 
 def test_host_memory_is_printed(tmp_path):

@@ -113,6 +113,8 @@ def test_endpoints(name, url, tmp_path, caplog):
         ["check", S3],
         ["check", S3, "--json"],
         ["check", HTTPS],
+        ["check", str(TINY), S3],
+        ["check", str(TINY), S3, "--json"],
         ["serve", S3],
         ["serve", str(TINY), "-o", S3],
         ["serve", str(TINY), S3],

@@ -12,9 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from soak import engines
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from djl_python_neuronx import service as service_module
+from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     ArtifactNotFoundError,
@@ -30,7 +33,7 @@ from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.partition import compile_model
-from djl_python_neuronx.loading.prepare import LoadProgress, prepare_or_raise
+from djl_python_neuronx.loading.prepare import LoadProgress, load_plan, prepare_or_raise
 from djl_python_neuronx.planning import backend_choice as loaders
 from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
@@ -39,10 +42,13 @@ from djl_python_neuronx.service import Service
 from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
 from tests.neuron_machine import GRAPHS, TINY, load
+from tests.toy_backend import TOY_SPEC, ToyBackend
+from tests.toy_service import toy_service
 
 pytest_plugins = ["tests.neuron_fixtures"]
 
 ROOT = Path(__file__).parents[2]
+CHECKS = TINY / "checks.jsonl"
 
 
 def compiled(machine, options, /, **more):
@@ -344,6 +350,67 @@ def test_graphs_that_cannot_be_kept_are_left_to_the_load(machine, options, tmp_p
     assert machine.compiled() == []
 
 
+def test_copies_load_the_same_graphs_each_on_its_own_cores(machine, options):
+    """Also with a limit for all of them together, which must not contradict."""
+    environ = {**machine.environ, "NEURON_RT_NUM_CORES": "2"}
+    service = Service.load(None, TINY, environ=environ, overrides={**options, "replicas": "max"})
+    try:
+        assert machine.compiled() == GRAPHS
+        assert [copy.cores for copy in service.loop.copies] == ["0", "1"]
+        assert [copy.alive for copy in service.loop.copies] == [True, True]
+        limits = []
+        for engine in engines(os.getpid()):
+            pairs = Path(f"/proc/{engine}/environ").read_text().split("\0")
+            limits += [pair for pair in pairs if pair.startswith("NEURON_RT_")]
+        assert sorted(limits) == ["NEURON_RT_VISIBLE_CORES=0", "NEURON_RT_VISIBLE_CORES=1"]
+        inbox, check = BlockingQueue(), json.loads(CHECKS.read_text().splitlines()[0])
+        for _ in service.loop.copies:
+            body = {"inputs": check["prompt"], "parameters": {"max_new_tokens": 4}}
+            service.loop.submit(service.parse(json.dumps(body).encode()).request, inbox)
+        deltas = []
+        while sum(delta.finished for delta in deltas) < 2:
+            deltas += inbox.drain(60)
+        texts = {
+            "".join(delta.text for delta in deltas if delta.request_id == name)
+            for name in {delta.request_id for delta in deltas}
+        }
+        assert len(texts) == 1
+        assert check["completion"].startswith(texts.pop())
+    finally:
+        service.close()
+
+
+def test_nothing_is_started_before_it_is_wanted(machine, options):
+    before = toy_service(ToyBackend(TOY_SPEC))
+    service = Service.load(
+        None, TINY, environ=machine.environ, overrides=options, placed=("1",), before=before
+    )
+    before.close()
+    assert service.metrics is before.metrics
+    name = "djl_neuronx_compile_cache_misses_total"
+    assert service.metrics.registry.get_sample_value(name) == 1
+    assert machine.compiled() == GRAPHS
+    assert engines(os.getpid()) == []
+    assert not service.loop.alive
+    service.loop.start(0)
+    assert service.loop.alive
+    assert len(engines(os.getpid())) == 1
+    service.loop.retire(0)
+    assert engines(os.getpid()) == []
+    service.close()
+
+
+@pytest.mark.parametrize(
+    ("copies", "own", "threads"), [(1, None, None), (2, None, 3), (9, None, 1), (2, 5, 5)]
+)
+def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
+    monkeypatch.setattr(service_module, "count_cores", lambda: 8)
+    options = {"model_loader": "cpu", **({} if own is None else {"cpu_threads": str(own)})}
+    prepared = prepare_or_raise(None, TINY, environ={}, overrides=options)
+    given = load_plan(prepared, prepared.load_tokenizer)
+    assert service_module._with_threads(prepared, given, copies).num_threads == threads
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -426,14 +493,17 @@ def test_a_folder_that_is_not_there_is_named_by_the_argument(tmp_path):
         prepare_or_raise(None, tmp_path / "nothere", environ={})
 
 
-def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, options):
+def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, options, tmp_path):
     """Alone the model would take both cores of the machine."""
+    other = shutil.copytree(TINY, tmp_path / "other")
     del options["tensor_parallel_degree"]
     known = {"environ": machine.environ, "overrides": options}
-    placement = check_all([str(TINY), str(TINY)], starting=True, **known)
+    placement = check_all([str(TINY), str(other)], starting=True, **known)
     placement.raise_errors()
     assert placement.placed == (("0",), ("1",))
+    before = toy_service(ToyBackend(TOY_SPEC))
     for cores in ((), *placement.placed):
-        service = Service.load(None, TINY, placed=cores, start=False, **known)
+        service = Service.load(None, TINY, placed=cores, before=before, **known)
         assert service.options.tensor_parallel_degree == (1 if cores else 2)
         service.close()
+    before.close()

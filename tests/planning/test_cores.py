@@ -150,7 +150,8 @@ def test_a_ring_takes_neighbours_a_torus_does_not():
     limit = {"NEURON_RT_VISIBLE_CORES": "4-11"}
     with pytest.raises(ConfigError, match="topology") as raised:
         place([Need("m", 8, "max")], for_process(named("trn1.32xlarge"), limit))
-    assert "NEURON_RT_VISIBLE_CORES=4-11" in str(raised.value)
+    assert "NEURON_RT_VISIBLE_CORES=4-11 gives 8" in str(raised.value)
+    assert "give it whole chips" in str(raised.value)
 
 
 def test_one_copy_of_one_model_keeps_the_environment():
@@ -175,8 +176,7 @@ def test_too_many_name_models_cores_and_the_fix():
         place(needs, named("inf2.48xlarge"))
     assert str(raised.value) == (
         "copies of llama (3 with 8 each) and qwen (max with 2 each) need 26 NeuronCores, and inf2.48xlarge gives 24; "
-        "lower option.replicas or option.tensor_parallel_degree, set replicas=max, serve fewer models, or use a larger "
-        "machine"
+        "lower option.replicas or option.tensor_parallel_degree, serve fewer models, or use a larger machine"
     )
 
 

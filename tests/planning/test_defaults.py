@@ -529,6 +529,8 @@ class TestOnCpu:
         for gib, slots in ((4, 8), (2, 4)):  # 256 MiB a slot
             host = replace(CPU, memory_bytes=gib * GIB)
             assert chosen(facts, host, "cpu") == (1, 2048, slots)
+        shared = replace(CPU, memory_bytes=4 * GIB)
+        assert chosen(facts, shared, "cpu", replicas=2) == (1, 2048, 4)
 
     def test_memory_of_neuron_devices_is_not_the_hosts(self):
         tight = replace(named("inf2.xlarge"), memory_bytes=1)

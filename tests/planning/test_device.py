@@ -234,8 +234,8 @@ def test_a_machine_that_was_only_named_as_a_process_has_it(environ, visible, lim
         ("inf2.48xlarge", "0-23", None),
         ("inf2.48xlarge", "22-24", 23),
         ("inf2.xlarge", "8", 1),
-        ("trn2.3xlarge", "4-7", None),
-        ("trn2.3xlarge", "4-8", 7),
+        ("trn2.3xlarge", "0-3", None),
+        ("trn2.3xlarge", "2-4", 3),
         ("inf2.xlarge", "0,40000", 1),
     ],
 )

@@ -384,10 +384,10 @@ class _Breaking:
     def __init__(self, service):
         self._service, self.loop = service, service.loop
 
-    def parse(self, content, *, request_id, headers, path=""):
+    def parse(self, content, **known):
         if b"<66>" in content:
             raise RuntimeError("a bug")
-        parsed = self._service.parse(content, request_id=request_id, headers=headers, path=path)
+        parsed = self._service.parse(content, **known)
         return replace(parsed, formatter=_Broken()) if b"<99>" in content else parsed
 
 

@@ -683,9 +683,9 @@ def note_hang():
 
 threading.Thread(target=note_hang, daemon=True).start()
 
-def load(stage, died, **_):
+def load(stage, **given):
     global on_death
-    on_death = died
+    on_death = given["on_death"]
     while state == "load":
         time.sleep(0.1)
     service = toy_service(backend, on_death=on_death)

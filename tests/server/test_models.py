@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -344,7 +346,9 @@ class Reloading:
             raise self.prepare_fails.pop()
         return [()]
 
-    def _load(self, _stage: Any, on_death: Any, *, placed: Any = (), start: bool = True) -> Service:
+    def _load(
+        self, _stage: Any, on_death: Any, *, placed: Any = (), before: Service | None = None
+    ) -> Service:
         assert placed == ()
         if self.load_fails:
             raise self.load_fails.pop()
@@ -356,7 +360,7 @@ class Reloading:
             return made[-1]
 
         makes = [make] * self.num_copies
-        service = toy_service(*makes, on_death=on_death, start=start, **self.options)
+        service = toy_service(*makes, on_death=on_death, before=before, **self.options)
         begin = service.loop.start
 
         def held(i: int) -> None:
@@ -442,6 +446,21 @@ def test_a_reload_fails_no_request(reloading: Reloading, caplog: pytest.LogCaptu
     assert counted == crowd.done
 
 
+def test_collections_of_garbage_leave_out_what_is_loaded_and_find_what_a_reload_has_ended(
+    reloading: Reloading, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    service: Any = reloading.model.service
+    service.itself = service  # so that only a collection finds it
+    old = weakref.ref(service)
+    del service
+    wait_until(lambda: not any(one is old() for one in gc.get_objects()))
+    reloading.reload()
+    wait_until(lambda: "reloaded model=toy" in caplog.text)
+    wait_until(lambda: old() is None)
+    gc.unfreeze()
+
+
 def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
     reloading = Reloading()
     (old,) = reloading.made[0]
@@ -517,7 +536,7 @@ def test_a_reload_that_fails_leaves_the_old_service(
     with Crowd(reloading) as crowd:
         reloading.reload()
         wait_until(lambda: "reload_failed" in caplog.text)
-        wait_until(lambda: not reloading.model.reloading)
+        wait_until(lambda: len(reloading.model.services) == 1)
         asked = crowd.done
         wait_until(lambda: crowd.done > asked + 6)
         assert reloading.model.service is service
@@ -530,6 +549,29 @@ def test_a_reload_that_fails_leaves_the_old_service(
     reloading.reload()  # and the next one works
     wait_until(lambda: "reloaded model" in caplog.text)
     assert reloading.model.service is not service
+
+
+def test_a_reload_that_loses_a_copy_serves_on_with_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reloading = Reloading(3)
+    broken = BackendError("the device is gone")
+    reloading.start_fails += [broken, broken]  # of the new copy, then of the old one in its place
+    with Crowd(reloading) as crowd:
+        reloading.reload()
+        wait_until(lambda: "reload_failed" in caplog.text)
+        wait_until(lambda: len(reloading.model.services) == 1)
+        asked = crowd.done
+        wait_until(lambda: crowd.done > asked + 6)
+    assert "copy_lost copy=2" in caplog.text
+    service = reloading.model.service
+    assert service is not None
+    assert [copy.alive for copy in service.loop.copies] == [True, True, False]
+    reloading.reload()  # the next one brings it back
+    wait_until(lambda: reloading.model.service is not service)
+    wait_until(lambda: len(reloading.model.services) == 1)
+    assert all(copy.alive for copy in reloading.model.services[0].loop.copies)
+    reloading.close()
 
 
 def test_a_reload_to_other_copies_is_refused(caplog: pytest.LogCaptureFixture) -> None:
