@@ -111,12 +111,16 @@ def _one_shot(
     variables = [f"--env={name}={value}" for name, value in environ.items()]
     run = ["docker", "run", "--rm", *devices, *variables, arguments.image, *command]
     registry = arguments.image.partition("/")[0]
-    region = shlex.quote(arguments.region)
+    log = shlex.quote(f"{arguments.output.rstrip('/')}.log")
     script = f"""#!/bin/bash
 shutdown -P +{math.ceil(longest_s / 60)}
 exec >/var/log/compile.log 2>&1
-trap 'aws s3 cp /var/log/compile.log {shlex.quote(arguments.output.rstrip("/") + ".log")}; shutdown -P now' EXIT
-aws ecr get-login-password --region {region} | docker login --username AWS --password-stdin {shlex.quote(registry)}
+finish() {{
+    aws s3 cp /var/log/compile.log {log}
+    shutdown -P now
+}}
+trap finish EXIT
+aws ecr get-login-password --region {arguments.region} | docker login --username AWS --password-stdin {registry}
 {shlex.join(run)}
 """
     parameters: dict[str, Any] = {

@@ -87,14 +87,22 @@ def endpoint_config_call(arguments: argparse.Namespace, planned: Plan) -> Call:
     else:
         variant |= {"ModelName": name, "InitialVariantWeight": 1.0}
     if planned.prepared.machine.family in EBS_FAMILIES:
-        size = (1 + containers) * planned.model_bytes
-        variant["VolumeSizeInGB"] = DISK_GIB + math.ceil(size / GIB)
+        size_gib = DISK_GIB + math.ceil((1 + containers) * planned.model_bytes / GIB)
+        most = bounds("ProductionVariant", "VolumeSizeInGB")[1]
+        if size_gib > most:
+            msg = (
+                f"the model needs a volume of {size_gib} GiB, and SageMaker allows {most}; choose an instance with "
+                "disks of its own, such as ml.trn1.32xlarge, or correct --model-gib"
+            )
+            raise ConfigError(msg)
+        variant["VolumeSizeInGB"] = size_gib
     if arguments.ami_version:
         variant["InferenceAmiVersion"] = arguments.ami_version
     if arguments.async_output:
+        most = bounds("AsyncInferenceClientConfig", "MaxConcurrentInvocationsPerInstance")[1]
         parameters["AsyncInferenceConfig"] = {
             "OutputConfig": {"S3OutputPath": arguments.async_output},
-            "ClientConfig": {"MaxConcurrentInvocationsPerInstance": planned.slots},
+            "ClientConfig": {"MaxConcurrentInvocationsPerInstance": min(most, planned.slots)},
         }
     return Call("sagemaker", "create_endpoint_config", parameters)
 

@@ -30,8 +30,20 @@ DISK_GIB = 32
 """Room on a volume besides the model, as downloaded, cut and written."""
 HALF = frozenset({"float16", "bfloat16"})
 """Types of weights of two bytes."""
-READ_BY_OTHERS = ("SERVING_", "HF_", "AWS_", "NEURON_", "DJL_", "OMP_", "FI_", "TRANSFORMERS_")
-"""Prefixes of variables that libraries or DJL Serving read."""
+READ = (
+    "OPTION_",
+    "ARGS_",
+    "SERVING_",
+    "JAVA_",
+    "HF_",
+    "TRANSFORMERS_",
+    "AWS_",
+    "NEURON_",
+    "DJL_",
+    "OMP_",
+    "FI_",
+)
+"""Prefixes of variables that the server, its libraries or DJL Serving read."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,7 @@ def given_variables(arguments: argparse.Namespace) -> dict[str, str]:
     """
     given = dict(arguments.env)
     for name in given:
-        known = name in sources.OPTION_VARIABLES or name.startswith(("OPTION_", *READ_BY_OTHERS))
-        if not known and name != sources.API_KEYS:
+        if name not in sources.OPTION_VARIABLES and not name.startswith(READ):
             msg = f"nothing in the image reads the variable {name}; an option is set by OPTION_<NAME> (docs/options.md)"
             raise ConfigError(msg)
     return given

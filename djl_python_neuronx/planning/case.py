@@ -135,6 +135,13 @@ class Case:
         return self.options.max_rolling_batch_size or 1
 
     @property
+    def host_memory(self) -> int:
+        """Bytes of the host's memory for each copy on a CPU; 0 if unknown: of a Neuron machine it is the devices'."""
+        copies = self.options.replicas
+        whole = 0 if self.device.has_neuron else self.device.memory_bytes
+        return whole // (1 if copies == "max" else copies)
+
+    @property
     def shares_cores(self) -> bool:
         """True if other models, or other copies of this one, are served from cores of the same machine."""
         return self.among_others or self.options.replicas != 1

@@ -85,8 +85,7 @@ class _Room:
         """True if sizes of the model and the machine are known."""
         model, device = self.case.model, self.case.device
         if self.case.on_cpu:
-            known = bool(device.memory_bytes and model.cache_values_per_token)
-            return known and not device.has_neuron
+            return bool(self.case.host_memory and model.cache_values_per_token)
         return model.num_parameters is not None and device.core_memory_bytes > 0
 
     def on_core(self, degree: int, positions: int, slots: int) -> memory.CoreMemory:
@@ -121,8 +120,7 @@ class _Room:
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
-        copies = self.case.options.replicas
-        host = self.case.device.memory_bytes // (1 if copies == "max" else copies)
+        host = self.case.host_memory
         left = host - memory.weight_bytes(self.case.model, load) - memory.HEADROOM_BYTES
         return memory.cache_bytes(self.case.model, load) <= min(host // 2, left)
 

@@ -162,8 +162,7 @@ def core_memory(case: Case) -> CoreMemory | None:
         return None
     load = Load.of(case)
     if case.on_cpu:
-        # The memory of a Neuron machine is that of its devices, not of its host.
-        host = 0 if device.has_neuron else device.memory_bytes
+        host = case.host_memory
         return needed(case.model, load, degree=1, core_memory_bytes=host, backend=case.backend)
     return needed(
         case.model,

@@ -270,11 +270,12 @@ def _cpu(case: Case) -> Iterator[Finding]:
         yield Finding(("cpu_threads",), problem)
     memory = core_memory(case)
     if memory is not None and not memory.fits:
+        each, copies = (" for each copy", ("replicas",)) if options.replicas != 1 else ("", ())
         problem = (
-            f"does not fit: needs {memory.needed / GIB:.2f} GiB, and this machine has {memory.capacity / GIB:.2f} GiB; "
-            "set less, or use a machine with more memory"
+            f"does not fit: needs {memory.needed / GIB:.2f} GiB, and this machine has {memory.capacity / GIB:.2f} GiB"
+            f"{each}; set less, or use a machine with more memory"
         )
-        yield Finding(("n_positions", _SLOTS), problem)
+        yield Finding(("n_positions", _SLOTS, *copies), problem)
 
 
 def _no_equivalent(case: Case) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,6 +279,10 @@ class TestScaling:
             "OutputConfig": {"S3OutputPath": "s3://models/answers"},
             "ClientConfig": {"MaxConcurrentInvocationsPerInstance": 8},
         }
+        env |= {"OPTION_REPLICAS": "max", "OPTION_TENSOR_PARALLEL_DEGREE": "2"}
+        env["OPTION_MAX_ROLLING_BATCH_SIZE"] = "128"  # 12 copies
+        many = calls("deploy", *words, **env)["create_endpoint_config"]["AsyncInferenceConfig"]
+        assert many["ClientConfig"] == {"MaxConcurrentInvocationsPerInstance": 1000}
         assert variant(found)["InitialInstanceCount"] == 1
         assert found["register_scalable_target"]["MinCapacity"] == 1
         tracking = found["put_scaling_policy"]["TargetTrackingScalingPolicyConfiguration"]
@@ -558,6 +563,7 @@ class TestRefused:
             ("--image", "docker.io/x:1", "not an image of ECR"),
             ("--image", IMAGE.replace(REGION, "us-west-2"), "--image is in us-west-2"),
             ("--ami-version", "none", "does not allow 'none'"),
+            ("--model-gib", "300", "a volume of 632 GiB, and SageMaker allows 512"),
         ],
     )
     def test_what_the_service_would_refuse(self, capsys, folder, word, value, expected):
@@ -664,8 +670,6 @@ class TestCompile:
         assert lines[0] == "#!/bin/bash"
         # It ends after a time, and whatever the compile comes to.
         assert int(re.fullmatch(r"shutdown -P \+(\d+)", lines[1])[1]) > 60
-        assert re.fullmatch(r"trap '.*; shutdown -P now' EXIT", lines[3])
-        assert "s3://models/compiled/llama.log" in lines[3]
         run = lines[-1]
         assert all(f"--device=/dev/neuron{number} " in run for number in range(12))
         assert "/dev/neuron12" not in run
@@ -673,6 +677,24 @@ class TestCompile:
         assert run.endswith(
             f"compile {MODEL} --output s3://models/compiled/llama --instance inf2.48xlarge"
         )
+
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_the_device_is_given_back_whatever_comes_of_it(self, calls, tmp_path, status):
+        """The script of the instance, with programs that write down how they are called."""
+        words = ("--ami", "ami-1", "--instance-profile", "compile", "--output", "s3://m/it's here")
+        script = calls("compile", *words)["run_instances"]["UserData"]
+        for name in ("aws", "docker", "shutdown"):
+            program = tmp_path / name
+            code = f"exit {status}" if name == "docker" else ""
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/called\n{code}\n')
+            program.chmod(0o755)
+        script = script.replace("/var/log/compile.log", f"{tmp_path}/log")
+        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        subprocess.run(["/bin/bash", "-c", script], env=environ, timeout=60, check=False)
+        called = (tmp_path / "called").read_text().splitlines()
+        assert called[0].startswith("shutdown -P +")
+        assert any(line.startswith("docker run ") for line in called[1:-2])
+        assert called[-2:] == [f"aws s3 cp {tmp_path}/log s3://m/it's here.log", "shutdown -P now"]
 
     def test_the_other_library_on_a_device(self, calls):
         words = ("--ami", "ami-0123456789abcdef0", "--instance-profile", "compile")
@@ -924,10 +946,10 @@ class TestDashboard:
             cells |= own
 
 
-def policy(name):
+def policy(name, *more):
     words = ["policy", name, "--name", NAME, "--region", REGION, "--role", ROLE, "--image", IMAGE]
     words += ["--model-data", MODEL, "--output", "s3://answers/out"]
-    return iam.policy(deploy.parser().parse_args(words))
+    return iam.policy(deploy.parser().parse_args([*words, *more]))
 
 
 def listed(value):
@@ -1033,12 +1055,15 @@ class TestPolicies:
         assert resources == {}
 
     def test_roles_are_passed_to_their_services_only(self):
-        (statement,) = (
-            one for one in policy("deployer")["Statement"] if one["Action"] == "iam:PassRole"
-        )
-        assert set(statement["Resource"]) == {ROLE}
-        services = statement["Condition"]["StringEquals"]["iam:PassedToService"]
-        assert services == ["sagemaker.amazonaws.com", "ec2.amazonaws.com"]
+        passed = {
+            statement["Resource"]: statement["Condition"]["StringEquals"]["iam:PassedToService"]
+            for statement in policy("deployer", "--compile-role", f"{ROLE}-compile")["Statement"]
+            if statement["Action"] == "iam:PassRole"
+        }
+        assert passed == {
+            ROLE: "sagemaker.amazonaws.com",
+            f"{ROLE}-compile": ["sagemaker.amazonaws.com", "ec2.amazonaws.com"],
+        }
 
     @pytest.mark.parametrize(
         ("action", "inside", "outside"),

@@ -1238,6 +1238,21 @@ class TestSeveral:
             assert "1 on a CPU" in note
         assert [one["cores"] for one in all_as_json(told)["placement"]["copies"]] == ["", ""]
 
+    @pytest.mark.parametrize(("copies", "fits"), [("4", True), ("5", False)])
+    def test_copies_on_a_cpu_share_its_memory(self, laptop, tmp_path, copies, fits):
+        """64 GiB, of which a copy takes 16."""
+        options = {"model_loader": "cpu", "replicas": copies}
+        told = run_all(models(tmp_path, ("llama-3-8b", "")), None, **options)
+        assert told.ok == fits
+        assert fits or "12.80 GiB for each copy" in told.findings.messages("error")[0]
+
+    def test_what_a_library_does_not_serve_yet_is_one_error(self, tmp_path):
+        (draft,) = models(tmp_path, ("tinyllama-1.1b", ""))
+        (target,) = models(tmp_path, ("llama-2-7b", ""))
+        told = run_all([target], model_loader="nxdi", speculative_draft_model=draft)
+        (error,) = told.findings.messages("error")
+        assert "served with NxD Inference in a later version" in error
+
     def test_as_a_start_prepares_it(self, laptop, tmp_path):
         """No machine is assumed, and absent weights are an error."""
         settings = "option.tensor_parallel_degree=2\noption.replicas=2"

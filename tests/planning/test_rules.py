@@ -435,7 +435,6 @@ TNX = [
     ),
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
-PREFIXES = {"enable_prefix_caching": True, "context_length_estimate": (128, 512)}
 LATER = {
     "quantize": "static_int8",
     "kv_cache_quantize": "int8",
@@ -447,20 +446,10 @@ LATER = {
     "token_tree_config": {"0": [1]},
     "enable_prefix_caching": True,
     "is_block_kv_layout": True,
+    "is_eagle3": True,
+    "rmsnorm_quantize_kernel_enabled": True,
 }
 NXDI = [
-    (
-        "fuse_qkv",
-        "warning",
-        {"fuse_qkv": True, "activation_quantization_type": "dynamic"},
-        {"fuse_qkv": None},
-    ),
-    (
-        "is_block_kv_layout",
-        "error",
-        {"is_block_kv_layout": True},
-        {"enable_prefix_caching": True},
-    ),
     ("cp_degree", "error", {**CORES, "cp_degree": 3}, {"cp_degree": 4}),
     (
         "attention_dp_degree",
@@ -523,64 +512,6 @@ NXDI = [
         {"dtype": "float32"},
     ),
     (
-        "quantize",
-        "error",
-        {"quantize": "static_int8", "fused_rmsnorm_qkv": True},
-        {"modules_to_not_convert": ("lm_head",)},
-    ),
-    (
-        "quantize",
-        "error",
-        {"quantized_mlp_kernel_enabled": True, "qkv_nki_kernel_enabled": True},
-        {"qkv_nki_kernel_enabled": None},
-    ),
-    *(
-        (
-            "activation_quantization_type",
-            "error",
-            {"activation_quantization_type": "dynamic", kernel: True},
-            {kernel: False},
-        )
-        for kernel in ("fused_rmsnorm_mlp", "quantized_mlp_kernel_enabled")
-    ),
-    (
-        "activation_quantization_type",
-        "error",
-        {"activation_quantization_type": "static", "fuse_qkv": True},
-        {"activation_quantization_type": "dynamic"},
-    ),
-    (
-        "rmsnorm_quantize_kernel_enabled",
-        "error",
-        {"rmsnorm_quantize_kernel_enabled": True},
-        {"quantized_mlp_kernel_enabled": True},
-    ),
-    (
-        "quantization_type",
-        "error",
-        {
-            "quantize": "static_fp8",
-            "quantization_type": "blockwise_symmetric",
-            "quantization_block_size": (128, 128),
-            "quantization_block_axis": (0,),
-        },
-        {"quantization_block_axis": (0, 1)},
-    ),
-    *(
-        (
-            name,
-            "warning",
-            {
-                "quantize": "static_fp8",
-                "quantization_type": "per_tensor_symmetric",
-                "quantization_block_size": (128,),
-                "quantization_block_axis": (0,),
-            },
-            {"quantization_type": "blockwise_symmetric"},
-        )
-        for name in ("quantization_block_size", "quantization_block_axis")
-    ),
-    (
         "qkv_cte_nki_kernel_fuse_rope",
         "error",
         {"qkv_cte_nki_kernel_fuse_rope": True, "qkv_nki_kernel_enabled": True},
@@ -612,22 +543,10 @@ NXDI = [
         {"k_cache_transposed": False},
     ),
     (
-        "k_cache_transposed",
-        "error",
-        {"k_cache_transposed": True, "is_block_kv_layout": True},
-        {"is_block_kv_layout": False},
-    ),
-    (
         "token_generation_batches",
         "error",
         {**CORES, "token_generation_batches": (4, 9)},
         {"token_generation_batches": (4, 8)},
-    ),
-    (
-        "token_generation_batches",
-        "error",
-        {**CORES, "token_generation_batches": (4,), "is_block_kv_layout": True},
-        {"is_block_kv_layout": None},
     ),
     (
         "padding_side",
@@ -647,46 +566,10 @@ NXDI = [
         },
         {"rolling_batch_strategy": "continuous_batching"},
     ),
-    (
-        "enable_prefix_caching",
-        "error",
-        {**PREFIXES, "prefix_buckets": (512,), "context_length_estimate": (127, 512)},
-        {"context_length_estimate": (128, 512)},
-    ),
     ("prefix_buckets", "warning", {"prefix_buckets": (512,)}, {"enable_prefix_caching": True}),
-    *(
-        ("is_medusa", "error", {**MEDUSA, name: None}, {name: MEDUSA[name]})
-        for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
-    ),
     *(
         (name, "warning", {name: MEDUSA[name]}, MEDUSA)
         for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
-    ),
-    ("is_medusa", "error", {**MEDUSA, **DRAFT}, {"speculative_draft_model": None}),
-    (
-        "is_eagle3",
-        "error",
-        {**DRAFT, "is_eagle3": True, "on_device_generation": True},
-        {"enable_eagle_speculation": True},
-    ),
-    (
-        "token_tree_config",
-        "error",
-        {
-            **DRAFT,
-            "token_tree_config": {"0": [1]},
-            "enable_eagle_speculation": True,
-            "is_eagle3": True,
-            "on_device_generation": True,
-        },
-        {"is_eagle3": False},
-    ),
-    ("speculative_draft_model", "error", DRAFT, {"on_device_generation": True}),
-    (
-        "speculative_draft_model",
-        "error",
-        {**MEDUSA, "on_device_generation": None},
-        {"on_device_generation": True},
     ),
     ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
     ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
@@ -701,19 +584,6 @@ NXDI = [
         "note",
         {"async_execution": True, "on_device_generation": True, "async_mode": True},
         {"async_execution": None},
-    ),
-    ("async_execution", "error", {**MEDUSA, "async_execution": True}, {"async_execution": False}),
-    (
-        "async_execution",
-        "error",
-        {
-            **DRAFT,
-            **PREFIXES,
-            "prefix_buckets": (512,),
-            "async_execution": True,
-            "on_device_generation": True,
-        },
-        {"enable_eagle_speculation": True},
     ),
 ]
 LEFT_OUT = {name: ServingOptions.model_fields[name].default for name in LATER}
