@@ -194,6 +194,7 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
     from djl_python_neuronx.config.djl_serving import chunked_read_timeout_s
     from djl_python_neuronx.config.sources import environment
     from djl_python_neuronx.loading.failed_loads import FailedLoads
+    from djl_python_neuronx.loading.load_memory import freeze_heap
     from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
     from djl_python_neuronx.service import Service
 
@@ -220,6 +221,7 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
             _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
         else:
             _process.door = PlainDoor(service, timeout_s)
+    freeze_heap()
     logger.info("ready door=%s", type(_process.door).__name__)
 
 

@@ -5,6 +5,7 @@ every step is controlled or a Java that fails at will. The rest is in `tests/djl
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from djl_python_neuronx.service import Service
 from tests import djl_engine_double
 from tests.djl_engine_double import Input, Output
 from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
-from tests.toy_backend import expected
+from tests.toy_backend import ToyBackend, expected
+from tests.toy_service import toy_service
 from tests.toy_tokenizer import TOKENIZER
 
 ENTRY = "tests.djl_entry"
@@ -290,3 +292,13 @@ def test_only_the_first_call_sets_options_in_asynchronous_mode(process, loads):
     assert meanwhile.code == 503
     assert b"no device" in later.content.get("data")
     assert [load["model_id"] for load in loads] == ["operators"]
+
+
+def test_collections_of_garbage_leave_out_what_is_loaded(process, monkeypatch):
+    service = toy_service(ToyBackend())
+    monkeypatch.setattr(Service, "load", lambda *_, **__: service)
+    handler.handle(called(**FIRST))
+    assert process.service is service
+    assert not any(one is service for one in gc.get_objects())
+    service.close()
+    gc.unfreeze()

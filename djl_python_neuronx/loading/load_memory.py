@@ -1,7 +1,8 @@
-"""Loads side by side, within the host's memory."""
+"""The memory of loads: side by side within the host's, and out of the way of garbage collections."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -53,3 +54,14 @@ class LoadMemory:
 
 LOAD_MEMORY = LoadMemory()
 """The loads of this process."""
+
+
+def freeze_heap() -> None:
+    """Keep all objects that live now out of Python's garbage collections; collect those that a reload has left first.
+
+    A collection that visits them stops all streams: for 0.17 s in every 6 s, which is most of the p99 between tokens
+    (four engines, 400 streams, 2 vCPU VM, 2026-11).
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

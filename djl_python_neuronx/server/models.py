@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError, ConfigError, ServingError
+from djl_python_neuronx.loading.load_memory import freeze_heap
 from djl_python_neuronx.telemetry import log_load_failure
 
 if TYPE_CHECKING:
@@ -224,11 +225,13 @@ class Loader:
             thread.join()
         if any(model.service is None for model in self._loads):
             return
+        freeze_heap()
         while self._wanted.get():
             while not self._wanted.empty():  # several wishes are one
                 if not self._wanted.get():
                     return
             self._reload_all()
+            freeze_heap()
 
     def _load(self, model: Model, cores: Sequence[str]) -> None:
         try:

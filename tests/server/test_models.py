@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -184,6 +186,15 @@ def test_metrics_of_all_models_are_one_exposition(pair: Pair) -> None:
     assert all('model="' in line for line in lines if not line.startswith("#"))
     names = [line.split()[2] for line in heads if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
+
+
+def test_a_model_with_the_name_that_a_client_sends_for_none_can_be_named() -> None:
+    pair = Pair(b={"model_name": ("tgi",)})
+    pair.load_all()
+    for path, payload in BODIES:
+        assert pair.post(path, {**payload, "model": "tgi"}).status_code == 200
+    assert (pair.backends["a"].num_steps, pair.backends["b"].num_steps > 0) == (0, True)
+    pair.close()
 
 
 def test_each_model_has_its_own_limit_of_a_body() -> None:
@@ -442,6 +453,21 @@ def test_a_reload_fails_no_request(reloading: Reloading, caplog: pytest.LogCaptu
     name = "djl_neuronx_requests_total{"
     counted = sum(float(line.split()[-1]) for line in lines if line.startswith(name))
     assert counted == crowd.done
+
+
+def test_collections_of_garbage_leave_out_what_is_loaded_and_find_what_a_reload_has_ended(
+    reloading: Reloading, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    service: Any = reloading.model.service
+    service.itself = service  # so that only a collection finds it
+    old = weakref.ref(service)
+    del service
+    wait_until(lambda: not any(one is old() for one in gc.get_objects()))
+    reloading.reload()
+    wait_until(lambda: "reloaded model=toy" in caplog.text)
+    wait_until(lambda: old() is None)
+    gc.unfreeze()
 
 
 def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
