@@ -1,5 +1,6 @@
 """The images: what every Dockerfile has to say, the scripts that they run, and the replay that stands in for Docker."""
 
+import faulthandler
 import json
 import os
 import re
@@ -414,6 +415,7 @@ def wheel():
 @pytest.fixture(scope="session")
 def image(wheel, request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
+    faulthandler.cancel_dump_traceback_later()  # pytest's own, after 5 min: a replay takes longer on a busy machine
     yield Replayed(request.param, folder)
     shutil.rmtree(folder)  # gigabytes
 
