@@ -83,6 +83,7 @@ class Service:
             observer=self._recorder,
             cores=cores,
             settings=LoopSettings(
+                model=options.model_names[0],
                 max_waiting=options.max_waiting,
                 step_timeout_s=options.predict_timeout,
                 queue_timeout_s=options.predict_timeout,

@@ -64,8 +64,6 @@ class Image:
     user: str = "0:0"
     entrypoint: list[str] = field(default_factory=list)
     cmd: list[str] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    """Text of LABEL, EXPOSE, STOPSIGNAL and HEALTHCHECK, which a replay does not act on."""
 
     def expand(self, text: str) -> str:
         """Replace `$NAME` and `${NAME}`; an unknown one is an error, where Docker would take an empty text."""
@@ -228,15 +226,7 @@ def _enter(job: dict[str, object], words: list[str]) -> None:
 def output(*line: str, cwd: str | None = None, env: dict[str, str] | None = None) -> str:
     """What a program of this machine prints; its failure is an error that has it."""
     try:
-        ran = subprocess.run(
-            line,
-            cwd=cwd,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        ran = subprocess.run(line, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
     except FileNotFoundError as error:
         raise ReplayError(f"{line[0]} not found; this needs a Debian with apt and pip") from error
     if ran.returncode:
@@ -361,7 +351,7 @@ def replay(name: str, folder: Path, skipped: list[str]) -> Image:
         elif kind == "FROM":
             image = start(image.expand(text), folder, skipped)
         elif kind in FACTS:
-            image.facts[kind] = image.expand(text)
+            image.expand(text)
         elif kind in STEPS:
             STEPS[kind](image, folder / "root", text)
         else:
@@ -431,6 +421,7 @@ STEPS = {
     "WORKDIR": workdir,
 }
 FACTS = ("EXPOSE", "HEALTHCHECK", "LABEL", "STOPSIGNAL")
+"""What only Docker and its users read: that their variables have values is all that is seen here."""
 
 
 def build(name: str, folder: Path) -> None:

@@ -66,6 +66,8 @@ class Host(Protocol):
 class LoopSettings:
     """Settings of an engine loop."""
 
+    model: str = ""
+    """The model's name, for logs."""
     max_waiting: int = 1000
     step_timeout_s: float = 120.0
     """Longest time of a device call; of the first call of a graph, `FIRST_CALL_FACTOR` times as long."""
@@ -219,20 +221,12 @@ class EngineLoop:
         if stream is not None:
             notify(self._observer.given_up, stream)
 
-    def adopt(self, group: Sequence[Stream], release: Callable[[str], Stream | None]) -> bool:
-        """Take requests that are answered together from another copy, if there is room for all of them.
-
-        `release` takes each from the other one, unless it has ended meanwhile.
-        """
+    def adopt(self, group: list[Stream], other: EngineLoop) -> bool:
+        """Take requests without a token that are answered together from another copy, if there is room for all."""
         if len(group) > self.streams.room:
             return False
-        released = [release(stream.request.request_id) for stream in group]
-        self.streams.open([stream for stream in released if stream is not None], self._add)
+        self.streams.open(other._removed(group), self._add)
         return True
-
-    def release(self, request_id: str) -> Stream | None:
-        """Remove a request without a token, for another copy; None if it is not open."""
-        return self._remove(request_id)
 
     def stop(self) -> None:
         """End the engine; requests that still run get an error. Does not wait."""
@@ -289,8 +283,8 @@ class EngineLoop:
             end_engine(self._engine)
             return
         logger.critical(
-            "engine_given_up copy=%d deaths=%d engine_restarts=%d error=%s",
-            self.copy, len(self._deaths), self._settings.restarts, death.error,
+            "engine_given_up copy=%d model=%s deaths=%d engine_restarts=%d error=%s", self.copy,
+            self._settings.model, len(self._deaths), self._settings.restarts, death.error,
         )  # fmt: skip
         self._leave(death.error)
         self._end(self.streams.end_all(), death.error)
@@ -446,7 +440,10 @@ class EngineLoop:
                 self._link = self._engine.link
                 for stream in self.streams.open_streams():
                     self._add(stream)
-            logger.warning("engine_restarted copy=%d seconds=%.2f", self.copy, self._load_s)
+            name = self._settings.model
+            logger.warning(
+                "engine_restarted copy=%d model=%s seconds=%.2f", self.copy, name, self._load_s
+            )
             return True
         return False
 
@@ -455,8 +452,9 @@ class EngineLoop:
         now_s = time.monotonic()
         self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
         logger.error(
-            "engine_died copy=%d cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self.copy,
-            death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S, death.error,
+            "engine_died copy=%d model=%s cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self.copy,
+            self._settings.model, death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S,
+            death.error,
         )  # fmt: skip
         notify(self._observer.died, death.cause, self.copy)
         return self._engine.restartable and len(self._deaths) <= self._settings.restarts

@@ -301,7 +301,7 @@ class Replicas:
                 # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
                 if other is None or other is copy or not (other.loop.alive or given_up):
                     break
-                if not other.loop.adopt(group, loop.release):
+                if not other.loop.adopt(group, loop):
                     break
                 num_moved += len(group)
         if num_moved:

@@ -138,8 +138,8 @@ def decode(body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
 def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
-        if (name := named_model(payload)) is not None:
-            check_model(name, context.options.model_names)
+        names = context.options.model_names
+        check_model(named_model(payload, names), names)
         return protocol.parse(payload, context)
     except ServingError as error:
         error.protocol = protocol.name

@@ -238,8 +238,8 @@ class ParseContext:
         return found
 
 
-def named_model(payload: Mapping[str, Any]) -> str | None:
-    """The name of the model in a payload. None if it has none.
+def named_model(payload: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The name of the model in a payload. None if it has none, or one of `UNNAMED` that is not of `names`.
 
     Raises:
         RequestError: it is no string.
@@ -248,7 +248,7 @@ def named_model(payload: Mapping[str, Any]) -> str | None:
     if not isinstance(name, (str, type(None))):
         msg = f"model is {json_type(name)}; expected a string, the name of a model"
         raise RequestError(msg, param="model")
-    return None if name in UNNAMED else name
+    return None if name in UNNAMED and name not in names else name
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:

@@ -149,14 +149,13 @@ class Application:
             UnknownModelError: there is none of this name.
             RequestError: there is no name, and there are several models.
         """
-        if name is not None:
-            check_model(name, self.model_names)
-            return next(model for model in self.models if name in model.names)
-        if len(self.models) > 1:
+        check_model(name, self.model_names)
+        found = [one for one in self.models if name in one.names or len(self.models) == 1]
+        if not found:
             listed = ", ".join(map(repr, self.model_names))
             msg = f"the request names no model; set model to one of {listed}"
             raise RequestError(msg, param="model")
-        return self.models[0]
+        return found[0]
 
     def _loaded(self) -> list[Model]:
         """The models that are loaded and not given up.
@@ -249,7 +248,7 @@ class Application:
             body = await _read(request, self.max_body_bytes, count)
             if not named:
                 payload = await _decoded(body, headers)
-                name = named_model(payload)
+                name = named_model(payload, self.model_names)
             model, generation = self.find(name), None
             while generation is None:
                 service = await model.taking()

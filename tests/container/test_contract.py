@@ -9,6 +9,7 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ PORT = {"SAGEMAKER_BIND_TO_PORT": "8097", "SAGEMAKER_SAFE_PORT_RANGE": "8097-809
 JSON = {"Content-Type": "application/json"}
 CODE = {"code/inference.py": "raise SystemExit", "code/requirements.txt": "no-such-package"}
 LONG = {"inputs": "1 2 3 4 5", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}
+MANY = {**LONG, "inputs": [LONG["inputs"]] * 128}
 SHORT = {"inputs": "1 2 3 4 5", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
 
 
@@ -91,11 +93,16 @@ def post(connection, body, headers=JSON):
     return response.status, response.headers, response.read()
 
 
-def ask(container, connection=None, check=CHECK):
-    with closing(connection or container.connect()) as own:
-        status, _, content = post(connection or own, lmi_body(check))
-        assert status == 200, content
-        return json.loads(content)["generated_text"]
+def invoke(container, body, headers=JSON):
+    """As `post`, with a connection of its own."""
+    with closing(container.connect()) as connection:
+        return post(connection, body, headers)
+
+
+def ask(container):
+    status, _, content = invoke(container, lmi_body(CHECK))
+    assert status == 200, content
+    return json.loads(content)["generated_text"]
 
 
 def open_stream(container):
@@ -157,17 +164,15 @@ def test_content_types(container, headers, answers):
     body = lmi_body(CHECK)
     if headers.get("Content-Type") == "text/plain":
         body = CHECK["prompt"].encode()
-    with closing(container.connect()) as connection:
-        status, given, content = post(connection, body, headers)
+    status, given, content = invoke(container, body, headers)
     assert (status, given.get_content_type()) == (200, answers)
     assert json.loads(content) == {"generated_text": CHECK["completion"]}
 
 
 def test_headers_of_sagemaker(container):
-    with closing(container.connect()) as connection:
-        headers = {**JSON, "X-Amzn-SageMaker-Inference-Id": "mine"}
-        headers["X-Amzn-SageMaker-Custom-Attributes"] = "trace=7;accept=text/event-stream"
-        status, given, content = post(connection, lmi_body(CHECK, stream=True), headers)
+    headers = {**JSON, "X-Amzn-SageMaker-Inference-Id": "mine"}
+    headers["X-Amzn-SageMaker-Custom-Attributes"] = "trace=7;accept=text/event-stream"
+    status, given, content = invoke(container, lmi_body(CHECK, stream=True), headers)
     assert (status, given.get_content_type()) == (200, "text/event-stream")
     assert given["x-request-id"] == "mine"
     assert content.startswith(b"data:")
@@ -214,8 +219,7 @@ def test_probes_are_answered_while_clients_have_all_connections(container):
             connection.connect()
 
         def is_full():
-            with closing(container.connect()) as connection:
-                return post(connection, lmi_body(CHECK))[0] == 503
+            return invoke(container, lmi_body(CHECK))[0] == 503
 
         wait_until(is_full)
         assert container.ping() == 200
@@ -255,15 +259,11 @@ def test_all_probes_were_answered(container):
 
 
 def test_sigterm_lets_running_requests_end(container):
-    def wait(_):
-        with closing(container.connect()) as connection:
-            return post(connection, SHORT)
-
     ended = metrics(container, ENDED)
     with ThreadPoolExecutor(2 * SLOTS) as clients:
         streams = [open_stream(container) for _ in range(SLOTS)]
         # Most of these wait for a slot.
-        answers = clients.map(wait, range(2 * SLOTS))
+        answers = clients.map(partial(invoke, container), [SHORT] * 2 * SLOTS)
         arrived = ended + 3 * SLOTS
         wait_until(lambda: metrics(container, RUNNING, WAITING, ENDED) >= arrived)
         processes = container.processes()
@@ -287,6 +287,19 @@ def test_sigterm_during_the_load(start):
     assert container.wait() == 0, container.tail()
 
 
+@pytest.mark.nightly
+def test_sigterm_ends_what_does_not_end(start):
+    """Before SIGKILL, with an answer and status 0. It takes the whole drain."""
+    container = start({"OPTION_MAX_ROLLING_BATCH_SIZE": "1"}).wait_ready()
+    with ThreadPoolExecutor(4) as clients:
+        answers = clients.map(partial(invoke, container), [MANY] * 4)
+        wait_until(lambda: metrics(container, RUNNING, WAITING, ENDED) >= 4 * len(MANY["inputs"]))
+        container.stop()
+        for status, _, content in answers:
+            assert (status, json.loads(content)["code"]) == (503, 503)
+    assert container.wait() == 0, container.tail()
+
+
 def test_an_answer_in_time_and_a_killed_server_that_leaves_no_process(start):
     """Without process ids of its own, where the system would end them all."""
     options = {
@@ -298,10 +311,8 @@ def test_an_answer_in_time_and_a_killed_server_that_leaves_no_process(start):
     container = start(environ, namespace=False, top="tiny/").wait_ready()
     assert container.port == 8080
     assert ask(container) == CHECK["completion"]
-    many = {"inputs": [LONG["inputs"]] * 128}
-    with closing(container.connect()) as connection:
-        parameters = {**LONG["parameters"], "details": True}
-        status, _, content = post(connection, {**many, "parameters": parameters})
+    parameters = {**LONG["parameters"], "details": True}
+    status, _, content = invoke(container, {**MANY, "parameters": parameters})
     assert status == 200
     assert "time" in {answer["details"]["finish_reason"] for answer in json.loads(content)}
     processes = container.processes()

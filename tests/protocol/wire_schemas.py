@@ -233,8 +233,15 @@ class TgiError(TypedDict):
     error_type: Literal["generation", "incomplete_generation", "overloaded", "validation"]
 
 
+class CopyInfo(TypedDict):
+    """A copy in `/info`."""
+
+    state: str
+    cores: str
+
+
 class TgiInfo(TypedDict):
-    """`Info` of the router, and the keys that this server's `/info` had before it had TGI's."""
+    """`Info` of the router, and this server's own keys."""
 
     model: NotRequired[str]
     max_model_len: NotRequired[int]
@@ -243,6 +250,7 @@ class TgiInfo(TypedDict):
     sampling: NotRequired[dict[str, Any]]
     speculation: NotRequired[dict[str, Any] | None]
     chunked_prefill: NotRequired[bool]
+    copies: NotRequired[list[CopyInfo]]
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None

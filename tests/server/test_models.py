@@ -188,6 +188,15 @@ def test_metrics_of_all_models_are_one_exposition(pair: Pair) -> None:
     assert len(names) == len(set(names))
 
 
+def test_a_model_with_the_name_that_a_client_sends_for_none_can_be_named() -> None:
+    pair = Pair(b={"model_name": ("tgi",)})
+    pair.load_all()
+    for path, payload in BODIES:
+        assert pair.post(path, {**payload, "model": "tgi"}).status_code == 200
+    assert (pair.backends["a"].num_steps, pair.backends["b"].num_steps > 0) == (0, True)
+    pair.close()
+
+
 def test_each_model_has_its_own_limit_of_a_body() -> None:
     pair = Pair(a={"max_body_bytes": 2000})
     pair.load_all()
