@@ -410,31 +410,20 @@ def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
 @contextmanager
 def _log_above(console: Console) -> Iterator[None]:
     """Write log lines through the console, which keeps them above the bars."""
+    from rich.file_proxy import FileProxy
+
     handlers = [
         handler
         for handler in logging.getLogger("djl_python_neuronx").handlers
         if isinstance(handler, logging.StreamHandler) and handler.stream is console.file
     ]
     for handler in handlers:
-        handler.setStream(_Lines(console))
+        handler.setStream(FileProxy(console, console.file))
     try:
         yield
     finally:
         for handler in handlers:
             handler.setStream(console.file)
-
-
-class _Lines:
-    """A stream that writes to a console."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def write(self, text: str) -> None:
-        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-
-    def flush(self) -> None:
-        """Do nothing: every write is flushed."""
 
 
 if __name__ == "__main__":

@@ -121,13 +121,3 @@ class Tokenizer(Protocol):
 
         A token that is a part of a character has that part's bytes, or those of U+FFFD if `pieces` is None.
         """
-
-
-class Constraint(Protocol):
-    """A grammar that limits the next token. Reserved: no protocol sets one yet."""
-
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool[V]: which ids may come next."""
-
-    def advance(self, token_id: int) -> None:
-        """Record the token that was sampled."""

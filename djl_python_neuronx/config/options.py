@@ -203,7 +203,9 @@ class GeneralOptions(OptionGroup):
     or copies it is another, see `replicas`. Ignored by the cpu
     backend, so that a file for Inferentia can be tried on a CPU unchanged."""
     replicas: Annotated[
-        Count | Literal["max"], Lower, Option(allowed=f'{COUNT}, or "max"', output="file")
+        Annotated[int, Field(ge=1, le=128)] | Literal["max"],
+        Lower,
+        Option(allowed='a whole number from 1 to 128, or "max"', output="file"),
     ] = 1
     """Copies of the model, each in an engine process with NeuronCores of its own; requests go to the one that has least
     to do. `max` is as many as the machine holds beside the other models of the server, and 1 on a CPU. With several

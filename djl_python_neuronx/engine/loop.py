@@ -223,7 +223,7 @@ class EngineLoop:
 
     def adopt(self, group: list[Stream], other: EngineLoop) -> bool:
         """Take requests without a token that are answered together from another copy, if there is room for all."""
-        if len(group) > self.streams.room:
+        if len(self.streams) + len(group) > self.streams.most:
             return False
         self.streams.open(other._removed(group), self._add)
         return True

@@ -197,11 +197,6 @@ class StreamRegistry:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def room(self) -> int:
-        """Streams that may be opened now."""
-        return self.most - len(self)
-
     def get(self, request_id: str) -> Stream | None:
         """The stream of an id, or None if it is not open."""
         return self._open.get(request_id)

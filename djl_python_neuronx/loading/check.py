@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
-from djl_python_neuronx.config import djl_serving, sources, trust
+from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
@@ -201,36 +201,23 @@ def check(
         problems = Problems()  # of no settings nothing else is worth reporting
         problems.add_error(error)
         return Report(name, problems)
-    # The process that serves will have the variables of `option.env` too.
-    process = trust.serving_environ(
-        environ,
-        settings.worker_variables,
-        problems,
-        inherited=False,
-        trusts_code=settings.options.trust_remote_code,
-        cache_root=fetch.download_root(environ),
+    preparation = Preparation.of(
+        settings, environ, problems, machine, fetch_weights=starting, among_others=among_others
     )
-    here = machines.detect(environ=process) if machine is None else machine
-    _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=not here.has_neuron))
-    preparation = Preparation(
-        here,
-        process,
-        problems,
-        fetch_weights=starting,
-        named=machine is not None,
-        among_others=among_others,
-    )
+    on_cpu = not preparation.machine.has_neuron
+    _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=on_cpu))
     prepared = preparation.prepare(settings)
     if prepared is None or starting:
         return Report(name, problems, settings, prepared)
-    serves_here = machine is None and here.has_neuron
+    serves_here = machine is None and not on_cpu
     obstacles = [*_missing_here(prepared.backend)]
     for obstacle in obstacles:
         problems.add("warning" if serves_here else "note", obstacle)
     if not problems.errors:
         _foresee(prepared, problems, here=serves_here and not obstacles)
+        _add(problems, _small_host(prepared))
     _add(problems, (*_size(prepared), *_one_core_each(settings, prepared)))
-    _add(problems, (*_small_host(prepared), *_long_answers(prepared)))
+    _add(problems, _long_answers(prepared))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
 
 

@@ -201,24 +201,17 @@ def prepare_or_raise(
     problems = Problems()
     settings = examine(properties, model_dir, environ, problems, overrides)
     _log_settings(settings)
-    environ = trust.serving_environ(
+    preparation = Preparation.of(
+        settings,
         environ,
-        settings.worker_variables,
         problems,
+        machine,
         inherited=properties is not None,
-        trusts_code=settings.options.trust_remote_code,
-        cache_root=fetch.download_root(environ),
-    )
-    logged = _log_problems(problems)
-    preparation = Preparation(
-        machine or machines.detect(environ=environ),
-        environ,
-        problems,
-        named=machine is not None,
         ahead=ahead,
         among_others=among_others,
         progress=progress,
     )
+    logged = _log_problems(problems)
     prepared = preparation.prepare(settings)
     if prepared is not None:
         _log_settings(prepared.resolved, logged=settings)
@@ -266,6 +259,32 @@ class Preparation:
     among_others: bool = False
     """The machine serves other models too, so that the default degree leaves cores for them."""
     progress: LoadProgress = SILENT
+
+    @classmethod
+    def of(
+        cls,
+        settings: Resolved,
+        environ: Mapping[str, str],
+        problems: Problems,
+        machine: DeviceInfo | None,
+        *,
+        inherited: bool = False,
+        **how: Any,  # noqa: ANN401  (further fields)
+    ) -> Preparation:
+        """Return one for this machine, or the named `machine`, with the variables of `option.env` added.
+
+        `inherited`: `environ` has them already.
+        """
+        environ = trust.serving_environ(
+            environ,
+            settings.worker_variables,
+            problems,
+            inherited=inherited,
+            trusts_code=settings.options.trust_remote_code,
+            cache_root=fetch.download_root(environ),
+        )
+        here = machine or machines.detect(environ=environ)
+        return cls(here, environ, problems, named=machine is not None, **how)
 
     def prepare(self, settings: Resolved) -> Prepared | None:
         """Find the model, choose the backend, fill in the options, plan graphs and memory, and judge all of it.

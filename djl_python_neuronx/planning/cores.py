@@ -13,8 +13,8 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning.machines import FAMILIES, DeviceInfo, listed_cores
 
-_LARGEST_BLOCK = 128
-"""No machine has more logical cores."""
+_BLOCKS = (2, 4, 8, 16, 32, 64, 128)
+"""Sizes of aligned blocks of cores. No machine has more logical cores."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def _take(cores: int, free: set[int], device: DeviceInfo) -> str | None:
     """
     if not cores:
         return ""
-    step, largest = alignment(cores, device), alignment(_LARGEST_BLOCK, device)
+    step, largest = alignment(cores, device), alignment(_BLOCKS[-1], device)
+    blocks = [size for size in _BLOCKS if step < size <= largest]
     found = [
-        (_block(first, step, largest, free), len(run), first)
+        (sum(_is_free(first // size * size, size, free) for size in blocks), len(run), first)
         for run in _runs(free)
         for first in range(-(-run.start // step) * step, run.stop - cores + 1, step)
     ]
@@ -119,14 +120,8 @@ def _take(cores: int, free: set[int], device: DeviceInfo) -> str | None:
     return _text([range(first, first + cores)])
 
 
-def _block(first: int, size: int, largest: int, free: set[int]) -> int:
-    """Return the size of the largest aligned block of free cores around one that begins at `first`."""
-    while size < largest:
-        start = first // (2 * size) * 2 * size
-        if not free.issuperset(range(start, start + 2 * size)):
-            break
-        size *= 2
-    return size
+def _is_free(first: int, size: int, free: set[int]) -> bool:
+    return free.issuperset(range(first, first + size))
 
 
 def _runs(cores: set[int]) -> list[range]:

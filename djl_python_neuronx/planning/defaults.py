@@ -16,8 +16,6 @@ from djl_python_neuronx.planning.model import ModelFacts
 
 MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows by default, so fewer slots would leave rows waiting."""
-_SMALLEST_PREFIX = 512
-"""Source: neuronx-distributed-inference 0.9, modules/autobucketing.py."""
 _MOST_SLOTS = 128
 """Most slots that are tried one by one."""
 MAX_POSITIONS = 4096
@@ -263,13 +261,8 @@ def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], s
 
 
 def _blocks(case: Case, positions: int, slots: int) -> Filled:
-    """Return what a KV cache in blocks needs: layout and size for prompts in chunks, lengths of cached prefixes."""
+    """Return what a KV cache in blocks needs, for prompts in chunks: its layout and the size of a block."""
     filled: Filled = {}
-    if case.backend == "nxdi" and case.options.enable_prefix_caching:
-        if case.options.prefix_buckets is None:
-            why = "powers of two up to n_positions, from the library's own least on"
-            filled["prefix_buckets"] = make_buckets(positions, _SMALLEST_PREFIX), why
-        return filled
     if case.backend != "tnx" or not case.effective.enable_chunked_prefill:
         return filled
     if case.options.cache_layout is None:

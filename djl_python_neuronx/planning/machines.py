@@ -295,8 +295,8 @@ def detect(
 ) -> DeviceInfo:
     """Detect the machine from `/dev/neuron*`, `neuron-ls -j`, the driver, the product name and the host's memory.
 
-    Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: the
-    variables of `core_limit` and `NEURON_LOGICAL_NC_CONFIG` are read.
+    Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: only
+    `NEURON_LOGICAL_NC_CONFIG` is read.
     """
     paths = [
         path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
@@ -310,19 +310,17 @@ def detect(
     assumed = None
     if devices and instance:
         cores, memory, assumed = _corrected(cores, memory, devices, instance, environ)
-    limit = core_limit(environ)
-    found = DeviceInfo(
+    return DeviceInfo(
         instance_type=instance.name if instance else name,
         neuron_devices=devices,
         neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
         cpus=_cpus(),
-        seen=f"{len(paths)} devices under {root / 'dev'}, {listing.outcome}{_describe(limit)}",
+        seen=f"{len(paths)} devices under {root / 'dev'}, {listing.outcome}",
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
         assumed=assumed,
     )
-    return _limited(found, limit)
 
 
 def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
@@ -330,8 +328,17 @@ def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
 
     This includes a machine that was only named, since the process will run on it.
     """
-    limited = _limited(machine, core_limit(environ))
-    return replace(limited, local_degree=local_degree(environ))
+    machine, limit = replace(machine, local_degree=local_degree(environ)), core_limit(environ)
+    if limit is None or limit.num_cores is None or not machine.has_neuron:
+        return machine
+    cores = machine.neuron_cores
+    return replace(
+        machine,
+        visible_cores=min(limit.num_cores, cores) if cores else limit.num_cores,
+        limited_by=str(limit),
+        allowed_cores=limit.num_cores,
+        listed_cores=limit.listed,
+    )
 
 
 def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
@@ -389,30 +396,6 @@ def _logical_cores(family: Family, environ: Mapping[str, str]) -> int:
     """Return the logical cores of a device; on Trn2 they depend on NEURON_LOGICAL_NC_CONFIG."""
     alone = environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip() == "1"
     return family.cores_per_device * (2 if alone and family.name == "trn2" else 1)
-
-
-def _limited(machine: DeviceInfo, limit: CoreLimit | None) -> DeviceInfo:
-    """Return the machine with at most the cores of the limit; an invalid limit is ignored."""
-    if limit is None or limit.num_cores is None or not machine.has_neuron:
-        return machine
-    cores = machine.neuron_cores
-    visible = min(limit.num_cores, cores) if cores else limit.num_cores
-    return replace(
-        machine,
-        visible_cores=visible,
-        limited_by=str(limit),
-        allowed_cores=limit.num_cores,
-        listed_cores=limit.listed,
-    )
-
-
-def _describe(limit: CoreLimit | None) -> str:
-    """Describe a limit that is set."""
-    if limit is None:
-        return ""
-    if limit.num_cores is None:
-        return f", {limit.problem}" if limit.problem else f", {limit} allows all cores"
-    return f", {limit} allows {limit.num_cores} cores"
 
 
 def listed_cores(text: str) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
 _STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
-_KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
 _ROUNDING = ("bf16_rms_norm", "enable_mixed_precision_accumulation", "enable_saturate_infinity")
 _KEYWORDS = sorted({keyword.partition(".")[0] for keyword in OPTIONS})
 _MOST_THREADS_PER_CPU = 4
@@ -420,11 +419,6 @@ def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
         able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))
         problem = f"{case.library} does not speculate for {case.model.model_type}, only for {able}; remove it"
         yield Finding((source,), problem)
-    # Source: neuronx-distributed-inference 0.9, modules/attention/attention_base.py.
-    windowed = case.backend == "nxdi" and case.model.sliding_window is not None
-    if windowed and not all(getattr(options, name) for name in _KERNELS):
-        problem = f"with a sliding window speculation needs {' and '.join(_KERNELS)}; set both, or leave the draft out"
-        yield Finding((source, *_KERNELS), problem)
 
 
 def _defects(case: Case, capability: Capability) -> Iterator[Finding]:

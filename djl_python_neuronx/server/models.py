@@ -262,6 +262,8 @@ class Loader:
             try:
                 model.reload(partial(load, placed=cores))
             except BaseException as error:  # noqa: BLE001  (see `_run`)
+                if model.failure is _STOPPED:
+                    return
                 log_load_failure(error, f"reload_failed model={name}: it is served as before;")
             else:
                 logger.info("reloaded model=%s", name)

@@ -191,8 +191,8 @@ GENERAL = {
         env=("TENSOR_PARALLEL_DEGREE",),
     ),
     "replicas": Row(
-        (("2", 2), (12, 12), ("max", "max"), ("Max", "max")),
-        ("0", "-1", "all", "auto", "1.5", [2], "None"),
+        (("2", 2), (128, 128), ("max", "max"), ("Max", "max")),
+        ("0", "-1", "129", "2000000000", "all", "auto", "1.5", [2], "None"),
     ),
     "dtype": Row(
         (*DTYPES, ("auto", "auto"), ("AUTO", "auto")),

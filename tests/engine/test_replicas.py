@@ -223,7 +223,7 @@ def test_requests_of_a_dead_copy_without_a_token_go_to_another_at_once(
         assert copies.loop.alive
         assert copies.place("late") == 1, "the dead copy has no requests, and gets none"
         assert not copies.deaths
-        assert "died SIGKILL 0" in copies.recorder.seen
+        wait_until(lambda: "died SIGKILL 0" in copies.recorder.seen)
 
 
 def test_a_request_that_was_running_at_two_deaths_is_not_run_by_a_third_copy() -> None:

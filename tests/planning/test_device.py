@@ -106,20 +106,21 @@ def test_a_whole_machine_is_seen_as_it_is_named(machine, neuron_ls, name):
 )
 def test_the_cores_of_this_process(machine, neuron_ls, environ, visible):
     root = machine(product="inf2.48xlarge")
-    found = detect(root, neuron_ls(answering([CHIP] * 12)), environ)
+    found = for_process(detect(root, neuron_ls(answering([CHIP] * 12))), environ)
     assert (found.neuron_cores, found.visible_cores) == (24, visible)
 
 
 @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
 @pytest.mark.parametrize("value", ["all", "-1", "3-", "7-0", "0;1", "1e3", "²", "9" * 5000])
 def test_an_odd_limit_is_left_aside_and_told(machine, neuron_ls, name, value):
-    found = detect(machine(product="inf2.xlarge"), neuron_ls(answering([CHIP])), {name: value})
-    assert found.visible_cores == 2
-    assert name in found.seen
+    environ = {name: value}
+    found = detect(machine(product="inf2.xlarge"), neuron_ls(answering([CHIP])))
+    assert for_process(found, environ).visible_cores == 2
+    assert name in core_limit(environ).problem
 
 
 def test_a_limit_counts_where_nothing_else_tells_the_cores(machine):
-    found = detect(machine(nodes=["neuron0"]), "", {"NEURON_RT_NUM_CORES": "2"})
+    found = for_process(detect(machine(nodes=["neuron0"]), ""), {"NEURON_RT_NUM_CORES": "2"})
     assert (found.neuron_cores, found.visible_cores) == (0, 2)
 
 

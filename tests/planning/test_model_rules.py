@@ -78,8 +78,6 @@ DRAFT = {
     "draft": replace(LLAMA, num_layers=1, num_parameters=10**9),
 }
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": 64}
-KERNELS = ("attn_block_tkg_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cascaded_attention")
-KERNEL = {**dict.fromkeys(KERNELS, True), "qkv_nki_kernel_enabled": True}
 WINDOW = {"sliding_window": 2048}
 GQA = "group_query_attention"
 DEGREE = "tensor_parallel_degree"
@@ -529,13 +527,6 @@ BATCHES = [
             "windowed_context_encoding_size": 2047,
         },
         {"windowed_context_encoding_size": 2048},
-    ),
-    (
-        "speculative_draft_model",
-        "error",
-        "sliding window",
-        {**DRAFT, "loader": "nxdi", "facts": of("mistral", **WINDOW), "on_device_generation": True},
-        KERNEL,
     ),
     (
         "on_device_generation",

@@ -114,7 +114,7 @@ CASES = [
     ("gpt2", "tnx", {"n_positions": (512,)}, prefill(128, 512, rows=4) + decode(128, 256, 512)),
     ("gpt-neox-20b", "tnx", {}, decode(128, 256, 512)),
     ("gpt-j-6b", "tnx", {"n_positions": 300}, decode(128, 256, 300)),
-    # NxDI: a decode graph for each number of sequences, a prompt graph for each length of a prefix, none included
+    # NxDI: a decode graph for each number of sequences
     (
         "llama-3-8b",
         "nxdi",
@@ -125,12 +125,6 @@ CASES = [
             *decode(128, 256, 512, rows=2),
             *decode(128, 256, 512),
         ],
-    ),
-    (
-        None,
-        "nxdi",
-        {"enable_prefix_caching": True, "prefix_buckets": (512, 1024)},
-        prefill(128, 128, 128, 512, 512, 512) + decode(128, 256, 512),
     ),
     # prompts in chunks: tokens of a step by blocks of all slots at one of the lengths, and no decode graphs
     (

@@ -518,7 +518,7 @@ def test_who_waits_too_long_at_the_door_gets_503() -> None:
     reloading.close()
 
 
-def test_a_stop_ends_the_wait_at_the_door() -> None:
+def test_a_stop_ends_the_wait_at_the_door(caplog: pytest.LogCaptureFixture) -> None:
     reloading = Reloading()
     reloading.hold.clear()
     reloading.reload()
@@ -533,6 +533,7 @@ def test_a_stop_ends_the_wait_at_the_door() -> None:
     assert (found[0].status_code, "server is stopping" in found[0].text) == (503, True)
     reloading.close()
     assert reloading.application.failure is None
+    assert "reload_failed" not in caplog.text
 
 
 @pytest.mark.parametrize("failing", ["prepare_fails", "load_fails", "start_fails"])

@@ -64,16 +64,14 @@ def write_arguments(case: Case) -> LibraryArguments:
 def graphs(case: Case) -> Iterator[Graph]:
     """Return the graphs that the library compiles.
 
-    Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length and
-    each length of a cached prefix, none included; a decode graph for each token length and number of sequences. A draft
-    model is fused with the model into one graph, which takes the place of the decode graph.
+    Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length; a
+    decode graph for each token length and number of sequences. A draft model is fused with the model into one graph,
+    which takes the place of the decode graph.
     """
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
-    prefixes = (0, *(options.prefix_buckets or ())) if options.enable_prefix_caching else (0,)
     decode: Kind = "speculation" if case.options.speculating else "decode"
-    for prompt in _prompts(case):
-        yield from (Graph("prefill", prompt, rows) for _ in prefixes)
+    yield from (Graph("prefill", prompt, rows) for prompt in _prompts(case))
     lengths = options.token_buckets or library_buckets(options.max_model_len or 1)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
         yield from (Graph(decode, length, size) for length in lengths)
