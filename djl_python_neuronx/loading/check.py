@@ -215,8 +215,9 @@ def check(
         problems.add("warning" if serves_here else "note", obstacle)
     if not problems.errors:
         _foresee(prepared, problems, here=serves_here and not obstacles)
+        _add(problems, _small_host(prepared))
     _add(problems, (*_size(prepared), *_one_core_each(settings, prepared)))
-    _add(problems, (*_small_host(prepared), *_long_answers(prepared)))
+    _add(problems, _long_answers(prepared))
     return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
 
 

@@ -1286,10 +1286,11 @@ def printed_all(placement):
 def test_a_host_that_is_too_small_for_a_load(tmp_path, machine, loader, small):
     (target,) = models(tmp_path, ("llama-3.1-8b", ""))
     options = {"model_loader": loader, "max_rolling_batch_size": "1", "n_positions": "2048"}
+    told = "GiB of the host's memory, and inf2.xlarge has 16"
     warnings = run(target, machine=machine, **options).findings.messages("warning")
-    assert (
-        any("GiB of the host's memory, and inf2.xlarge has 16" in one for one in warnings) == small
-    )
+    assert any(told in one for one in warnings) == small
+    beside_an_error = run(target, machine=machine, **options, tensor_parallel_degree="64")
+    assert not any(told in one for one in beside_an_error.findings.messages("warning"))
 
 
 def test_host_memory_is_printed(tmp_path):
