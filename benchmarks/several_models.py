@@ -1,7 +1,7 @@
 """Do several models on one machine leave each other alone? Streams of three models, while an engine is killed.
 
-    python benchmarks/several_models.py --json                     # a run without a kill, and two with one: 3 minutes
-    python benchmarks/several_models.py --engines 1 2 4 8 --json   # how many engines one front serves: 2 minutes
+    python benchmarks/several_models.py                    # a run without a kill, and two with one: 2 minutes
+    python benchmarks/several_models.py --engines 1 2 4 8  # how many engines one front serves: 2 minutes
 
 One `djl-neuronx serve` with models `a` (two copies), `b` and `c`: four engine processes, on a device that only waits
 (`sleep_device.py`). Its answers follow from prompt and model, so each request has one right text. A process has all
@@ -17,16 +17,18 @@ An engine of `a`, and later that of `b`, gets SIGKILL. Wrong, and an exit status
   no more than the engine had slots.
 * `/ping` is 200 all the time.
 
-One row for each run. `killed`: the model. `streams`: at once. `slots`: of each engine. `requests`: ended in the run;
-`failed`: of them by the kill. `recovery_s`: from the kill until every copy of the model has requests again. p50 and p99
-of the times between two tokens of a stream, in ms, of models whose engines live: `before` the kill (for `--seconds`),
-until the recovery (`during`), and `after` it. Without a kill they are three equal times. `moved`: `p99_during` to
-`p99_before`. `front_us`: CPU time of the front per token. `front_cores`, `client_cores`: CPU time per second.
+A column for each run, and the number of wrong things; with `--json` an object for each run. `killed`: the model.
+`streams`: at once. `slots`: of each engine. `requests`: ended in the run; `failed`: of them by the kill. `recovery_s`:
+from the kill until every copy of the model has requests again. p50 and p99 of the times between two tokens of a stream,
+in ms, of models whose engines live: `before` the kill and `after` it, each for `--seconds` (a pause of the machine is
+more than a hundredth of a shorter time), and from the kill until the recovery (`during`). `moved`: `p99_after` to
+`p99_before`; the run without a kill has the same halves. `met`: less than 1.2. `front_us`: CPU time of the front per
+token. `front_cores`, `client_cores`: CPU time per second.
 
-With `--engines`: a row for each number of copies of one model, each with a quarter of `--streams`. `tokens_s`: tokens
-that the front delivered per second; `bound`: what the devices could make; `share`: of the bound; `engine_cores`: CPU
-time of all engines per second. One front is the limit when `front_cores` is 1, as it is one process of Python, if the
-machine has cores enough for clients and engines too.
+With `--engines`: a column for each number of copies of one model, each with a quarter of `--streams`. `tokens_s`:
+tokens that the front delivered per second; `bound`: what the devices could make; `share`: of the bound;
+`engine_cores`: CPU time of all engines per second. One front is the limit when `front_cores` is 1, as it is one process
+of Python, if the machine has cores enough for clients and engines too.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ NUM_TOKENS = (20, 60)
 LENGTH = PROMPT_LEN + NUM_TOKENS[1]
 COPIES: Mapping[str, int] = {"a": 2, "b": 1, "c": 1}
 NUM_ENGINES = sum(COPIES.values())
+MOST_MOVED = 1.2
 RUNNING = 0.9
 """Slots for each stream."""
 SETTLE_S = 3.0
@@ -384,13 +387,11 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
             began = bench.mark()
             time.sleep(options.seconds)
             kill = bench.mark()
-            if killed is None:
-                time.sleep(options.seconds)
-            else:
+            if killed is not None:
                 bench.kill(killed)
                 bench.wait_busy(killed)
             recovered = bench.mark()
-            time.sleep(options.seconds)
+            time.sleep(max(0.0, kill.at_s + options.seconds - time.time()))
             runs.append(Run(killed, began, kill, recovered, bench.mark()))
         results = bench.results()
     wrong += bench.wrong + faults(results, runs, bench.num_slots)
@@ -398,8 +399,9 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
         others = [result for result in results if result.model != run.killed]
         mine = [one for one in results if run.began.at_s <= one.ended_s < run.end.at_s]
         before = percentiles(others, run.began, run.kill)
-        during = percentiles(others, run.kill, run.recovered)
-        after = percentiles(others, run.recovered, run.end)
+        during = percentiles(others, run.kill, run.recovered) if run.killed else None
+        after = percentiles(others, run.kill, run.end)
+        moved = after[1] / before[1]
         rates = run.kill.since(run.began)
         yield {
             "killed": run.killed,
@@ -410,12 +412,12 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
             "failed": sum(one.outcome != "right" for one in mine),
             "recovery_s": round(run.recovered.at_s - run.kill.at_s, 2) if run.killed else None,
             "p50_before": before[0],
-            "p50_during": during[0],
             "p50_after": after[0],
             "p99_before": before[1],
-            "p99_during": during[1],
+            "p99_during": during and during[1],
             "p99_after": after[1],
-            "moved": round(during[1] / before[1], 3),
+            "moved": round(moved, 3),
+            "met": moved < MOST_MOVED if run.killed else None,
             "front_us": round(rates.front_s / rates.tokens * 1e6),
             "front_cores": round(rates.front_s, 2),
             "client_cores": round(rates.clients_s, 2),
@@ -451,8 +453,15 @@ def engine_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[
         }
 
 
+def print_columns(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line for each name, with the value of each row."""
+    for name in rows[0]:
+        values = ("-" if row[name] is None else str(row[name]) for row in rows)
+        print(f"{name:<14}", *(f"{value:>9}" for value in values))
+
+
 def main() -> int:
-    """Print the rows, or one JSON object per line."""
+    """Print the runs, or one JSON object per line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -467,7 +476,11 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # of this process and all it starts
     wrong: list[str] = []
     rows = (engine_rows if options.engines else kill_rows)(options, wrong)
-    sleep_device.print_rows(rows, as_json=options.json)
+    if options.json:
+        sleep_device.print_rows(rows, as_json=True)
+    else:
+        print_columns([*rows])
+        print(f"{'wrong':<14} {len(wrong):>9}")
     for each in wrong[:SHOWN]:
         print(f"wrong: {each}", file=sys.stderr)
     return 1 if wrong else 0

@@ -140,8 +140,8 @@ def test_each_copy_has_cores_of_its_own_and_answers(
     settings = {**BASE, "replicas": "max"}
     service = Service.load(None, TINY_LLAMA, environ=environ, overrides=settings)
     known = checks()[0]
-    application = Application("tiny-llama")
-    application.service = service
+    application = Application(Model("tiny-llama"))
+    application.models[0].service = service
     server = Running(application)
 
     def cores() -> list[str]:
