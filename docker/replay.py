@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 DOCKER = Path(__file__).parent
@@ -25,25 +26,13 @@ DEBIAN = "bookworm"
 OWN_IMAGE = "djl-python-neuronx:"
 PASSED_ON = ("SAGEMAKER_", "OPTION_", "HF_", "SERVING_", "AWS_", "NEURON_", "DJL_")
 CA = "/run/replay-ca.crt"
-AWS = "AWS's repositories cannot be reached from where this is replayed"
-
-SKIPPED = (
-    ("tnx", "ADD", "apt.repos.neuron.amazonaws.com", AWS),
-    ("tnx", "RUN", "apt.repos.neuron.amazonaws.com", AWS),
-    ("tnx", "RUN", "pip.repos.neuron.amazonaws.com", AWS),
-    ("nxdi", "ADD", "apt.repos.neuron.amazonaws.com", AWS),
-    ("nxdi", "RUN", "apt.repos.neuron.amazonaws.com", AWS),
-    ("nxdi", "RUN", "pip.repos.neuron.amazonaws.com", AWS),
-    (
-        "djl",
-        "RUN",
-        "publish.djl.ai",
-        "the server is not on Maven Central, and publish.djl.ai not reachable",
-    ),
-)
-"""Image, instruction, a part of its text, and why it is not run. Each has to be met by exactly one step."""
-GIVEN = {"TORCH_ARGS": "", "BACKEND": "cpu"}
-"""Build arguments of a replay: torch comes from the index that this machine's pip uses."""
+SKIPPED = {
+    "repos.neuron.amazonaws.com": "AWS's repositories cannot be reached from where this is replayed",
+    "publish.djl.ai": "the server is not on Maven Central, and publish.djl.ai cannot be reached",
+}
+"""A part of the text of each step that is not run, and why."""
+GIVEN = {"TORCH_ARGS": os.environ.get("PIP_ARGS", ""), "BACKEND": "cpu"}
+"""Build arguments of a replay: torch comes from where the Makefile takes it."""
 
 
 class ReplayError(Exception):
@@ -274,24 +263,12 @@ def debootstrap(root: Path) -> None:
     """Make a Debian, with the mirror and settings of this machine's apt."""
     with tempfile.TemporaryDirectory() as work:
         # Lists of its own: a new machine may have none, an old one those of packages that are gone.
-        own = [
-            "-o",
-            f"Dir::State::lists={work}",
-            "-o",
-            f"Dir::Cache={work}",
-            "-o",
-            "APT::Sandbox::User=root",
-        ]
-
-        def apt(*arguments: str) -> str:
-            return output("apt-get", *own, *arguments, cwd=work)
-
+        own = [f"-oDir::State::lists={work}", f"-oDir::Cache={work}", "-oAPT::Sandbox::User=root"]
+        apt = partial(output, "apt-get", *own, cwd=work)
         apt("update")
         form = "--format=$(ORIGIN) $(REPO_URI) $(CODENAME) $(COMPONENT)"
-        rows = {
-            tuple(line.split())
-            for line in apt("indextargets", form, "Created-By: Packages").splitlines()
-        }
+        listed = apt("indextargets", form, "Created-By: Packages").splitlines()
+        rows = {tuple(line.split()) for line in listed}
         sources = [
             row[1:] for row in sorted(rows) if row[0] == "Debian" and row[2].startswith(DEBIAN)
         ]
@@ -323,31 +300,21 @@ def pins() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def skips(name: str, steps: list[tuple[str, str]]) -> dict[int, str]:
-    """Positions of the steps that are not run, with the reasons."""
-    found = {}
-    for image, instruction, part, reason in SKIPPED:
-        if image != name:
-            continue
-        places = [
-            at for at, (kind, text) in enumerate(steps) if kind == instruction and part in text
-        ]
-        if len(places) != 1:
-            raise ReplayError(
-                f"{len(places)} steps of {name} are `{instruction} … {part}`, which SKIPPED lists as one"
-            )
-        found[places[0]] = reason
-    return found
+def skips(kind: str, text: str) -> str | None:
+    """Why a step is not run; None if it is."""
+    if kind not in ("ADD", "RUN"):
+        return None
+    return next((reason for part, reason in SKIPPED.items() if part in text), None)
 
 
 def replay(name: str, folder: Path, skipped: list[str]) -> Image:
     """Run the steps of an image in `folder`/root. `skipped` gets those that are not run, with the reason."""
     steps = instructions((DOCKER / f"Dockerfile.{name}").read_text())
-    reasons, image = skips(name, steps), Image()
+    image = Image()
     for at, (kind, text) in enumerate(steps):
         sys.stderr.write(f"[{name} {at + 1}/{len(steps)}] {kind} {text}\n")
-        if at in reasons:
-            skipped.append(f"{name} {at + 1}: {kind} {text[:100]}…: {reasons[at]}")
+        if reason := skips(kind, text):
+            skipped.append(f"{name} {at + 1}: {kind} {text[:100]}…: {reason}")
         elif kind == "FROM":
             image = start(image.expand(text), folder, skipped)
         elif kind in FACTS:

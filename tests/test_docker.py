@@ -1,5 +1,6 @@
 """The images: what every Dockerfile has to say, the scripts that they run, and the replay that stands in for Docker."""
 
+import faulthandler
 import json
 import os
 import re
@@ -17,8 +18,11 @@ import yaml
 from botocore.validate import ParamValidator
 
 from djl_python_neuronx.cli import _parser
+from tests import known_answers
+from tests.artifacts.s3_rig import KEYS
 from tests.djl.java import wait_until
 
+pytest_plugins = ["tests.artifacts.s3_fixtures"]
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 sys.path.append(str(DOCKER))
@@ -97,16 +101,20 @@ def test_every_version_is_used_and_has_a_source():
     assert not [pin for pin in replay.pins().values() if "latest" in pin]
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_what_is_skipped_exists(name):
-    steps_of_its_own = replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
-    skipped = replay.skips(name, steps_of_its_own)
-    assert all(reason for reason in skipped.values())
-    assert len(skipped) == {"cpu": 0, "djl": 1, "nxdi": 3, "tnx": 3}[name]
-    for at in skipped:
-        without = [step for place, step in enumerate(steps_of_its_own) if place != at]
-        with pytest.raises(replay.ReplayError, match="0 steps of"):
-            replay.skips(name, without)
+def test_what_is_skipped():
+    """The steps that need one of the places in the list, and no other."""
+    found = [
+        (name, kind, part)
+        for name in IMAGES
+        for kind, text in replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
+        for part, reason in replay.SKIPPED.items()
+        if replay.skips(kind, text) == reason
+    ]
+    aws = "repos.neuron.amazonaws.com"
+    assert found == [
+        ("djl", "RUN", "publish.djl.ai"),
+        *((name, kind, aws) for name in ("nxdi", "tnx") for kind in ("ADD", "RUN", "RUN")),
+    ]
 
 
 class TestReplay:
@@ -372,38 +380,21 @@ def test_snippets_of_the_readme():
     assert str(pod["spec"]["securityContext"]["fsGroup"]) == uid
 
 
-@pytest.fixture(scope="session")
-def wheel():
-    """The wheel that the images get, made anew."""
-    command = ["make", "dist", f"PYTHON={sys.executable}"]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    (made,) = ROOT.glob("dist/*.whl")
-    return made
+class Replayed:
+    """An image whose steps were run, with the example model."""
 
+    def __init__(self, name, folder):
+        self.name, self.root, self.command = name, folder / "root", str(folder / "run")
+        line = [DOCKER / "replay.sh", name, folder]
+        self.said = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
+        shutil.copytree(ROOT / "examples/tiny-llama", folder / "ml/model")
+        self.environ = {"OPT_ML": str(folder / "ml"), "SAGEMAKER_BIND_TO_PORT": "18082"}
 
-@pytest.mark.nightly
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for debootstrap and chroot")
-@pytest.mark.parametrize("name", ["djl", "nxdi", "tnx"])  # cpu: .ci/run
-def test_replayed(wheel, tmp_path, name):
-    made = subprocess.run(
-        [DOCKER / "replay.sh", name, tmp_path], stdout=subprocess.PIPE, text=True, check=True
-    )
-    steps_left_out = [
-        line for line in made.stdout.splitlines() if line.startswith(f"not run: {name}")
-    ]
-    assert len(steps_left_out) == len([row for row in replay.SKIPPED if row[0] == name])
-    bom = json.loads((tmp_path / "root/sbom.json").read_text())
-    versions = {part["name"]: part["version"] for part in bom["components"]}
-    assert versions["djl-python-neuronx"] == wheel.name.split("-")[1]
-    assert "transformers" in versions
-    (tmp_path / "ml").mkdir()
-    shutil.copytree(ROOT / "examples/tiny-llama", tmp_path / "ml/model")
-
-    def run(*words):
-        environ = {**os.environ, "OPT_ML": str(tmp_path / "ml")}
+    def run(self, *words, **environ):
+        """Exit status and output."""
         ran = subprocess.run(
-            [tmp_path / "run", *words],
-            env=environ,
+            [self.command, *words],
+            env={**os.environ, **self.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -411,11 +402,62 @@ def test_replayed(wheel, tmp_path, name):
         )
         return ran.returncode, ran.stdout
 
-    status, report = run("check", "--instance", "inf2.xlarge")
-    assert (status, "\n  ready" in report) == (0, True), report
-    if name == "djl":
-        assert "openjdk version" in run("java", "-version")[1]
-        # The server itself is what could not be downloaded.
-        status, log = run("serve")
-        assert status == 127
-        assert "serving: not found" in log
+
+@pytest.fixture(scope="session")
+def wheel():
+    """The version of the wheel that the images get, made anew."""
+    command = ["make", "dist", f"PYTHON={sys.executable}"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (made,) = ROOT.glob("dist/*.whl")
+    return made.name.split("-")[1]
+
+
+@pytest.fixture(scope="session")
+def image(wheel, request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    faulthandler.cancel_dump_traceback_later()  # pytest's own, after 5 min: a replay takes longer on a busy machine
+    yield Replayed(request.param, folder)
+    shutil.rmtree(folder)  # gigabytes
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for debootstrap and chroot")
+class TestReplayed:
+    """The images that .ci/run does not replay. djl starts from cpu, which it does replay."""
+
+    @pytest.mark.parametrize("image", ["djl", "nxdi", "tnx"], indirect=True)
+    def test_what_was_run(self, image, wheel):
+        left_out = [line for line in image.said.splitlines() if line.startswith("not run: ")]
+        own = [line for line in left_out if line.startswith(f"not run: {image.name} ")]
+        assert len(own) == (1 if image.name == "djl" else 3)
+        assert len(left_out) == len(own) + (image.name != "djl")  # Debian in place of Ubuntu
+        bom = json.loads((image.root / "sbom.json").read_text())
+        versions = {part["name"]: part["version"] for part in bom["components"]}
+        assert versions["djl-python-neuronx"] == wheel
+        assert "transformers" in versions
+        status, report = image.run("check", "--instance", "inf2.xlarge")
+        assert (status, "\n  ready" in report) == (0, True), report
+
+    @pytest.mark.parametrize("image", ["djl"], indirect=True)
+    def test_a_compile_job(self, image, bucket, moto):
+        line = ["compile", "/opt/ml/model", "--output", "s3://models/tiny", "--weights", "copy"]
+        status, log = image.run(*line, **KEYS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{moto}")
+        assert status == 0, log
+        names = {found["Key"] for found in bucket.list_objects_v2(Bucket="models")["Contents"]}
+        assert {"tiny/manifest.json", "tiny/model.safetensors", "tiny/serving.properties"} <= names
+
+    @pytest.mark.parametrize("image", ["djl"], indirect=True)
+    def test_djl_serving(self, image, monkeypatch):
+        home = os.environ.get("DJL_SERVING_HOME")
+        if home is None:
+            status, log = image.run("serve")
+            assert status == 127
+            assert "serving: not found" in log
+            assert "openjdk version" in image.run("java", "-version")[1]
+            return
+        shutil.copytree(home, image.root / "opt/djl-serving", dirs_exist_ok=True)
+        for name, value in image.environ.items():
+            monkeypatch.setenv(name, value)
+        url = f"http://127.0.0.1:{image.environ['SAGEMAKER_BIND_TO_PORT']}"
+        with known_answers.served(url, [image.command]):
+            assert known_answers.differences(url) == []
