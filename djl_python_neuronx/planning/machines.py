@@ -230,10 +230,8 @@ def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tupl
 
     `used`: include undocumented degrees that guides use.
     """
-    degrees = {degree for entry in families(family) for degree in entry.degrees}
-    if used:
-        degrees.update(degree for entry in families(family) for degree in entry.used_degrees)
-    return tuple(sorted(degree for degree in degrees if degree <= cores))
+    each = [entry.degrees + entry.used_degrees * used for entry in families(family)]
+    return tuple(sorted({degree for degrees in each for degree in degrees if degree <= cores}))
 
 
 def families(name: str | None) -> list[Family]:
@@ -298,9 +296,8 @@ def detect(
     Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: only
     `NEURON_LOGICAL_NC_CONFIG` is read.
     """
-    paths = [
-        path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
-    ]
+    nodes = (root / "dev").glob("neuron*")
+    paths = [path for path in nodes if path.name.removeprefix("neuron").isdigit()]
     listing = _neuron_ls(search_path)
     devices = max(len(paths), len(listing.devices))
     name = _product_name(root) or listing.instance_type
@@ -315,7 +312,9 @@ def detect(
         neuron_devices=devices,
         neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
-        cpus=_cpus(),
+        cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         seen=f"{len(paths)} devices under {root / 'dev'}, {listing.outcome}",
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
@@ -479,20 +478,6 @@ def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file of the kernel with a name and a number in each line."""
     lines = [line.split() for line in _read(path).splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _cpus() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on macOS
-        return os.cpu_count() or 1
-
-
-def _glob(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return list(folder.glob(pattern))
-    except OSError:
-        return []
 
 
 def _read(path: Path) -> str:
