@@ -23,7 +23,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
-from djl_python_neuronx.engine.replicas import Copy, Replicas
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.compiled import obtain
@@ -253,7 +253,9 @@ class Service:
         """Let the gauges show this service."""
         for i, copy in enumerate(self.loop.copies):
             for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
-                self.metrics[name].labels(i).set_function(partial(_count, copy, count))
+                self.metrics[name].labels(i).set_function(
+                    lambda copy=copy, count=count: getattr(copy.loop.state, count)
+                )
 
     @property
     def speculation(self) -> dict[str, object] | None:
@@ -278,10 +280,6 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
-
-
-def _count(copy: Copy, name: str) -> int:
-    return int(getattr(copy.loop.state, name))
 
 
 def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPlan:

@@ -17,9 +17,8 @@ export SERVING_MANAGEMENT_ADDRESS="${SERVING_MANAGEMENT_ADDRESS:-$management}"
 
 # Async mode is the default, but not beside a rolling batch that a file or variable names: the two exclude each other.
 rolling='^[[:space:]]*option\.rolling_batch[[:space:]]*[=:][[:space:]]*'
-of_model="$SERVING_MODEL_STORE/serving.properties $SERVING_MODEL_STORE/*/serving.properties"
-# shellcheck disable=SC2086
-named=$(sed -n "s/$rolling//p" $of_model 2>/dev/null || true)
+store=$SERVING_MODEL_STORE
+named=$(sed -n "s/$rolling//p" "$store/serving.properties" "$store"/*/serving.properties 2>/dev/null | tr -d '\r')
 for mode in ${OPTION_ROLLING_BATCH:-} $named; do
     case $mode in auto | disable) ;; *) rolls=true ;; esac
 done

@@ -69,6 +69,8 @@ def differences(url: str) -> list[str]:
 @contextmanager
 def served(url: str, command: Sequence[str]) -> Iterator[None]:
     """Start a server, wait until it is ready, and end it and all of its session."""
+    if _is_ready(url):
+        sys.exit(f"another server answers at {url}: end it, or choose another port")
     server = subprocess.Popen(command, start_new_session=True)
     try:
         deadline = time.monotonic() + READY_S

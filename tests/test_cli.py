@@ -166,7 +166,7 @@ def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, 
         f"{two}: unknown option 'nope'",
         f"{tmp_path / 'four'}: ",
         f"option.write_timeout holds for the whole server: it is 5 for {one} and 6 for {two}",
-        f"{two} and {three} are both models named 'two'",
+        f"{two} and {three} are models named 'two'",
         f"{three}: engine_process=false ({three}/serving.properties line",
     ):
         assert words in told

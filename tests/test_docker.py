@@ -205,7 +205,7 @@ def start(tmp_path):
         own = {
             "PATH": f"{tmp_path}:{DOCKER}:{os.environ['PATH']}",
             "LOG": str(log),
-            "SERVING_MODEL_STORE": str(tmp_path / "store"),
+            "SERVING_MODEL_STORE": str(tmp_path / "a store"),
             **dict(environ),
         }
         process = subprocess.Popen([DOCKER / script, *words], env=own, stderr=subprocess.PIPE)
@@ -293,16 +293,16 @@ class TestDjl:
             ({}, {"serving.properties": "engine=Python\noption.rolling_batch = tnx\n"}, None),
             ({}, {"a/serving.properties": "option.rolling_batch:neuronx"}, None),
             ({}, {"a/serving.properties": "#option.rolling_batch=tnx"}, "true"),
-            ({}, {"serving.properties": "option.rolling_batch=auto"}, "true"),
+            ({}, {"serving.properties": "option.rolling_batch=auto\r\n"}, "true"),
         ],
     )
     def test_async_mode_is_the_default_without_a_rolling_batch(
         self, start, tmp_path, environ, files, asynchronous
     ):
         for name, text in files.items():
-            file = tmp_path / "store" / name
+            file = tmp_path / "a store" / name
             file.parent.mkdir(parents=True)
-            file.write_text(text)
+            file.write_bytes(text.encode())
         _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
         assert seen.get("OPTION_ASYNC_MODE") == asynchronous
 

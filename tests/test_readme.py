@@ -61,6 +61,10 @@ def test_the_quick_starts_answers(service: Any) -> None:
 @pytest.mark.parametrize(("changed", "status"), [(b"", 0), (b" Saturday", 1)])
 def test_a_server_that_answers_otherwise_is_found_out(changed: bytes, status: int) -> None:
     class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             (lines,) = (
@@ -76,7 +80,12 @@ def test_a_server_that_answers_otherwise_is_found_out(changed: bytes, status: in
         url = f"http://127.0.0.1:{server.server_port}"
         command = [sys.executable, "-I", str(ROOT / "tests/known_answers.py"), url]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        # Its answers would say nothing about the server that this command starts.
+        command += [sys.executable, "-c", ""]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         server.shutdown()
+    assert other.returncode == 1
+    assert f"another server answers at {url}" in other.stderr
     assert ran.returncode == status, ran.stderr
     assert f"{3 - status} of 3 answers" in ran.stdout
     assert (" Friday Saturday" in ran.stdout) == bool(changed)

@@ -129,7 +129,8 @@ def run(calls: Sequence[Call], region: str) -> None:
             deletes = call.until == {} or call.operation.startswith(("delete_", "deregister_"))
             if deletes and _is_missing(error):
                 continue
-            msg = f"{call.service} {call.operation} {call.parameters}: {error}"
+            # Without the parameters: variables of the container may be secrets.
+            msg = f"{call.service} {call.operation}: {error}"
             raise ServingError(msg) from error
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
-LEFT_OUT: dict[str, str] = {}
-"""Metrics that are not on the dashboard, each with the reason."""
 _WIDTH, _HEIGHT, _COLUMNS = 8, 6, 3
 _ABOUT = (
     "**{endpoint}**: metrics that the container logs once a minute (docs/metrics.md). Counters are sums of a minute; "
@@ -15,14 +13,12 @@ _ABOUT = (
 )
 
 
-def namespace(endpoint: str) -> str:
-    """The namespace of an endpoint's metrics in CloudWatch."""
-    return f"djl-neuronx/{endpoint}"
+def dashboard(endpoint: str, namespace: str | None, model: str, region: str) -> dict[str, Any]:
+    """The body of the dashboard: a widget for each metric of `METRICS`, and SageMaker's own requests and errors.
 
-
-def dashboard(endpoint: str, model: str, region: str) -> dict[str, Any]:
-    """The body of the dashboard: a widget for each metric of `METRICS`, and SageMaker's own requests and errors."""
-    widgets = [_widget(name, endpoint, model) for name in METRICS if name not in LEFT_OUT]
+    `namespace`: where the container's metrics are; None if it logs none, and there are no widgets for them.
+    """
+    widgets = [_widget(name, namespace, model) for name in METRICS if namespace]
     own = [
         ["AWS/SageMaker", name, "EndpointName", endpoint, "VariantName", "main", {"stat": stat}]
         for name, stat in (
@@ -49,12 +45,12 @@ def dashboard(endpoint: str, model: str, region: str) -> dict[str, Any]:
     return {"widgets": [about, *placed]}
 
 
-def _widget(name: str, endpoint: str, model: str) -> dict[str, Any]:
+def _widget(name: str, namespace: str, model: str) -> dict[str, Any]:
     """Title and lines of a metric: the sum of a counter, the mean of a histogram, mean and maximum of a gauge."""
     row = METRICS[name]
 
     def line(suffix: str = "", **extra: object) -> list[object]:
-        return [namespace(endpoint), f"{NAMESPACE}_{name}{suffix}", "model", model, extra]
+        return [namespace, f"{NAMESPACE}_{name}{suffix}", "model", model, extra]
 
     if row.kind == "counter":
         lines = [line(stat="Sum")]

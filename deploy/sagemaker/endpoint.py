@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from calls import POLICY_ARN, Call, bounds
-from dashboard import dashboard, namespace
+from dashboard import dashboard
 from plan import DISK_GIB, GIB, Plan, given_variables, plan, timeouts
 
 from djl_python_neuronx.config import sources
@@ -34,7 +34,7 @@ def environment(arguments: argparse.Namespace) -> dict[str, str]:
     given = given_variables(arguments)
     if not {"OPTION_MODEL_NAME", "OPTION_SERVED_MODEL_NAME"} & given.keys():
         given["OPTION_MODEL_NAME"] = arguments.name
-    given.setdefault("OPTION_CLOUDWATCH_NAMESPACE", namespace(arguments.name))
+    given.setdefault("OPTION_CLOUDWATCH_NAMESPACE", f"djl-neuronx/{arguments.name}")
     return given
 
 
@@ -194,8 +194,10 @@ def deploy(arguments: argparse.Namespace) -> list[Call]:
 
 
 def _dashboard(arguments: argparse.Namespace, planned: Plan) -> Call:
-    name, model = arguments.name, planned.prepared.options.model_names[0]
-    body = json.dumps(dashboard(name, model, arguments.region))
+    name, options = arguments.name, planned.prepared.options
+    body = json.dumps(
+        dashboard(name, options.cloudwatch_namespace, options.model_names[0], arguments.region)
+    )
     return Call("cloudwatch", "put_dashboard", {"DashboardName": name, "DashboardBody": body})
 
 
@@ -234,7 +236,11 @@ def scalable(name: str, *, copies: bool) -> dict[str, str]:
 
 
 def autoscaling(arguments: argparse.Namespace, planned: Plan) -> list[Call]:
-    """Target tracking of the requests in a container, or of our own metric; none without a range to scale in."""
+    """Target tracking of the requests in a container, or of our own metric; none without a range to scale in.
+
+    Raises:
+        ConfigError: our own metric is not logged.
+    """
     least, most = span(arguments)
     if most <= least:
         return []
@@ -244,8 +250,12 @@ def autoscaling(arguments: argparse.Namespace, planned: Plan) -> list[Call]:
         busy, queue = BACKLOG, {"EndpointName": arguments.name}
         tracked = _customized("AWS/SageMaker", "ApproximateBacklogSizePerInstance", queue)
     elif arguments.scale_on == "slots_in_use":
-        model = {"model": planned.prepared.options.model_names[0]}
-        tracked = _customized(namespace(arguments.name), f"{NAMESPACE}_slots_in_use", model)
+        options = planned.prepared.options
+        if options.cloudwatch_namespace is None:
+            msg = "--scale-on slots_in_use needs a value of OPTION_CLOUDWATCH_NAMESPACE, which is empty; leave it out"
+            raise ConfigError(msg)
+        model = {"model": options.model_names[0]}
+        tracked = _customized(options.cloudwatch_namespace, f"{NAMESPACE}_slots_in_use", model)
     else:
         kind = "InferenceComponentConcurrentRequestsPerCopy"
         if not arguments.copies:

@@ -394,9 +394,7 @@ def _unused(setting: Setting, *, all_cores: bool) -> str:
     `all_cores`: the user set the tensor parallel degree to `max`, which DJL Serving replaces by a number.
     """
     name, value = NAMES.get(setting.name), setting.value
-    if name is None:
-        return ""
-    if setting.origin != DJL:
+    if name is None or setting.origin != DJL:
         return ""
     if parse_value(name, value) is INVALID:
         return f"DJL Serving's own value {shortened(value)!r} is not allowed here"

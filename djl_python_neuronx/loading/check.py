@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch
@@ -18,7 +18,7 @@ from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import as_property
+from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -136,10 +136,12 @@ def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
         if not resolved.options.engine_process:
             why = "each of several models needs a process of its own; leave it out"
             yield f"{target}: {resolved.describe(Finding(('engine_process',), why))}"
-    for (one, first), (other, second) in combinations(read, 2):
-        for name in set(first.options.model_names).intersection(second.options.model_names):
-            fix = "set option.model_name in one of the folders, or option.replicas for copies of one model"
-            yield f"{one} and {other} are both models named {name!r}; {fix}"
+    for name in dict.fromkeys(name for _, each in read for name in each.options.model_names):
+        named = [target for target, each in read if name in each.options.model_names]
+        if len(named) > 1:
+            fix = "set option.model_name in each folder, or option.replicas for copies of one model"
+            yield f"{join_words(named)} are models named {name!r}; {fix}"
+    for (one, first), (other, second) in product(read[:1], read[1:]):
         for name in ServerOptions.model_fields:
             value, another = (getattr(each.options, name) for each in (first, second))
             if value != another:

@@ -47,8 +47,6 @@ class DeviceInfo:
     """Logical cores that this process may use; by default all of `neuron_cores`."""
     limited_by: str | None = None
     """The variable, with its value, that limits `visible_cores`; None without a limit."""
-    allowed_cores: int | None = None
-    """The number of cores that this variable allows, which may exceed `neuron_cores`."""
     listed_cores: tuple[int, ...] = ()
     """The numbers of the cores that this variable lists, ascending; empty without a list."""
     assumed: str | None = None
@@ -204,24 +202,19 @@ def named(instance_type: str) -> DeviceInfo:
 def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
     """Return a Trn2 machine with one physical core per logical core if `cores_in_one` (logical_nc_config) is 1.
 
-    Other machines are returned unchanged, and one that was detected with `NEURON_LOGICAL_NC_CONFIG=1`.
+    Other machines are returned unchanged, and one that was detected with `NEURON_LOGICAL_NC_CONFIG=1`. A limit on the
+    cores counts those that result: `for_process` comes after it.
     """
     family = FAMILIES.get(device.family or "")
     if cores_in_one != 1 or family is None or family.name != "trn2":
         return device
     if device.neuron_cores != device.neuron_devices * family.cores_per_device:
         return device
-    cores, visible = 2 * device.neuron_cores, device.visible_cores
-    if device.allowed_cores is not None:
-        # The limit counts logical cores after the division.
-        visible = min(device.allowed_cores, cores)
-    elif visible == device.neuron_cores:
-        visible = cores
     return replace(
         device,
-        neuron_cores=cores,
+        neuron_cores=2 * device.neuron_cores,
         core_memory_bytes=device.core_memory_bytes // 2,
-        visible_cores=visible,
+        visible_cores=2 * device.neuron_cores,
     )
 
 
@@ -230,10 +223,8 @@ def legal_degrees(family: str | None, cores: int, *, used: bool = False) -> tupl
 
     `used`: include undocumented degrees that guides use.
     """
-    degrees = {degree for entry in families(family) for degree in entry.degrees}
-    if used:
-        degrees.update(degree for entry in families(family) for degree in entry.used_degrees)
-    return tuple(sorted(degree for degree in degrees if degree <= cores))
+    each = [entry.degrees + entry.used_degrees * used for entry in families(family)]
+    return tuple(sorted({degree for degrees in each for degree in degrees if degree <= cores}))
 
 
 def families(name: str | None) -> list[Family]:
@@ -298,9 +289,8 @@ def detect(
     Never raises. `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`. `environ`: only
     `NEURON_LOGICAL_NC_CONFIG` is read.
     """
-    paths = [
-        path for path in _glob(root / "dev", "neuron*") if path.name[len("neuron") :].isdigit()
-    ]
+    nodes = (root / "dev").glob("neuron*")
+    paths = [path for path in nodes if path.name.removeprefix("neuron").isdigit()]
     listing = _neuron_ls(search_path)
     devices = max(len(paths), len(listing.devices))
     name = _product_name(root) or listing.instance_type
@@ -315,7 +305,9 @@ def detect(
         neuron_devices=devices,
         neuron_cores=cores,
         memory_bytes=memory or (0 if devices else _host_memory(root)),
-        cpus=_cpus(),
+        cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         seen=f"{len(paths)} devices under {root / 'dev'}, {listing.outcome}",
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
@@ -336,7 +328,6 @@ def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
         machine,
         visible_cores=min(limit.num_cores, cores) if cores else limit.num_cores,
         limited_by=str(limit),
-        allowed_cores=limit.num_cores,
         listed_cores=limit.listed,
     )
 
@@ -479,20 +470,6 @@ def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file of the kernel with a name and a number in each line."""
     lines = [line.split() for line in _read(path).splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _cpus() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on macOS
-        return os.cpu_count() or 1
-
-
-def _glob(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return list(folder.glob(pattern))
-    except OSError:
-        return []
 
 
 def _read(path: Path) -> str:

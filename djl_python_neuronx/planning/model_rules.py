@@ -258,12 +258,6 @@ def _cpu(case: Case) -> Iterator[Finding]:
         yield Finding(ignored, problem, "note")
     if options.replicas == "max":
         yield Finding(("replicas",), "1 on a CPU, where no cores limit it; set a number", "note")
-    if options.enable_eagle_speculation:
-        problem = (
-            "the cpu backend does not support EAGLE models, which need the hidden states of the target model; leave it "
-            "out, and give an independent draft model"
-        )
-        yield Finding(("enable_eagle_speculation",), problem)
     if (options.cpu_threads or 0) > _MOST_THREADS_PER_CPU * device.cpus > 0:
         problem = f"more threads than the {device.cpus} CPUs only slow each other down; set at most {device.cpus}"
         yield Finding(("cpu_threads",), problem)

@@ -140,8 +140,9 @@ _SPECULATION = (
             "draft_model_modules_to_not_convert",
         )
     ),
-    when(enable_eagle_speculation=SET, speculative_draft_model=UNSET).refuse(
-        "EAGLE needs its draft model; set speculative_draft_model"
+    when(enable_eagle_speculation=SET).refuse(
+        "EAGLE models, which need the hidden states of the target model, are not served in this version; leave it out, "
+        "and give an independent draft model"
     ),
     when(ngram_prompt_lookup_max=SET, speculative_length=0).refuse(
         "speculative_length=0 switches speculation off; set at least 1, or leave the lookup out"

@@ -197,13 +197,12 @@ class Application:
                 line = await asyncio.to_thread(metrics.embedded, namespace, name)
                 logger.info(line, extra={"bare": True})
 
-    @answers(Union[dict[str, Any], list[dict[str, Any]]], query=("model",))
-    async def info(self, request: Request) -> Response:
+    @answers(Union[dict[str, Any], list[dict[str, Any]]])
+    async def info(self, _request: Request) -> Response:
         """Facts of a loaded model: lengths, slots, sampling, speculation, chunked prefill. Of several a list."""
-        name = request.query_params.get("model")
-        if name is None and len(self.models) > 1:
+        if len(self.models) > 1:
             return JSONResponse([_facts(model) for model in self._loaded()])
-        return JSONResponse(_facts(self.find(name)))
+        return JSONResponse(_facts(self.models[0]))
 
     @answers(dict[str, str])
     async def version(self, _request: Request) -> Response:

@@ -73,8 +73,6 @@ class Model:
         if self.service is None:
             msg = f"the model is still loading ({self.stage}); retry when /ping answers 200"
             raise BackendUnavailableError(msg)
-        if (error := self.service.loop.error) is not None and self._door is None:
-            raise BackendUnavailableError(str(error)) from error
         return self.service
 
     @property

@@ -38,13 +38,11 @@ _Schemas = dict[Any, dict[str, Any]]
 """Types, each with the object that takes its schema."""
 
 
-def answers(
-    type_: object, media_type: str = JSON, *, query: tuple[str, ...] = ()
-) -> Callable[[_Handler], _Handler]:
-    """Declare the type of a handler's answer, and the names in its query: texts that may be left out."""
+def answers(type_: object, media_type: str = JSON) -> Callable[[_Handler], _Handler]:
+    """Declare the type of a handler's answer."""
 
     def declare(handler: _Handler) -> _Handler:
-        handler.__dict__.update(answers={media_type: type_}, query=query)
+        handler.__dict__["answers"] = {media_type: type_}
         return handler
 
     return declare
@@ -83,13 +81,11 @@ def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any
     protocols = of_path or beside(route.path) or PROTOCOLS
     errors: tuple[type[ServingError], ...]
     declared = getattr(route.endpoint, "answers", None)
-    query = getattr(route.endpoint, "query", ())
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
         "parameters": [
-            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
-            for place, names in (("path", route.param_convertors), ("query", query))
-            for name in names
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
         ],
     }
     if declared is None:
@@ -98,7 +94,7 @@ def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any
         errors = (ServingError, *kinds(RequestError), *kinds(BackendError))
     else:
         errors = (ServingError, UnauthorizedError, BackendUnavailableError)
-        if route.param_convertors or query:
+        if route.param_convertors:
             errors += (UnknownModelError,)
     if keyed:
         operation["security"] = [{"bearer": []}]

@@ -1162,6 +1162,13 @@ class TestSeveral:
             told.raise_errors()
         assert str(raised.value).count("need 26") == 1
 
+    def test_a_name_of_several_models_is_one_error(self, tmp_path):
+        settings = ("llama-3-8b", "option.model_name=m")
+        targets = models(tmp_path, *[settings] * 3)
+        (error,) = run_all(targets).findings.messages("error")
+        assert f"{targets[0]}, {targets[1]} and {targets[2]} are models named 'm'" in error
+        assert "option.replicas for copies" in error
+
     def test_errors_of_several_models_name_them(self, tmp_path):
         targets = models(
             tmp_path, ("llama-3-8b", "option.dtype=int3"), ("tinyllama-1.1b", "option.rolling=x")

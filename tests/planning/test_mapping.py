@@ -231,7 +231,7 @@ def test_what_an_option_hands_to_a_library_is_that_option_as_an_override(name, l
     if not keywords or name in COMPUTED:
         return
     options, origins, texts = with_override(keywords, DRAFT if "specul" in name else ())
-    assert not texts["error"]
+    assert all("not served in this version" in text for text in texts["error"])
     assert getattr(options, name) == getattr(written, name)
     assert "override_neuron_config in" in origins[name]
 

@@ -213,13 +213,6 @@ ON_CPU = [
     ),
     (DEGREE, "note", "left out", {"loader": "cpu", DEGREE: 8}, {DEGREE: None}),
     (
-        "enable_eagle_speculation",
-        "error",
-        "does not support EAGLE models",
-        {"loader": "cpu", **DRAFT, "enable_eagle_speculation": True},
-        {"enable_eagle_speculation": False},
-    ),
-    (
         "speculative_draft_model",
         "error",
         "128257 tokens and the model's 128256",

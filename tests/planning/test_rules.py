@@ -117,7 +117,12 @@ GENERAL = [
         {"draft_model_modules_to_not_convert": ("lm_head",)},
         DRAFT,
     ),
-    ("enable_eagle_speculation", "error", {"enable_eagle_speculation": True}, DRAFT),
+    (
+        "enable_eagle_speculation",
+        "error",
+        {**DRAFT, "enable_eagle_speculation": True},
+        {"enable_eagle_speculation": None},
+    ),
     (
         "speculative_draft_model",
         "error",
@@ -422,12 +427,6 @@ TNX = [
         )
     ),
     (
-        "enable_eagle_speculation",
-        "error",
-        {**DRAFT, "enable_eagle_speculation": True},
-        {"enable_eagle_speculation": None},
-    ),
-    (
         "on_device_generation",
         "error",
         {"on_device_generation": {"do_sample": True, "global_top_k": 64}},
@@ -441,7 +440,6 @@ LATER = {
     "quantized_mlp_kernel_enabled": True,
     "activation_quantization_type": "dynamic",
     "speculative_draft_model": "draft",
-    "enable_eagle_speculation": True,
     "is_medusa": True,
     "token_tree_config": {"0": [1]},
     "enable_prefix_caching": True,

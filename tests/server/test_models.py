@@ -165,8 +165,6 @@ def test_lists_and_facts_of_all_models(pair: Pair) -> None:
     assert http.get(pair.url + "/v1/models/c").status_code == 404
     facts = http.get(pair.url + "/info").json()
     assert [each["model"] for each in facts] == [each["model_id"] for each in facts] == ["a", "b"]
-    assert http.get(pair.url + "/info?model=b-alias").json() == facts[1]
-    assert http.get(pair.url + "/info?model=c").status_code == 404
 
 
 def test_metrics_of_all_models_are_one_exposition(pair: Pair) -> None:

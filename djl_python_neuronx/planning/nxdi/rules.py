@@ -17,7 +17,6 @@ LATER = (
     "quantized_mlp_kernel_enabled",
     "activation_quantization_type",
     "speculative_draft_model",
-    "enable_eagle_speculation",
     "is_medusa",
     "token_tree_config",
     "enable_prefix_caching",

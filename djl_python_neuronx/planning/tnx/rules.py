@@ -157,10 +157,6 @@ _SPECULATION: tuple[Rule, ...] = (
         "a step that verifies drafts cannot be divided among cores, and has one token more than speculative_length; "
         "raise sequence_parallel_norm_threshold to at least that (2048 unless set), or lower speculative_length"
     ),
-    when(enable_eagle_speculation=True).refuse(
-        "this backend does not support EAGLE models, which need the hidden states of the target model; leave it out, "
-        "and give an independent draft model"
-    ),
 )
 
 _PROJECTIONS = (
