@@ -125,6 +125,16 @@ class ToyBackend:
         self._acquired.add(slot)
         return 0
 
+    def fork(self, slot: int, into: int) -> None:
+        """Copy a row; only with `can_fork`."""
+        self._require(self.spec.can_fork, "fork was called on a model that cannot")
+        self._require(
+            slot in self._live and into in self._acquired, f"slot {slot} was forked into {into}"
+        )
+        self._cache[into] = self._cache[slot]
+        self._filled[into] = self._filled[slot]
+        self._live.add(into)
+
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots; their rows become garbage."""
         self._require(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Creates, updates and deletes a SageMaker endpoint with a model on Neuron instances; compiles the model beforehand.
 
-Every command first plans the model with the package (`djl-neuronx check`) and holds each call to botocore's model of
-the API, so that what cannot work is refused before anything is created. `--dry-run` prints the calls as JSON; it needs
-credentials and network only to read what is in S3. README.md has the order of the commands.
+Every command first plans the model with the package (`djl-neuronx check`) and validates each call against botocore's
+model of the API, so that what cannot work is refused before anything is created. `--dry-run` prints the calls as JSON;
+it needs credentials and network only to read what is in S3. README.md has the order of the commands.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _add_model(add: Any) -> None:
 def _add_endpoint(add: Any) -> None:
     add("--min-instances", type=_count, default=1, metavar="N")
     add("--max-instances", type=_count, metavar="N", help="above the minimum: autoscaling")
-    add("--copies", type=_count, default=0, metavar="N", help="of an inference component")
+    add("--copies", type=_count, metavar="N", help="of an inference component")
     add("--max-copies", type=_count, metavar="N", help="above --copies: autoscaling")
     tracked = "what the autoscaling tracks (concurrency)"
     add("--scale-on", choices=["concurrency", "slots_in_use"], help=tracked)
@@ -191,6 +191,7 @@ def _judge_numbers(arguments: argparse.Namespace) -> None:
     instances = (arguments.min_instances, arguments.max_instances) != (1, None)
     for holds, msg in (
         (arguments.serverless, SERVERLESS),
+        (copies == 0, "--copies 0 would serve nothing; set at least 1, or leave it out"),
         (
             copies and queue,
             "--async-output and --copies exclude each other: inference components serve no asynchronous requests",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,6 +156,15 @@ def prepared(arguments: argparse.Namespace) -> tuple[Plan, list[Call]]:
             "needs; set OPTION_REPLICAS to a number, or leave --copies out"
         )
         raise ConfigError(msg)
+    # An error with --copies: SageMaker places them by this number. Otherwise it is an upper bound.
+    host_gib = (planned.prepared.host_bytes or 0) / GIB
+    there_gib = machines.INSTANCES[arguments.instance.removeprefix("ml.")].host_memory_gib
+    if host_gib > there_gib and not arguments.copies:
+        print(
+            f"deploy.py: warning: a load takes up to {host_gib:.1f} GiB of the host's memory, and {arguments.instance} "
+            f"has {there_gib} GiB: the start may fail; choose a larger instance",
+            file=sys.stderr,
+        )
     config = endpoint_config_call(arguments, planned)
     (variant,) = config.parameters["ProductionVariants"]
     # DJL Serving would stop the load after 240 s.

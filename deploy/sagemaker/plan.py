@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import posixpath
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,12 +106,18 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         raise ConfigError(msg)
     compiled = prepared.artifact.compiled is not None or prepared.options.compilation == "forbid"
     given_bytes = arguments.model_gib and int(arguments.model_gib * GIB)
-    return Plan(
+    planned = Plan(
         prepared,
         model_bytes=given_bytes or _model_bytes(prepared),
         compile_s=0 if compiled else SLOWEST_COMPILE * prepared.planned.estimated_compile_s,
         copies=len(placement.placed[0]),
     )
+    print(
+        f"deploy.py: planned for each container: {planned.copies} x {prepared.need.cores} NeuronCores of {instance}, "
+        f"{planned.slots} slots, backend {prepared.backend} (the image needs it)",
+        file=sys.stderr,
+    )
+    return planned
 
 
 def named_model(arguments: argparse.Namespace, environ: Mapping[str, str]) -> str:

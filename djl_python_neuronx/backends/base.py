@@ -73,6 +73,7 @@ class ModelSpec:
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
+    can_fork: bool = False
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
 
@@ -195,6 +196,9 @@ class Backend(Protocol):
             StepError, DeviceMemoryError: the device failed; nothing is reserved.
             BackendError: the backend refuses this prompt; nothing is reserved.
         """
+
+    def fork(self, slot: int, into: int) -> None:
+        """Copy a slot's cache; only where `ModelSpec.can_fork`."""
 
     def release(self, slots: Sequence[int]) -> None:
         """End the sequences of these slots."""

@@ -45,6 +45,10 @@ class SlotBackend:
         self._filled[slot] = 0
         return 0
 
+    def fork(self, slot: int, into: int) -> None:
+        """Refuse: `can_fork` is false."""
+        refuse(f"a fork of slot {slot} into {into}", f"none: the {self.name} backend cannot fork")
+
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; a decode of an empty slot is refused."""
         self._filled[list(slots)] = 0

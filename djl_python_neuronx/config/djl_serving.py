@@ -82,8 +82,12 @@ _VARIABLES = {
     "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
 }
 """Variable to those of `ARGUMENTS` that it sets."""
-_SIGNS = {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign)
-"""Names whose presence shows that a file was written for DJL Serving. Any `OPTION_*` variable shows it too."""
+_SIGNS: Final = {
+    sources.FILE_NAME: {"engine", "entryPoint"} | names_where(lambda marker: marker.djl.sign),
+    sources.ENVIRONMENT: {"engine", "entryPoint", "rolling_batch"},
+}
+"""Names whose presence shows that a file, or the variables, were written for DJL Serving. Other variables configure the
+embedded server in its images just as well."""
 _ROWS = {"vllm": 256}
 """Rolling batch to the rows that DJL Serving sends if max_rolling_batch_size is not set; for all others 32."""
 _USUAL_ROWS = 32
@@ -322,12 +326,7 @@ def _ahead(
 
 def is_for_djl(written: Sequence[Setting]) -> bool:
     """True if a file or the variables were probably written for DJL Serving."""
-    return any(
-        setting.name in _SIGNS
-        if setting.source == sources.FILE_NAME
-        else setting.source == sources.ENVIRONMENT and setting.by_user
-        for setting in written
-    )
+    return any(setting.name in _SIGNS.get(setting.source, ()) for setting in written)
 
 
 def _spelled(name: str, written: Sequence[Setting]) -> str:

@@ -469,6 +469,7 @@ class Preparation:
                 self._report_no_device(backend)
             else:
                 machine = self._assume_machine(settings.options)
+        machine = machines.on_single_cores(machine, settings.options.logical_nc_config)
         machine = machines.for_process(machine, self.environ)
         self._check_core_limit(machine, settings)
         return machine
@@ -506,9 +507,7 @@ class Preparation:
         where = "environment" if setting is None else f"option.env, {setting.origin}"
         if limit.problem is not None:
             self.problems.add("warning", f"{limit.problem} ({where})")
-        elif beyond := limit.beyond(
-            machines.on_single_cores(machine, settings.options.logical_nc_config)
-        ):
+        elif beyond := limit.beyond(machine):
             # The runtime of this machine is the judge of its own numbers: a container may count from 0.
             lenient = self._here or self.fetch_weights
             self.problems.add("warning" if lenient else "error", f"{beyond} ({where})")

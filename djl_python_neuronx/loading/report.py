@@ -119,7 +119,8 @@ def all_blocks(
         yield from blocks(report, everything=everything, ascii_only=ascii_only)
     rows = [(*map(str, copy[:-1]), gib(copy[-1] or 0)) for copy in _copies(placement)]
     if rows:
-        yield Block("Placement", tuple(rows), (*_COPY[:-1], "GiB per core"))
+        size = "GiB per core" if placement.device.has_neuron else "GiB"
+        yield Block("Placement", tuple(rows), (*_COPY[:-1], size))
     if rows and placement.device.has_neuron:
         free = free_cores(placement.placed, placement.device)
         yield Block.of_lines("Free cores", [free or "none"])

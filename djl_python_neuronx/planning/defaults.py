@@ -160,7 +160,7 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     degrees = [degree for degree in legal if memory.can_split(case.model, degree, case.backend)]
     if not degrees:
         return 1, "no other cores are known"
-    why = f"the largest that {family or 'any family'} documents within {cores} cores"
+    why = f"the largest documented for {family or 'any family'} within {cores} cores"
     if size := memory.indivisible(case.model, legal[-1], case.backend):
         why += f" and that the library takes: {legal[-1]} does not divide {size}"
     chosen = degrees[-1]

@@ -47,8 +47,6 @@ class DeviceInfo:
     """Logical cores that this process may use; by default all of `neuron_cores`."""
     limited_by: str | None = None
     """The variable, with its value, that limits `visible_cores`; None without a limit."""
-    allowed_cores: int | None = None
-    """The number of cores that this variable allows, which may exceed `neuron_cores`."""
     listed_cores: tuple[int, ...] = ()
     """The numbers of the cores that this variable lists, ascending; empty without a list."""
     assumed: str | None = None
@@ -204,24 +202,19 @@ def named(instance_type: str) -> DeviceInfo:
 def on_single_cores(device: DeviceInfo, cores_in_one: int | None) -> DeviceInfo:
     """Return a Trn2 machine with one physical core per logical core if `cores_in_one` (logical_nc_config) is 1.
 
-    Other machines are returned unchanged, and one that was detected with `NEURON_LOGICAL_NC_CONFIG=1`.
+    Other machines are returned unchanged, and one that was detected with `NEURON_LOGICAL_NC_CONFIG=1`. A limit on the
+    cores counts those that result: `for_process` comes after it.
     """
     family = FAMILIES.get(device.family or "")
     if cores_in_one != 1 or family is None or family.name != "trn2":
         return device
     if device.neuron_cores != device.neuron_devices * family.cores_per_device:
         return device
-    cores, visible = 2 * device.neuron_cores, device.visible_cores
-    if device.allowed_cores is not None:
-        # The limit counts logical cores after the division.
-        visible = min(device.allowed_cores, cores)
-    elif visible == device.neuron_cores:
-        visible = cores
     return replace(
         device,
-        neuron_cores=cores,
+        neuron_cores=2 * device.neuron_cores,
         core_memory_bytes=device.core_memory_bytes // 2,
-        visible_cores=visible,
+        visible_cores=2 * device.neuron_cores,
     )
 
 
@@ -335,7 +328,6 @@ def for_process(machine: DeviceInfo, environ: Mapping[str, str]) -> DeviceInfo:
         machine,
         visible_cores=min(limit.num_cores, cores) if cores else limit.num_cores,
         limited_by=str(limit),
-        allowed_cores=limit.num_cores,
         listed_cores=limit.listed,
     )
 

@@ -1024,7 +1024,7 @@ class TestWhatDjlDoes:
         [
             (("option.rolling_batch=auto",), {}, ("option.entryPoint=", "option.async_mode=true")),
             (("option.model_loading_timeout=900",), {}, ("option.entryPoint=", "option.rolling")),
-            ((), {"OPTION_N_POSITIONS": "64"}, ("OPTION_ENTRYPOINT=", "OPTION_ASYNC_MODE=true")),
+            ((), {"OPTION_ENGINE": "Python"}, ("OPTION_ENTRYPOINT=", "OPTION_ASYNC_MODE=true")),
             (
                 (),
                 {"OPTION_ROLLING_BATCH": "auto"},
@@ -1039,6 +1039,12 @@ class TestWhatDjlDoes:
         assert len(warnings) == len(words) if len(words) == 1 else 2
         assert all(word in " ".join(warnings) for word in words)
         assert ("together" in " ".join(warnings)) == (len(words) > 1)
+
+    @pytest.mark.parametrize(
+        "name", ["N_POSITIONS", "MAX_ROLLING_BATCH_SIZE", "MODEL_LOADING_TIMEOUT"]
+    )
+    def test_variables_of_the_embedded_server_bring_no_warnings_about_djl(self, folder, name):
+        assert told(resolve(None, folder(), {f"OPTION_{name}": "64"}), "warning") == []
 
     @pytest.mark.parametrize(
         "overrides", [{"max_rolling_batch_size": "2"}, {"rolling_batch": "auto"}]

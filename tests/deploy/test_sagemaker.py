@@ -613,6 +613,7 @@ class TestRefused:
         ("words", "expected"),
         [
             (("--max-copies", "2"), "--max-copies needs --copies"),
+            (("--copies", "0"), "--copies 0 would serve nothing"),
             (("--max-instances", "0"), "maximum 0 is less than the minimum 1"),
             (("--copies", "2", "--max-copies", "1"), "maximum 1 is less than the minimum 2"),
             (("--scale-on", "slots_in_use"), "need a maximum above the minimum"),
@@ -847,6 +848,25 @@ def test_the_calls_against_moto(moto, folder):
     assert sagemaker.list_endpoint_configs()["EndpointConfigs"] == []
     assert scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"] == []
     assert cloudwatch.list_dashboards()["DashboardEntries"] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "expected"),
+    [
+        ("llama-3-8b", ["ml.inf2.8xlarge"], "1 x 2 NeuronCores of ml.inf2.8xlarge, 16 slots, backend nxdi"),
+        ("gpt2", ["ml.inf2.8xlarge"], "backend tnx"),
+        ("llama-3-8b", ["ml.inf2.48xlarge", "--copies", "2"], "1 x 24 NeuronCores of ml.inf2.48xlarge"),
+        ("llama-3-8b", ["ml.inf2.xlarge"], "30.4 GiB of the host's memory, and ml.inf2.xlarge has 16 GiB"),
+    ],
+)  # fmt: skip
+def test_the_plan_is_shown(folder, capsys, model, words, expected):
+    """Beside the calls, from which neither the library that the image needs nor the degree can be read."""
+    given = arguments(folder(model), "deploy", *words[1:], instance=words[0])
+    assert deploy.main([*given, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert ("host's memory" in shown.err) == (words[0] == "ml.inf2.xlarge")
+    assert json.loads(shown.out)
 
 
 def test_what_lacks_something_is_an_error(moto, folder, monkeypatch, capsys):

@@ -1115,6 +1115,19 @@ class TestSeveral:
         assert lines[lines.index(["Free", "cores"]) + 1] == ["18-23"]
         assert [words[:2] for words in lines].count(["plan", "OK,"]) == 2
 
+    @pytest.mark.parametrize(
+        ("loader", "column"), [("cpu", ["GiB"]), ("nxdi", ["GiB", "per", "core"])]
+    )
+    def test_the_memory_of_a_copy_on_a_cpu_is_not_that_of_a_core(
+        self, tmp_path, capsys, loader, column
+    ):
+        (target,) = models(tmp_path, ("tinyllama-1.1b", "option.n_positions=64"))
+        words = ["-o", "replicas=2", "-o", f"model_loader={loader}"]
+        machine = [] if loader == "cpu" else ["--instance", "inf2.xlarge"]
+        assert cli.main(["check", target, *words, *machine]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["model", "copy", "cores", "devices", *column] in lines
+
     def test_json(self, tmp_path, capsys):
         targets = models(tmp_path, ("llama-3-8b", ""), ("tinyllama-1.1b", ""))
         assert cli.main(["check", *targets, "--instance", "inf2.xlarge", "--json"]) == 1

@@ -1,7 +1,5 @@
 """The machines by name, and the degrees that run on them."""
 
-from dataclasses import replace
-
 import pytest
 
 from djl_python_neuronx.errors import ConfigError
@@ -112,15 +110,13 @@ class TestSingleCores:
         assert (found.neuron_cores, found.visible_cores) == (128, 128)
         assert found.core_memory_bytes * found.neuron_cores == self.PAIRS.memory_bytes
 
-    def test_a_limit_stays_as_it_was_told(self):
-        limited = replace(self.PAIRS, visible_cores=8)
-        assert on_single_cores(limited, 1).visible_cores == 8
-
     @pytest.mark.parametrize(("count", "visible"), [("3", 3), ("4", 4), ("6", 6), ("99", 8)])
     def test_a_limit_counts_the_cores_that_there_are_going_to_be(self, count, visible):
-        machine = for_process(named("trn2.3xlarge"), {"NEURON_RT_NUM_CORES": count})
-        assert machine.visible_cores == min(visible, 4)
-        assert on_single_cores(machine, 1).visible_cores == visible
+        limit = {"NEURON_RT_NUM_CORES": count}
+        assert for_process(named("trn2.3xlarge"), limit).visible_cores == min(visible, 4)
+        divided = for_process(on_single_cores(named("trn2.3xlarge"), 1), limit)
+        assert divided.visible_cores == visible
+        assert on_single_cores(divided, 1) is divided
 
     @pytest.mark.parametrize("asked", [None, 2])
     def test_pairs_are_the_default(self, asked):
