@@ -4,7 +4,7 @@
 # djl-python-neuronx:djl-BACKEND.
 set -eu
 cd "$(dirname "$0")/.."
-image=$1
+image=${1:?expected cpu, tnx, nxdi or djl}
 shift
 tag=$image
 if [ "$image" = djl ]; then
@@ -13,7 +13,9 @@ if [ "$image" = djl ]; then
     set -- --build-arg "BACKEND=$backend" "$@"
     tag=djl-$backend
 fi
-wheel=$(basename dist/*.whl) # a pattern that is left over has no version, and the build fails
+for wheel in dist/*.whl; do
+    [ -f "$wheel" ] || { echo "docker/build.sh: no wheel in dist/; run make dist" >&2 && exit 1; }
+done
 version=${wheel#*-}
 set -- --build-arg "PACKAGE_VERSION=${version%%-*}" --build-arg "REVISION=$(git rev-parse HEAD)" "$@"
 while IFS= read -r pin; do

@@ -183,6 +183,44 @@ class TestReplay:
                 replay.in_context(left_out)
 
 
+@pytest.mark.parametrize("name", IMAGES)
+def test_build_gives_every_version(tmp_path, name):
+    """What `docker build` is called with, djl's after that of the image that it starts from."""
+    shutil.copytree(DOCKER, tmp_path / "docker")
+    for program, line in (("docker", 'echo "$*" >> "$LOG"'), ("git", "echo 0ec5")):
+        path = tmp_path / "bin" / program
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+    log = tmp_path / "log"
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log), "BACKEND": "cpu"}
+    command = [tmp_path / "docker/build.sh", name, "--pull"]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (ran.returncode, log.exists()) == (1, False)
+    assert "run make dist" in ran.stderr
+
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/djl_python_neuronx-1.2.dev3+g0ec5-py3-none-any.whl").touch()
+    subprocess.run(command, env=environ, check=True)
+    *before, line = log.read_text().splitlines()
+    assert [one.split()[2] for one in before] == ["docker/Dockerfile.cpu"] * (name == "djl")
+    tag = "djl-cpu" if name == "djl" else name
+    words = line.split()
+    assert words[:3] == ["build", "--file", f"docker/Dockerfile.{name}"]
+    assert words[3:5] == ["--tag", f"djl-python-neuronx:{tag}"]
+    assert words[-2:] == ["--pull", "."]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    found = replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
+    pinned = {text for kind, text in found if kind == "ARG" and "=" not in text}
+    expected = {pin: value for pin, value in replay.pins().items() if pin in pinned}
+    assert given == {
+        **expected,
+        "PACKAGE_VERSION": "1.2.dev3+g0ec5",
+        "REVISION": "0ec5",
+        **({"BACKEND": "cpu"} if name == "djl" else {}),
+    }
+
+
 RECORD = """#!/bin/sh
 echo "$$ $(basename "$0") $*" >> "$LOG"
 case "$*" in

@@ -164,7 +164,7 @@ def _add_policy(add: Any) -> None:
     add("policy", choices=sorted(path.stem for path in POLICIES.glob("*.json")))
     add("--image", required=True)
     add("--role", type=_role, required=True, help="ARN of the execution role")
-    add("--compile-role", type=_role, help="ARN of the compile's role, if it is another")
+    add("--compile-role", type=_role, help="ARN of the compile's role, if it has its own")
     prefix = {"type": _s3, "action": "append", "default": [], "metavar": "s3://…"}
     add("--model-data", **prefix, help="prefix that is read; may be repeated")
     add("--output", **prefix, help="prefix that is written, too; may be repeated")

@@ -31,6 +31,8 @@ def registry(image: str) -> dict[str, str]:
 def policy(arguments: argparse.Namespace) -> dict[str, Any]:
     """One of the policies. A statement about a place in S3 is there once for each place.
 
+    Rights to EC2, and to hand it a role, are there with the role of a compile only.
+
     Raises:
         ConfigError: a place is no folder of a bucket, or there is none that a compile could write to.
     """
@@ -40,7 +42,7 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
     image = registry(arguments.image)
     filled = {
         "Account": arguments.role.split(":")[4],
-        "CompileRole": arguments.compile_role or arguments.role,
+        "CompileRole": arguments.compile_role,
         "ExecutionRole": arguments.role,
         "ImageAccount": image["account"],
         "ImageRegion": image["region"],
@@ -52,6 +54,8 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
     statements = []
     for statement in document["Statement"]:
         text, values = json.dumps(statement), [filled]
+        if "ec2" in text and not arguments.compile_role:
+            continue
         for kind, uris in (("Model", arguments.model_data), ("Output", arguments.output)):
             if f"${{{kind}Bucket}}" in text:
                 values = [{**filled, **_place(kind, uri)} for uri in uris]

@@ -439,6 +439,8 @@ class TestUpdate:
         assert made["RetainAllVariantProperties"] is True
         (kind,) = made["DeploymentConfig"]
         assert kind == "BlueGreenUpdatePolicy"
+        longest_s = made["DeploymentConfig"][kind]["MaximumExecutionTimeoutInSeconds"]
+        assert longest_s > 600 + LLAMA_8B_BYTES / 100e6
         assert "create_endpoint" not in found
 
     def test_rolling_has_the_time_of_all_instances(self, calls):
@@ -663,6 +665,13 @@ class TestCompile:
         estimate_s = 12 * 32 * 3
         assert job["StoppingCondition"]["MaxRuntimeInSeconds"] > 2 * estimate_s
 
+    def test_a_model_of_the_hub(self, calls):
+        """The command names it; a variable beside that would contradict what `compile` records."""
+        name = "meta-llama/Meta-Llama-3-8B"
+        job = calls("compile", *self.OUTPUT, HF_MODEL_ID=name)["create_processing_job"]
+        assert job["AppSpecification"]["ContainerArguments"][:2] == ["compile", name]
+        assert job["Environment"] == {}
+
     @pytest.mark.parametrize(
         ("model", "least_gib"),
         # Twice the weights: of the checkpoint and cut for 24 cores, where 64 heads become 72.
@@ -712,6 +721,9 @@ class TestCompile:
         subprocess.run(["/bin/bash", "-c", script], env=environ, timeout=60, check=False)
         called = (tmp_path / "called").read_text().splitlines()
         assert called[0].startswith("shutdown -P +")
+        assert f"aws ecr get-login-password --region {REGION}" in called
+        registry = IMAGE.partition("/")[0]
+        assert f"docker login --username AWS --password-stdin {registry}" in called
         assert any(line.startswith("docker run ") for line in called[1:-2])
         assert called[-2:] == [f"aws s3 cp {tmp_path}/log s3://m/it's here.log", "shutdown -P now"]
 
@@ -1078,7 +1090,7 @@ class TestPolicies:
             for service, model in services.items()
             for operation in model.operation_names
         }
-        statements = policy("deployer")["Statement"]
+        statements = policy("deployer", "--compile-role", f"{ROLE}-compile")["Statement"]
         allowed = {action for statement in statements for action in listed(statement["Action"])}
         assert allowed - {":".join(names[operation]) for operation in made} == {
             "cloudwatch:DescribeAlarms",
@@ -1102,6 +1114,12 @@ class TestPolicies:
             ), f"{service}:{action} on {resource}"
         assert resources == {}
 
+    def test_without_a_compile_no_instance_is_started(self):
+        text = json.dumps(policy("deployer"))
+        assert "RunInstances" not in text
+        assert "ec2.amazonaws.com" not in text
+        assert text.count("iam:PassRole") == 1
+
     def test_roles_are_passed_to_their_services_only(self):
         passed = {
             statement["Resource"]: statement["Condition"]["StringEquals"]["iam:PassedToService"]
@@ -1114,36 +1132,64 @@ class TestPolicies:
         }
 
     @pytest.mark.parametrize(
-        ("action", "inside", "outside"),
+        ("name", "action", "inside", "outside"),
         [
             (
+                "execution",
                 "s3:GetObject",
                 "arn:aws:s3:::models/llama-3-8b/config.json",
                 "arn:aws:s3:::models/other/config.json",
             ),
             (
+                "execution",
                 "s3:PutObject",
                 "arn:aws:s3:::answers/out/1.out",
                 "arn:aws:s3:::models/llama-3-8b/config.json",
             ),
             (
+                "execution",
                 "ecr:BatchGetImage",
                 f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/djl-neuronx",
                 f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/other",
             ),
+            *(
+                (
+                    name,
+                    "ecr:GetDownloadUrlForLayer",
+                    f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/djl-neuronx",
+                    f"arn:aws:ecr:us-west-2:{ACCOUNT}:repository/djl-neuronx",
+                )
+                for name in ("execution", "compile")
+            ),
+            *(
+                (
+                    "compile",
+                    "s3:PutObject",
+                    f"arn:aws:s3:::answers/out{written}",
+                    "arn:aws:s3:::models/llama-3-8b/config.json",
+                )
+                for written in ("/manifest.json", ".log")
+            ),
             (
+                "compile",
+                "logs:PutLogEvents",
+                f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/ProcessingJobs:log-stream:chat-1/algo-1",
+                f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/ProcessingJobs:log-stream:chatter-1/a",
+            ),
+            (
+                "execution",
                 "logs:PutLogEvents",
                 f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/Endpoints/chat:log-stream:main/i-1",
                 f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/sagemaker/Endpoints/chatter:log-stream:main/i-1",
             ),
         ],
     )
-    def test_the_endpoint_reaches_its_own_places(self, action, inside, outside):
+    def test_a_role_reaches_its_own_places(self, name, action, inside, outside):
         def allowed(resource):
             return any(
                 action in listed(statement["Action"])
                 and any(fnmatch.fnmatchcase(resource, one) for one in listed(statement["Resource"]))
-                for statement in policy("execution")["Statement"]
+                for statement in policy(name)["Statement"]
             )
 
         assert allowed(inside)
