@@ -135,7 +135,11 @@ class Model:
         new = load(before=old)
         was, cores = ([copy.cores for copy in each.loop.copies] for each in (old, new))
         if cores != was:
-            msg = f"{len(was)} copies have the cores {was}, {len(cores)} would get {cores}; restart the server"
+            before, after = (
+                f"{len(each)} on {'; '.join(filter(None, each)) or 'no cores of their own'}"
+                for each in (was, cores)
+            )
+            msg = f"copies and their cores would change, from {before}, to {after}; restart the server"
             raise ConfigError(msg)
         self._both = (old, new)
         copies = range(len(cores))

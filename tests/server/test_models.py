@@ -587,6 +587,7 @@ def test_a_reload_to_other_copies_is_refused(caplog: pytest.LogCaptureFixture) -
     reloading.num_copies = 2
     reloading.reload()
     wait_until(lambda: "restart the server" in caplog.text)
+    assert "from 1 on no cores of their own, to 2 on no cores of their own" in caplog.text
     assert reloading.post([5, 6]).json() == {"generated_text": answer([5, 6])}
     reloading.close()
 
