@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -222,7 +223,8 @@ def test_build_gives_every_version(tmp_path, name):
 
 
 RECORD = """#!/bin/sh
-echo "$$ $(basename "$0") $*" >> "$LOG"
+IFS='\t'
+echo "$$ $(basename "$0")\t$*" >> "$LOG"
 case "$*" in
 check*) [ -z "${SLOW:-}" ] || sleep "$SLOW"; exit "${CHECKED:-0}" ;;
 esac
@@ -257,7 +259,7 @@ def start(tmp_path):
             seen = dict(
                 line.split("=", 1) for line in written.read_text().splitlines() if "=" in line
             )
-        ran = [text.strip() for _, text in lines]
+        ran = [shlex.join(text.strip().split("\t")) for _, text in lines]
         return process, ran, seen, int(lines[-1][0]) if lines else None
 
     return call
@@ -268,12 +270,12 @@ def start(tmp_path):
     [
         ([], ["djl-neuronx check", "djl-neuronx serve"]),
         (["serve"], ["djl-neuronx check", "djl-neuronx serve"]),
-        (["serve", "/m/a", "/m/b"], ["djl-neuronx check /m/a /m/b", "djl-neuronx serve /m/a /m/b"]),
+        (["serve", "/a", "/b b"], ["djl-neuronx check /a '/b b'", "djl-neuronx serve /a '/b b'"]),
         (["serve", "/m", "--drain", "5"], ["djl-neuronx serve /m --drain 5"]),
         (["check", "/m", "--json"], ["djl-neuronx check /m --json"]),
         (["compile", "m", "--output", "s3://b/f"], ["djl-neuronx compile m --output s3://b/f"]),
         (["--version"], ["djl-neuronx --version"]),
-        (["other", "a b"], ["other a b"]),
+        (["other", "a b"], ["other 'a b'"]),
     ],
 )
 def test_entrypoint(start, words, ran):
