@@ -98,9 +98,15 @@ class TestCloudWatch:
 
         with serving(cloudwatch_namespace="chat/1", access_log="off") as server:
             wait_until(lambda: total("generated_tokens_total") == 0 and seen)
-            for _ in range(3):
-                assert status(talk(server, post(REQUEST, CLOSE))) == 200
+            other = json.dumps({"prompt": [5, 6], "max_tokens": 5}).encode()
+            openai = post(other, CLOSE, path="/v1/completions")
+            # Two values of the label `protocol`, which the lines do not have.
+            for request in (post(REQUEST, CLOSE), post(REQUEST, CLOSE), openai):
+                assert status(talk(server, request)) == 200
             wait_until(lambda: total("requests_total") == 3)
+            # In the lines after these nothing is counted again.
+            last = len(seen)
+            wait_until(lambda: total("requests_total") == 3 and len(seen) > last)
             text = httpx.get(server.url + "/metrics", timeout=PATIENCE_S).text
         made = next(
             line
