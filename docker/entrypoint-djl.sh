@@ -4,14 +4,16 @@ set -eu
 [ "${1:-serve}" = serve ] || exec entrypoint.sh "$@"
 [ $# -eq 0 ] || shift
 
-# DJL Serving does not read SageMaker's variable. Its management API can run code, so it is open to this container alone,
-# but for SageMaker's multi-model endpoints, which call it.
+# DJL Serving does not read SageMaker's variables. Its management API can run code, so it is open to this container
+# alone, but for SageMaker's multi-model endpoints, which call it. The ports are shared with the other containers of an
+# endpoint that has several; each has a range (first-last) of its own.
 address=http://0.0.0.0:${SAGEMAKER_BIND_TO_PORT:-8080}
 export SERVING_INFERENCE_ADDRESS="${SERVING_INFERENCE_ADDRESS:-$address}"
 if [ "${SAGEMAKER_MULTI_MODEL:-false}" = true ]; then
     management=$SERVING_INFERENCE_ADDRESS
 else
-    management=http://127.0.0.1:8081
+    ports=${SAGEMAKER_SAFE_PORT_RANGE:-8081}
+    management=http://127.0.0.1:${ports##*-}
 fi
 export SERVING_MANAGEMENT_ADDRESS="${SERVING_MANAGEMENT_ADDRESS:-$management}"
 

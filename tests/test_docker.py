@@ -337,6 +337,12 @@ class TestDjl:
         assert seen["SERVING_INFERENCE_ADDRESS"] == "http://0.0.0.0:9000"
         assert seen["SERVING_MANAGEMENT_ADDRESS"] == "http://0.0.0.0:9000"
 
+    def test_beside_other_containers_it_takes_the_ports_that_are_its_own(self, start):
+        environ = {"SAGEMAKER_BIND_TO_PORT": "9000", "SAGEMAKER_SAFE_PORT_RANGE": "9000-9009"}
+        _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
+        assert seen["SERVING_INFERENCE_ADDRESS"] == "http://0.0.0.0:9000"
+        assert seen["SERVING_MANAGEMENT_ADDRESS"] == "http://127.0.0.1:9009"
+
     @pytest.mark.parametrize(
         ("environ", "files", "asynchronous"),
         [
