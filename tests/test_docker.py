@@ -118,6 +118,21 @@ def test_what_is_skipped():
     ]
 
 
+def test_the_compiler_of_an_old_sdk_takes_its_own_numpy():
+    """AWS's notes of SDK 2.25 name numpy up to 1.22: with the pin of `constraints/` pip would refuse the compiler."""
+    (step,) = [
+        text
+        for kind, text in replay.instructions((DOCKER / "Dockerfile.tnx").read_text())
+        if kind == "RUN" and "pip.repos.neuron" in text
+    ]
+    (used,) = re.findall(r"--constraint (\S+)", step)
+    (making,) = re.findall(rf"(grep .*?) > {used}", step)
+    command = making.replace("/constraints.txt", str(ROOT / "constraints/sdk-2.21.txt"))
+    made = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
+    assert "transformers==4.45.2" in made
+    assert "numpy" not in made
+
+
 class TestReplay:
     """The replay refuses what it would do otherwise than Docker."""
 
