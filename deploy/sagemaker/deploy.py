@@ -24,6 +24,7 @@ from iam import POLICIES, policy, registry
 
 from djl_python_neuronx.errors import ConfigError, ServingError
 
+FIRST_VERSION = "1"
 SERVERLESS = (
     "serverless inference has no accelerators: a ServerlessConfig has memory and concurrency, and no instance type. "
     "Choose --instance ml.inf2.xlarge or larger; --async-output with --min-instances 0 costs nothing while idle"
@@ -99,7 +100,11 @@ def _add_model(add: Any) -> None:
     add("--image", required=True, help="image of docker/ in ECR")
     add("--instance", required=True, help="instance that serves, such as ml.inf2.8xlarge")
     add("--role", type=_role, required=True, help="ARN of the execution role")
-    add("--version", default="1", help="name of this model and configuration (%(default)s)")
+    add(
+        "--version",
+        default=FIRST_VERSION,
+        help="name of this model and configuration (%(default)s; an update needs another)",
+    )
     add(
         "--model-data",
         type=_s3,
@@ -181,6 +186,9 @@ def _judge(arguments: argparse.Namespace) -> None:
         if region != arguments.region:
             msg = f"--image is in {region}; --region {arguments.region} needs an image of its own"
             raise ConfigError(msg)
+    if arguments.command == "update" and arguments.version == FIRST_VERSION:
+        msg = f"--version {FIRST_VERSION} is what `deploy` creates without --version; name another one for the update"
+        raise ConfigError(msg)
     if arguments.command in {"deploy", "update"}:
         _judge_numbers(arguments)
 

@@ -153,7 +153,7 @@ class Model:
                 try:
                     self._replace(j, new, old, last=j == 0)
                 except ServingError as error:  # noqa: PERF203  (the other copies must be brought back)
-                    log_load_failure(error, f"copy_lost copy={j}")
+                    log_load_failure(error, f"copy_lost model={self.names[0]} copy={j}")
             raise
         finally:
             self.admit(kept)

@@ -464,12 +464,17 @@ class TestUpdate:
     def test_its_slots_are_the_new_target_of_the_autoscaling(self, calls):
         def policy(command, slots):
             env = {"OPTION_COMPILATION": "forbid", "OPTION_MAX_ROLLING_BATCH_SIZE": slots}
-            return calls(command, "--max-instances", "2", **env)["put_scaling_policy"]
+            words = (command, "--version", slots, "--max-instances", "2")
+            return calls(*words, **env)["put_scaling_policy"]
 
         first, second = policy("deploy", "10"), policy("update", "20")
         assert first["PolicyName"] == second["PolicyName"]  # so that it takes the place
         target = "TargetTrackingScalingPolicyConfiguration"
         assert (first[target]["TargetValue"], second[target]["TargetValue"]) == (7, 14)
+
+    def test_the_version_of_a_deploy_is_refused(self, folder, capsys):
+        assert deploy.main(arguments(folder("llama-3-8b"), "update", "--dry-run")) == 1
+        assert "--version 1 is what `deploy` creates" in capsys.readouterr().err
 
 
 class TestDelete:
@@ -1069,8 +1074,8 @@ class TestPolicies:
         for found in (
             calls("deploy", "--max-instances", "2", **forbid),
             calls("deploy", "--copies", "1", "--max-copies", "2", **forbid),
-            calls("update", **forbid),
-            calls("update", "--copies", "1", **forbid),
+            calls("update", "--version", "2", **forbid),
+            calls("update", "--version", "2", "--copies", "1", **forbid),
             calls("compile", *TestCompile.OUTPUT),
             calls("compile", *tnx, OPTION_MODEL_LOADER="tnx"),
             {
