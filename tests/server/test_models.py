@@ -571,7 +571,7 @@ def test_a_reload_that_loses_a_copy_serves_on_with_the_others(
         wait_until(lambda: len(reloading.model.services) == 1)
         asked = crowd.done
         wait_until(lambda: crowd.done > asked + 6)
-    assert "copy_lost copy=2" in caplog.text
+    assert "copy_lost model=toy copy=2" in caplog.text
     service = reloading.model.service
     assert service is not None
     assert [copy.alive for copy in service.loop.copies] == [True, True, False]
