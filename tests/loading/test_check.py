@@ -1087,6 +1087,7 @@ def run_all(targets, machine="inf2.48xlarge", environ=None, **options):
     return check_all(targets, environ=environ or {}, overrides=options, machine=named)
 
 
+@pytest.mark.usefixtures("process")
 class TestSeveral:
     def test_copies_of_8b_fill_a_machine(self, tmp_path):
         told = run_all(models(tmp_path, ("llama-3-8b", "")), replicas="max")
