@@ -26,8 +26,8 @@ CHUNKED = {**WHOLE, "enable_chunked_prefill": "true", "context_length_estimate":
 PROMPTS = ["8 + 5 =", "a b c d " * 20, "1 2 3 4 5 6 7 8 9 " * 10, "the cat"]
 
 
-def texts(options: dict[str, str]) -> tuple[dict[str, str], str]:
-    """Texts by request, and the metrics."""
+def texts(options: dict[str, str]) -> tuple[list[str], str]:
+    """Texts in the order of the requests, and the metrics."""
     service = Service.load(None, TINY, environ={}, overrides=options)
     found: dict[str, str] = {}
     inbox = BlockingQueue()
@@ -38,18 +38,19 @@ def texts(options: dict[str, str]) -> tuple[dict[str, str], str]:
                 body = {"inputs": prompt, "parameters": {"max_new_tokens": 30, **parameters}}
                 request = service.parse(json.dumps(body).encode()).request
                 open_requests.add(request.request_id)
+                found[request.request_id] = ""
                 service.loop.submit(request, inbox)
         while open_requests:
             for delta in inbox.drain(60):
                 assert delta.error is None, delta.error
-                found[delta.request_id] = found.get(delta.request_id, "") + delta.text
+                found[delta.request_id] += delta.text
                 if delta.finish_reason is not None:
                     open_requests.remove(delta.request_id)
         long = service.parse(json.dumps({"inputs": "a b c d " * 200}).encode())
         with pytest.raises(PromptTooLongError) as caught:
             service.loop.submit(long.request, inbox)
         assert ("context_length_estimate" in str(caught.value)) == (options is WHOLE)
-        return found, exposition({"": service.metrics}).decode()
+        return list(found.values()), exposition({"": service.metrics}).decode()
     finally:
         service.close()
 

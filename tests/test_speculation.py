@@ -42,7 +42,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "seed": 3}
 
 def answers(
     options: dict[str, str], folder: Path = TINY
-) -> tuple[dict[str, tuple[str, str]], dict[str, float]]:
+) -> tuple[list[tuple[str, str]], dict[str, float]]:
     """Texts and reasons of some requests that run at the same time, and the counters of drafts."""
     prompts = ["a b c d a b c", "the cat", "1 2 1 2 1 2"]
     bodies: list[dict[str, Any]] = [
@@ -54,9 +54,12 @@ def answers(
     texts: dict[str, str] = defaultdict(str)
     reasons: dict[str, str] = {}
     inbox = BlockingQueue()
+    names = []
     try:
         for body in bodies:
-            service.loop.submit(service.parse(json.dumps(body).encode()).request, inbox)
+            request = service.parse(json.dumps(body).encode()).request
+            names.append(request.request_id)
+            service.loop.submit(request, inbox)
         while len(reasons) < len(bodies):
             for delta in inbox.drain(60):
                 assert delta.error is None, delta.error
@@ -73,7 +76,7 @@ def answers(
         for line in metrics
         if "draft_tokens_total" in line and not line.startswith("#")
     }
-    return {name: (texts[name], reasons[name]) for name in sorted(reasons)}, counters
+    return [(texts[name], reasons[name]) for name in names], counters
 
 
 def assert_top_tokens(service: Service, prompt: str) -> None:
