@@ -218,6 +218,9 @@ class Run:
     """The model whose engine was killed."""
     began: Mark
     kill: Mark
+    """Taken before the kill."""
+    killed_s: float
+    """Requests that were sent after it are not ended by the kill."""
     recovered: Mark
     end: Mark
 
@@ -309,14 +312,16 @@ class Bench:
 
         self._wait(busy, f"not every copy of {model} has requests")
 
-    def kill(self, model: str) -> None:
-        """End one of its engines, and wait until the front has seen it."""
+    def kill(self, model: str) -> float:
+        """End one of its engines, and wait until the front has seen it. Returns the time of the end."""
         before = sum(self.samples("engine_deaths_total", model))
         os.kill(engines_of(self.server.front, self.folders[model])[0], signal.SIGKILL)
+        killed_s = time.time()
         self._wait(
             lambda: sum(self.samples("engine_deaths_total", model)) > before,
             f"the end of an engine of {model} is not in the metrics",
         )
+        return killed_s
 
     def mark(self) -> Mark:
         """Take the time, the CPU times of all processes, and the tokens of all models."""
@@ -350,7 +355,9 @@ def faults(results: Iterable[Result], runs: Sequence[Run], num_slots: int) -> li
         causes = [
             i
             for i, run in enumerate(runs)
-            if run.killed == result.model and result.sent_s < run.kill.at_s <= result.ended_s
+            if run.killed == result.model
+            and result.sent_s < run.killed_s
+            and result.ended_s >= run.kill.at_s
         ]
         if not causes or result.outcome != LOST[result.form]:
             found.append(f"model {result.model}, {result.form}: {result.outcome}")
@@ -387,12 +394,13 @@ def kill_rows(options: argparse.Namespace, wrong: list[str]) -> Iterator[dict[st
             began = bench.mark()
             time.sleep(options.seconds)
             kill = bench.mark()
+            killed_s = kill.at_s
             if killed is not None:
-                bench.kill(killed)
+                killed_s = bench.kill(killed)
                 bench.wait_busy(killed)
             recovered = bench.mark()
             time.sleep(max(0.0, kill.at_s + options.seconds - time.time()))
-            runs.append(Run(killed, began, kill, recovered, bench.mark()))
+            runs.append(Run(killed, began, kill, killed_s, recovered, bench.mark()))
         results = bench.results()
     wrong += bench.wrong + faults(results, runs, bench.num_slots)
     for run in runs:

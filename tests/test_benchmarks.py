@@ -98,15 +98,15 @@ def test_time_between_tokens_under_a_load():
         assert row["gaps"] > 8
 
 
-def _result(model, form="jsonlines", outcome="right", ended_s=30.0, num_tokens=5):
-    return Result(model, form, outcome, 10.0, ended_s, np.arange(num_tokens) + 11.0)
+def _result(model, form="jsonlines", outcome="right", ended_s=30.0, num_tokens=5, *, sent_s=10.0):
+    return Result(model, form, outcome, sent_s, ended_s, np.arange(num_tokens) + 11.0)
 
 
 def test_what_a_kill_may_end_is_told_from_what_is_wrong():
-    marks = [Mark(at_s, 0, 0, 0, 0) for at_s in (5.0, 20.0, 25.0, 35.0)]
-    runs = [Run(None, *marks), Run("a", *marks)]
+    began, kill, recovered, end = (Mark(at_s, 0, 0, 0, 0) for at_s in (5.0, 20.0, 25.0, 35.0))
+    runs = [Run(killed, began, kill, 20.5, recovered, end) for killed in (None, "a")]
     right = [_result(model) for model in "abc"]
-    lost = [_result("a", form, LOST[form]) for form in LOST]
+    lost = [_result("a", form, LOST[form], sent_s=20.4) for form in LOST]
     assert faults([*right, *lost], runs, num_slots=3) == []
     (too_many,) = faults([*right, *lost], runs, num_slots=2)
     assert "ended 3 requests, expected 1 to 2" in too_many
@@ -115,6 +115,7 @@ def test_what_a_kill_may_end_is_told_from_what_is_wrong():
     for wrong in (
         _result("b", outcome=LOST["jsonlines"]),  # of another model
         _result("a", outcome=LOST["jsonlines"], ended_s=19.0),  # before the kill
+        _result("a", outcome=LOST["jsonlines"], sent_s=20.6),  # after it
         _result("a", outcome=LOST["json"]),  # the status of an answer that is sent as a whole
         _result("a", outcome=LOST["jsonlines"], num_tokens=1),  # the error alone
         _result("a", outcome="wrong: stream"),
