@@ -175,6 +175,9 @@ def save(directory: Path, model_type: str, name: str, value: object) -> None:
         settings["use_sliding_window"] = True
     if value in (DYNAMIC, LONGROPE):  # which scale beyond these only, or in another way
         settings["max_position_embeddings"] = 8
+    if value == LONGROPE and model_type == "gpt_neox":  # which turns a quarter of a head
+        value = {**LONGROPE, "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+        settings[name] = deepcopy(value)
     if name == "rope_parameters":
         settings["rope_scaling"] = settings.pop(name)
     save_tiny_model(model_type, directory, **settings)
