@@ -268,8 +268,8 @@ def _load(
     from djl_python_neuronx.service import Service
 
     with progress_bars(sys.stderr) if bars else nullcontext(SILENT) as progress:
-        told = progress.in_words(stage)
-        return Service.load(None, model_dir, overrides=overrides, progress=told, **more)
+        in_words = progress.in_words(stage)
+        return Service.load(None, model_dir, overrides=overrides, progress=in_words, **more)
 
 
 def _model(target: str) -> tuple[Path | None, dict[str, str]]:

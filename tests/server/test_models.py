@@ -534,6 +534,15 @@ def test_a_stop_ends_the_wait_at_the_door(caplog: pytest.LogCaptureFixture) -> N
     assert "reload_failed" not in caplog.text
 
 
+def reload_in_vain(reloading: Reloading, crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+    """Reload, wait until that has failed, and then for some more answers."""
+    reloading.reload()
+    wait_until(lambda: "reload_failed" in caplog.text)
+    wait_until(lambda: len(reloading.model.services) == 1)
+    answered = crowd.done
+    wait_until(lambda: crowd.done > answered + 6)
+
+
 @pytest.mark.parametrize("failing", ["prepare_fails", "load_fails", "start_fails"])
 def test_a_reload_that_fails_leaves_the_old_service(
     reloading: Reloading, failing: str, caplog: pytest.LogCaptureFixture
@@ -542,11 +551,7 @@ def test_a_reload_that_fails_leaves_the_old_service(
     service = reloading.model.service
     getattr(reloading, failing).append(BackendError("no memory"))
     with Crowd(reloading) as crowd:
-        reloading.reload()
-        wait_until(lambda: "reload_failed" in caplog.text)
-        wait_until(lambda: len(reloading.model.services) == 1)
-        asked = crowd.done
-        wait_until(lambda: crowd.done > asked + 6)
+        reload_in_vain(reloading, crowd, caplog)
         assert reloading.model.service is service
         assert http.get(reloading.url + "/ping").status_code == 200
     assert "no memory" in caplog.text
@@ -566,11 +571,7 @@ def test_a_reload_that_loses_a_copy_serves_on_with_the_others(
     broken = BackendError("the device is gone")
     reloading.start_fails += [broken, broken]  # of the new copy, then of the old one in its place
     with Crowd(reloading) as crowd:
-        reloading.reload()
-        wait_until(lambda: "reload_failed" in caplog.text)
-        wait_until(lambda: len(reloading.model.services) == 1)
-        asked = crowd.done
-        wait_until(lambda: crowd.done > asked + 6)
+        reload_in_vain(reloading, crowd, caplog)
     assert "copy_lost model=toy copy=2" in caplog.text
     service = reloading.model.service
     assert service is not None
