@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Final
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning.capabilities import TNX, Capability
+from djl_python_neuronx.planning.capabilities import TNX, Capability, sequences_beyond_window
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI
@@ -145,6 +145,20 @@ class Case:
     def shares_cores(self) -> bool:
         """True if other models, or other copies of this one, are served from cores of the same machine."""
         return self.among_others or self.options.replicas != 1
+
+    @cached_property
+    def rolling_cache(self) -> bool:
+        """True if the KV cache is a ring as long as the model's sliding window, which sequences outgrow."""
+        windowed = self.capability is not None and self.capability.window_cache
+        return windowed and sequences_beyond_window(self.options, self.model)
+
+    @cached_property
+    def shortest_prompt_graph(self) -> int:
+        """Least length of a prefill graph: a prompt's fills the ring, which has room for all of the window but a token.
+
+        Source: neuronx-distributed-inference 0.9, modules/attention/utils.py, get_last_kv_window.
+        """
+        return (self.model.sliding_window or 0) - 1 if self.rolling_cache else 1
 
     @cached_property
     def continuous_batching(self) -> bool:

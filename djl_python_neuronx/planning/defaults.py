@@ -257,7 +257,9 @@ def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], s
         return make_steps(slots, positions), why
     if case.backend == "tnx" and case.options.cache_layout == "BSH":
         return (positions,), "cache_layout=BSH takes a single length"
-    return make_buckets(positions), "powers of two up to n_positions"
+    least = case.with_options(n_positions=positions).shortest_prompt_graph
+    why = f"powers of two{' from the sliding window' * (least > 1)} up to n_positions"
+    return tuple(length for length in make_buckets(positions) if length >= least), why
 
 
 def _blocks(case: Case, positions: int, slots: int) -> Filled:

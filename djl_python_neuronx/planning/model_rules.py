@@ -373,8 +373,15 @@ def _buckets(case: Case, capability: Capability) -> Iterator[Finding]:
 
 
 def _window(case: Case) -> Iterator[Finding]:
-    """Source: neuronx-distributed-inference 0.9, models/config.py."""
+    """Source: neuronx-distributed-inference 0.9, models/config.py; of the lengths see `shortest_prompt_graph`."""
     window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
+    prompts, least = case.options.context_length_estimate, case.shortest_prompt_graph
+    if prompts and prompts[0] < least:
+        problem = (
+            f"a prefill graph of {case.library} fills a KV cache as long as the model's sliding window ({window} "
+            f"tokens): the first must be at least {least}; leave it out, or set n_positions={window} at most"
+        )
+        yield Finding(("context_length_estimate", "n_positions"), problem)
     if case.backend == "nxdi" and window is not None and size not in {None, window}:
         problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
         yield Finding(("windowed_context_encoding_size",), problem)

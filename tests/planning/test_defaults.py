@@ -150,6 +150,24 @@ class TestOnDevices:
         )
         assert all(size.needed > device.core_memory_bytes for size in sizes)
 
+    @pytest.mark.parametrize(
+        ("loader", "window", "positions", "prompts"),
+        [
+            ("nxdi", 4096, 4096, (128, 256, 512, 1024, 2048, 4096)),
+            ("nxdi", 4096, 4097, (4096, 4097)),
+            ("nxdi", 4096, 8192, (4096, 8192)),
+            ("nxdi", 4097, 8192, (4096, 8192)),
+            ("nxdi", 4098, 8192, (8192,)),
+            ("tnx", 512, 1024, (128, 256, 512, 1024)),
+        ],
+    )
+    def test_each_prompt_graph_fills_the_ring_of_a_sliding_window(
+        self, loader, window, positions, prompts
+    ):
+        facts = replace(facts_of("mistral-7b-v0.1"), sliding_window=window)
+        options = filled(facts, "inf2.48xlarge", loader, n_positions=positions)
+        assert options.context_length_estimate == prompts
+
     def test_int8_makes_room(self):
         assert not fits(
             filled("llama-3-70b", "inf2.24xlarge"), "llama-3-70b", "inf2.24xlarge", "tnx"

@@ -522,6 +522,29 @@ BATCHES = [
         {"windowed_context_encoding_size": 2048},
     ),
     (
+        "context_length_estimate",
+        "error",
+        "at least 2047; leave it out, or set n_positions=2048 at most",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "context_length_estimate": (2046, 4096),
+        },
+        {"context_length_estimate": (2047, 4096)},
+    ),
+    (
+        "n_positions",
+        "error",
+        "fills a KV cache as long as the model's sliding window (2048 tokens)",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "n_positions": 2049,
+            "context_length_estimate": (128, 2048),
+        },
+        {"n_positions": 2048},
+    ),
+    (
         "on_device_generation",
         "note",
         "top_k above 64",
