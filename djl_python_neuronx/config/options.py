@@ -393,9 +393,9 @@ class ServerOptions(OptionGroup):
     keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
     """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
     max_connections: Annotated[Count, Option()] = 4096
-    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and any more are
-    closed without an answer. It is lower if the hard limit of open files (`ulimit -Hn`) does not allow as many.
-    Embedded server only."""
+    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and for each one
+    more the oldest that has sent no request is closed. It is lower if the hard limit of open files (`ulimit -Hn`) does
+    not allow as many. Embedded server only."""
 
 
 class GraphOptions(OptionGroup):

@@ -6,12 +6,15 @@ It listens before it loads: `/ping` answers 503 until every graph has run once, 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
 import os
 import signal
 import socket
 import ssl
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -55,7 +58,13 @@ from djl_python_neuronx.protocol.openai import (
     ModelList,
     model_entry,
 )
-from djl_python_neuronx.server.http import PROBES, SPARE_CONNECTIONS, LimitedProtocol
+from djl_python_neuronx.server.http import (
+    BACKLOG,
+    PROBES,
+    SPARE_CONNECTIONS,
+    LimitedProtocol,
+    drop_oldest,
+)
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.models import Load, Loader, Model
 from djl_python_neuronx.server.openapi import answers, document
@@ -88,6 +97,7 @@ SHORT_BODY_BYTES = 64 * 1024
 LOG_METRICS_S = 60
 """Pause between two lines of the metrics: CloudWatch's usual resolution."""
 
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 JOIN_S = 0.5
@@ -326,7 +336,10 @@ class Server(uvicorn.Server):
                 expose_headers=["retry-after", "x-request-id"],
             )
         # The same one whatever is installed.
-        self._protocol: Any = partial(LimitedProtocol, lambda: application.options, tls)
+        self._silent: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        self._protocol: Any = partial(
+            LimitedProtocol, lambda: application.options, tls, self._silent
+        )
         config = uvicorn.Config(
             app,
             host=host,
@@ -338,6 +351,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             log_config=None,
             access_log=False,
+            backlog=BACKLOG,
             callback_notify=application.log_metrics,
             timeout_notify=LOG_METRICS_S,
         )
@@ -345,6 +359,8 @@ class Server(uvicorn.Server):
         self._application = application
         self._drain_s = drain_s
         self._signalled = False
+        self._no_descriptor_s = -math.inf
+        """The time at which the log last said that no connection could be accepted."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Stop; at a second signal end the process at once, with the status of a shell for it."""
@@ -365,6 +381,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also on `option.admin_port`. Ends the process if it cannot."""
         host, port = self.config.host, self.config.port
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn has logged why
@@ -385,7 +402,9 @@ class Server(uvicorn.Server):
         )
         host, port = options.admin_host or config.host, options.admin_port
         try:
-            server = await asyncio.get_running_loop().create_server(protocol, host, port)
+            server = await asyncio.get_running_loop().create_server(
+                protocol, host, port, backlog=BACKLOG
+            )
         except OSError as error:
             logger.error("option.admin_port=%d: %s; set another one", port, error)  # noqa: TRY400
             raise SystemExit(1) from error
@@ -408,6 +427,21 @@ class Server(uvicorn.Server):
             assert isinstance(connection, LimitedProtocol)  # noqa: S101  (of `Config`)
             connection.stop()
         await ending
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Make room if no connection can be accepted, which asyncio reports up to `BACKLOG` times a second."""
+        error = context.get("exception")
+        if "socket" not in context or getattr(error, "errno", None) not in _NO_ROOM:
+            loop.default_exception_handler(context)
+            return
+        drop_oldest(self._silent)
+        if loop.time() - self._no_descriptor_s > LOG_METRICS_S:
+            self._no_descriptor_s = loop.time()
+            logger.warning(
+                "connection_not_accepted reason=%r connections=%d fix='raise the limit of open files (ulimit -n), or "
+                "lower option.max_connections'",
+                str(error), len(self.server_state.connections),
+            )  # fmt: skip
 
     def _end_late(self) -> None:
         """End the process because something is stuck: a device call, a text that is being tokenised, a load."""

@@ -14,6 +14,7 @@ import ssl
 import sys
 import time
 from asyncio.sslproto import SSLProtocol
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from fcntl import ioctl
 from functools import lru_cache, partial
 from http import HTTPStatus
 from pathlib import Path
-from termios import TIOCOUTQ
+from termios import FIONREAD, TIOCOUTQ
 from typing import Any
 
 import h11
@@ -52,7 +53,10 @@ LINGER_S = 2.0
 """Time that a client has to read the end of a connection's last answer. To close with unread data makes the kernel
 reset the connection, and the client may lose the answer."""
 SPARE_CONNECTIONS = 64
-"""Connections above the limit, with answers to probes and 503 for others; any more are closed without an answer."""
+"""Connections above the limit, with answers to probes and 503 for others. For each one more the oldest that has sent no
+request is closed without an answer, so that a probe gets through however many connect and stay silent."""
+BACKLOG = 128
+"""Connections that wait in the kernel, and most that asyncio accepts in one turn of the event loop."""
 BUFFER_BYTES = 64 * 1024
 """Most unread bytes that wait for a client before its answer pauses; with TLS asyncio's own limit is 512 KiB."""
 PROBES = frozenset({"/ping", "/health"})
@@ -61,8 +65,9 @@ _QUIET = PROBES | {"/metrics"}
 """Paths of successful requests that are not logged."""
 MAX_PATH = 256
 """Characters of a path in the log."""
-OTHER_DESCRIPTORS = 256
-"""Descriptors that the process has besides connections: files, the engine, listening sockets."""
+OTHER_DESCRIPTORS = 256 + 4 * BACKLOG
+"""Descriptors that the process has besides connections: files, the engine, listening sockets. A connection is counted
+two turns after it was accepted, and one that is closed has its descriptor for one turn more."""
 
 _STOPPED = BackendUnavailableError("the server has stopped; send the request elsewhere")
 
@@ -231,6 +236,16 @@ class _Transport:
         return getattr(self._transport, name)
 
 
+def drop_oldest(silent: OrderedDict[LimitedProtocol, None]) -> None:
+    """Close the connection that has been open longest without a request, if there is one."""
+    for _ in range(len(silent)):
+        connection, _ = silent.popitem(last=False)
+        if not connection.waits_unread():
+            connection.drop()
+            return
+        silent[connection] = None
+
+
 class LimitedProtocol(H11Protocol):
     """One connection."""
 
@@ -238,6 +253,7 @@ class LimitedProtocol(H11Protocol):
         self,
         options: Callable[[], ServingOptions],
         tls: ssl.SSLContext | None = None,
+        silent: OrderedDict[LimitedProtocol, None] | None = None,
         num_reserved: int = 0,
         **arguments: Any,  # noqa: ANN401
     ) -> None:
@@ -246,6 +262,7 @@ class LimitedProtocol(H11Protocol):
         Args:
             options: the options that hold now.
             tls: with it the connection begins with TLS.
+            silent: the server's connections that have sent no request yet, the oldest first.
             num_reserved: connections above the limit that this port may have.
             arguments: uvicorn's.
         """
@@ -253,6 +270,7 @@ class LimitedProtocol(H11Protocol):
         self.conn: _Connection
         self._options = options
         self._tls = tls
+        self._silent = OrderedDict() if silent is None else silent
         self._num_reserved = num_reserved
         self.conn = _Connection(self._refuse_invalid)
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
@@ -275,9 +293,12 @@ class LimitedProtocol(H11Protocol):
             self._tcp = transport
         transport.set_write_buffer_limits(BUFFER_BYTES)
         limit = allowed_connections(self._options().max_connections) + self._num_reserved
+        self._silent[self] = None
         if len(self.connections) > limit + SPARE_CONNECTIONS:
-            transport.abort()
-        elif self._tls is not None and self.scheme == "http":
+            drop_oldest(self._silent)
+        if self.ending:
+            return
+        if self._tls is not None and self.scheme == "http":
             self._exchange_keys(self._tls)
         else:
             if len(self.connections) > limit:
@@ -299,7 +320,9 @@ class LimitedProtocol(H11Protocol):
 
     def _keys_exchanged(self, done: asyncio.Future[None]) -> None:
         if self.scheme == "http":  # asyncio reports the end of a connection with keys only
-            logger.info("tls_refused client=%s reason=%r", self.client, str(done.exception()))
+            if not self.ending:
+                reason = str(done.exception())
+                logger.info("tls_refused client=%s reason=%r", self.client, reason)
             self.connection_lost(None)
 
     async def _answer_probes(
@@ -314,6 +337,7 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
         self.ending = True
+        self._silent.pop(self, None)
         self._stop_timers()
         self._log_access(complete=False)
         super().connection_lost(exc)
@@ -322,6 +346,8 @@ class LimitedProtocol(H11Protocol):
         """Take bytes of requests; what comes after the last request or the last answer is dropped."""
         if not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
             super().data_received(data)
+            if self.cycle is not None:
+                self._silent.pop(self, None)
             self._watch()
 
     def eof_received(self) -> None:
@@ -350,6 +376,17 @@ class LimitedProtocol(H11Protocol):
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self.end()
         self._answer(error)
+
+    def waits_unread(self) -> bool:
+        """True if the client has sent bytes that are not read yet."""
+        sock = self._tcp.get_extra_info("socket")
+        return sock.fileno() >= 0 and any(ioctl(sock, FIONREAD, bytes(4)))
+
+    def drop(self) -> None:
+        """Close at once, without an answer."""
+        self.ending = True
+        self._stop_timers()
+        self._tcp.abort()
 
     def stop(self) -> None:
         """End the connection because the server ends."""

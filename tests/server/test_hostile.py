@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import ssl
@@ -39,6 +40,7 @@ from tests.server.test_app import (
     answer,
     body,
     held_port,
+    num_descriptors,
     wait_until,
 )
 from tests.toy_backend import TOY_SPEC, ToyBackend
@@ -465,12 +467,27 @@ def test_a_connection_too_many_gets_503_and_a_probe_its_answer() -> None:
         assert_serves(server)
 
 
-def test_far_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_connections_the_oldest_without_a_request_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http, "SPARE_CONNECTIONS", 1)
-    with serving(max_connections=1) as server:
-        held = [connect(server) for _ in range(2)]
-        wait_for_connections(server, 2)
-        assert talk(server, b"") == b""
+    with serving(max_connections=2) as server:
+        held = [connect(server)]
+        held[0].sendall(post(REQUEST))
+        assert status(held[0].recv(65536)) == 200
+        for count in (2, 3):
+            held.append(connect(server))
+            held[-1].sendall(b"GET /pi")
+            wait_for_connections(server, count)
+        probe = b"GET /ping HTTP/1.1\r\nHost: toy\r\n\r\n"
+        for oldest in held[1:]:
+            held.append(connect(server))
+            held[-1].sendall(probe)
+            assert status(held[-1].recv(65536)) == 200
+            assert oldest.recv(1) == b""
+        assert talk(server, b"") == b""  # itself: all others have sent a request
+        held[0].sendall(post(REQUEST, CLOSE))
+        assert answer([5, 6]).encode() in read_all(held[0])
         for client in held:
             client.close()
 
@@ -485,8 +502,8 @@ def test_the_limit_of_open_files_allows_for_the_connections(
     assert http.allowed_connections(100) == 100
     assert state == [1024, 4000]
     assert http.allowed_connections(1000) == 1000
-    assert state == [1320, 4000]
-    assert http.allowed_connections(4096) == 4000 - 64 - 256
+    assert state == [1000 + 64 + 768, 4000]
+    assert http.allowed_connections(4096) == 4000 - 64 - 768
     assert state == [4000, 4000]
     http.allowed_connections.cache_clear()
 
@@ -639,7 +656,7 @@ from tests.toy_service import toy_service
 from tests.toy_tokenizer import ToyTokenizer
 port, drain, state = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 setup_logging()
-spec, step_s = TOY_SPEC, 0.05
+spec, step_s = TOY_SPEC, 0.02 if state == "burst" else 0.05
 received, stop = LimitedProtocol.data_received, Server.stop
 
 def data_received(self, data):
@@ -688,7 +705,8 @@ def load(stage, **given):
     on_death = given["on_death"]
     while state == "load":
         time.sleep(0.1)
-    service = toy_service(backend, on_death=on_death)
+    options = {"max_connections": 20} if state == "burst" else {}
+    service = toy_service(backend, on_death=on_death, **options)
     if state == "death":
         service.tokenizer = LastTokenizer()
     return service
@@ -722,6 +740,7 @@ class Program:
             "unread": post(json.dumps(body([5, 6], 4000, stream=True)).encode()),
             "prefill": post(stream),
             "device": post(stream),
+            "burst": post(stream, CLOSE),
             "death": post(json.dumps(body([5] * 1000)).encode()),  # tokenised on a thread
         }
         self.client.sendall(sent[state])
@@ -740,7 +759,7 @@ class Program:
         return self.client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def _get_ping(self) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.port)) as client:
+        with socket.create_connection(("127.0.0.1", self.port), PATIENCE_S) as client:
             client.sendall(b"GET /ping HTTP/1.0\r\n\r\n")
             return client.recv(65536)
 
@@ -756,6 +775,36 @@ class Program:
         self.wait_for_line("the end")
         self.client.close()
         return code, self._log, seconds
+
+
+@pytest.mark.parametrize("spare_descriptors", [None, 50])
+def test_probes_and_streams_go_on_in_bursts_of_connections(spare_descriptors: int | None) -> None:
+    """Of more than twice as many as there may be; then the process has too few descriptors for those that may be."""
+    program = Program("burst", 0.5)
+    address = ("127.0.0.1", program.port)
+    program.client.settimeout(PATIENCE_S)
+    reply = program.client.recv(65536)  # from now on it needs no further file
+    if spare_descriptors is not None:
+        used = num_descriptors(program.process.pid)
+        limit = used + spare_descriptors
+        resource.prlimit(program.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    held, connected = [], select.poll()
+    for _ in range(200):
+        held.append(socket.socket())
+        held[-1].setblocking(False)
+        held[-1].connect_ex(address)
+        connected.register(held[-1], select.POLLOUT)
+    wait_until(lambda: len(connected.poll(0)) == len(held))
+    for _ in range(5):
+        assert b" 200 " in program._get_ping()
+    reply += read_all(program.client)
+    assert reply.count(b'"token"') == 120
+    for client in held:
+        client.close()
+    code, log, _ = program.end(signal.SIGTERM)
+    assert code == 0
+    assert "Traceback" not in log
+    assert log.count("connection_not_accepted") == (spare_descriptors is not None)
 
 
 BUSY_S = 10.0
