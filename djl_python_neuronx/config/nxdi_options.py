@@ -55,7 +55,7 @@ class NxdiOptions(OptionGroup):
     cp_degree: _TuningCount = None
     """Ranks that share one prompt's tokens in attention (context parallelism). Must divide `tensor_parallel_degree`."""
     mlp_cp_degree: _TuningCount = None
-    """Ranks that share one prompt's tokens in the MLP. More than 1 needs `sequence_parallel`."""
+    """The same in the MLP: 1, or `cp_degree` with `sequence_parallel`."""
     attention_dp_degree: _TuningCount = None
     """Groups that the sequences of a decode step are divided into in attention. Must divide `tensor_parallel_degree`
     and `max_rolling_batch_size`; needs continuous batching."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
@@ -303,8 +304,9 @@ def others(name: str, case: Case) -> Iterator[object]:
             yield from (prompt, (prompt,)) if prompt else ()
             yield from ((limit,), min(2 * limit, most), most)
         case "context_length_estimate":
-            prompts, degree = options.context_length_estimate or (), case.degree
-            yield tuple(sorted({min(-(-n // degree), limit // degree) * degree for n in prompts}))
+            prompts = options.context_length_estimate or ()
+            unit = lcm(case.degree, options.windowed_context_encoding_size or 1)
+            yield tuple(sorted({min(-(-n // unit), limit // unit) * unit for n in prompts}))
             yield from (prompts[:end] for end in range(len(prompts) - 1, 0, -1))
         case "speculative_length":
             yield from range(options.speculative_length - 1, 0, -1)

@@ -14,10 +14,10 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_o
 from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
+from djl_python_neuronx.planning.nxdi import rules as nxdi
 from djl_python_neuronx.planning.nxdi.capabilities import WITH_IMAGES
-from djl_python_neuronx.planning.nxdi.rules import LATER
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
-from djl_python_neuronx.planning.tnx.rules import shape_findings
+from djl_python_neuronx.planning.tnx import rules as tnx
 from djl_python_neuronx.sampling import SamplingParams
 
 DJL_ROWS = 32
@@ -66,8 +66,7 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
     yield from _speculation(case)
     yield from _defects(case, case.capability)
     yield from _device_sampling(case)
-    if case.backend == "tnx":
-        yield from shape_findings(case)
+    yield from (tnx if case.backend == "tnx" else nxdi).shape_findings(case)
     yield from placement.findings(case)
 
 
@@ -86,7 +85,7 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
         and other in option(name).to
         and (capability := capability_of(other, model_type)) is not None
         and capability.supports(name)
-        and not (other == "nxdi" and name in LATER)
+        and not (other == "nxdi" and name in nxdi.LATER)
     ]
     more = ", and use more cores if the model then does not fit" if name == "quantize" else ""
     return use_backend(*able, other=f"remove it{more}")

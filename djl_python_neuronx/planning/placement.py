@@ -176,7 +176,8 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
     """Check flash decoding: all KV heads need the same number of cores, at least two, which divide its tokens.
 
     Where each KV head has one core, transformers-neuronx makes masks for a cache that is divided by the degree, and the
-    cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores.
+    cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores. Padded heads are
+    counted without their padding: another AssertionError. Seen with 6 heads on 4 and 8 cores.
 
     Source: transformers-neuronx 0.13, decoder.py and llama/hlo.py (`cores_per_kv_head`); neuronx-distributed-inference
     0.9, modules/flashdecode/utils.py.
@@ -200,6 +201,12 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
         problem = (
             f"each of the {kv_heads} KV heads has one core, so no head can be divided and transformers-neuronx fails; "
             f"set a larger multiple of {kv_heads}, or remove shard_over_sequence"
+        )
+        yield Finding((_FLASH, _DEGREE), problem)
+    elif tnx and heads % case.degree and case.degree % heads:
+        problem = (
+            f"the {heads} heads are padded, which transformers-neuronx divides no cache for; set a degree that divides "
+            f"them or a multiple of them, or remove {_FLASH}"
         )
         yield Finding((_FLASH, _DEGREE), problem)
 

@@ -100,6 +100,10 @@ def test_the_tokens_stay_the_same(
         (4, 4, 4, None),
         (4, 4, 4, "replicated-heads"),
         (4, 4, 8, "replicated-heads"),
+        (6, 2, 4, None),
+        (6, 2, 8, None),
+        (4, 2, 8, None),
+        (12, 2, 8, "replicated-heads"),
     ],
 )
 def test_flash_decoding_is_refused_where_the_library_stops_at_it(

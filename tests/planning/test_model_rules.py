@@ -78,6 +78,18 @@ DRAFT = {
     "draft": replace(LLAMA, num_layers=1, num_parameters=10**9),
 }
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": 64}
+EXPERTS = of("qwen3_moe", num_experts=128, config={"num_experts_per_tok": 8})
+NXDI = {"loader": "nxdi"}
+PROMPTS = {"context_length_estimate": (1001, 4096)}
+FLASH = {**NXDI, "tensor_parallel_degree": 16, "device": TRN1, "shard_over_sequence": True}
+GROUPS = {
+    **NXDI,
+    "device": TRN2,
+    "facts": EXPERTS,
+    "tensor_parallel_degree": 64,
+    "max_rolling_batch_size": 16,
+}
+HYBRID = {"moe_cte_tp_degree": 8, "moe_tkg_ep_degree": 64}
 WINDOW = {"sliding_window": 2048}
 GQA = "group_query_attention"
 DEGREE = "tensor_parallel_degree"
@@ -638,7 +650,13 @@ CORES = [
         {"loader": "nxdi", "pipeline_parallel_degree": 4},
         {"pipeline_parallel_degree": 3},
     ),
-    ("ep_degree", "error", "32 NeuronCores", {"loader": "nxdi", "ep_degree": 4}, {"ep_degree": 3}),
+    (
+        "ep_degree",
+        "error",
+        "32 NeuronCores",
+        {"loader": "nxdi", "facts": EXPERTS, "ep_degree": 4},
+        {"ep_degree": 3},
+    ),
     (
         "draft_model_tp_size",
         "error",
@@ -820,6 +838,138 @@ LAYOUT = [
             "facts": replace(LLAMA, num_heads=12),
         },
         {"loader": "tnx"},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "the 42 heads are padded",
+        {
+            DEGREE: 12,
+            "shard_over_sequence": True,
+            "facts": replace(LLAMA, num_kv_heads=6, num_heads=42),
+        },
+        {"facts": replace(LLAMA, num_kv_heads=6, num_heads=36)},
+    ),
+    (
+        "shard_over_sequence",
+        "error",
+        "the 6 heads are padded",
+        {"shard_over_sequence": True, "facts": replace(LLAMA, num_kv_heads=2, num_heads=6)},
+        {"facts": replace(LLAMA, num_kv_heads=2, num_heads=4)},
+    ),
+    *(
+        (
+            name,
+            "error",
+            "multiples of 8, and not 1001; round",
+            {**NXDI, name: value, **PROMPTS},
+            change,
+        )
+        for name, value, change in (
+            ("sequence_parallel", True, {"context_length_estimate": (1008, 4096)}),
+            ("sequence_parallel", True, {"windowed_context_encoding_size": 128}),
+            ("cp_degree", 8, {"context_length_estimate": (1008, 4096)}),
+            ("windowed_context_encoding_size", 8, {"context_length_estimate": (1008, 4096)}),
+        )
+    ),
+    (
+        "sequence_parallel",
+        "error",
+        "multiples of 8, and not 100",
+        {**NXDI, "sequence_parallel": True, "windowed_context_encoding_size": 100},
+        {"windowed_context_encoding_size": 64},
+    ),
+    *(
+        ("shard_over_sequence", "error", "multiples of 2, and not 1001", {**FLASH, **uneven}, even)
+        for uneven, even in (
+            (PROMPTS, {"context_length_estimate": (1002, 4096)}),
+            ({"n_positions": (1001, 4096)}, {"n_positions": (1002, 4096)}),
+        )
+    ),
+    (
+        "windowed_context_encoding_size",
+        "error",
+        "cuts prompts in static",
+        {**NXDI, "windowed_context_encoding_size": 128},
+        {"rolling_batch_strategy": "naive_rolling_batch"},
+    ),
+    (
+        "windowed_context_encoding_size",
+        "error",
+        "cuts prompts in static",
+        {**NXDI, "windowed_context_encoding_size": 1024},
+        {"context_length_estimate": (1024,)},
+    ),
+    (
+        "cp_degree",
+        "error",
+        "4 cores of a decode are fewer than the 8 KV heads",
+        {**NXDI, "cp_degree": 2, DEGREE: 4},
+        {DEGREE: 8},
+    ),
+    (
+        "attention_dp_degree",
+        "error",
+        "4 cores of a decode are fewer than the 8 KV heads",
+        {**NXDI, "attention_dp_degree": 2},
+        {"cp_degree": 2},
+    ),
+    (
+        "moe_ep_degree",
+        "error",
+        "as many as 32 x 8 cores of moe_ep_degree",
+        {**GROUPS, "moe_tp_degree": 8, "moe_ep_degree": 32},
+        {"moe_ep_degree": 8},
+    ),
+    (
+        "hybrid_sharding_config",
+        "error",
+        "as many as 1 x 8 cores of moe_cte_ep_degree",
+        {**GROUPS, "hybrid_sharding_config": HYBRID},
+        {"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
+    ),
+    (
+        "moe_ep_degree",
+        "error",
+        "divide the 96 experts",
+        {**GROUPS, "moe_ep_degree": 64, "facts": replace(EXPERTS, num_experts=96)},
+        {"facts": EXPERTS},
+    ),
+    (
+        "moe_ep_degree",
+        "error",
+        "15 rows choose 120",
+        {**GROUPS, "moe_ep_degree": 64, "max_rolling_batch_size": 15},
+        {"max_rolling_batch_size": 16},
+    ),
+    (
+        "moe_ep_degree",
+        "error",
+        "8 rows choose 64",
+        {**GROUPS, "moe_ep_degree": 64, "token_generation_batches": (8,)},
+        {"token_generation_batches": None},
+    ),
+    (
+        "moe_ep_degree",
+        "note",
+        "cannot use it; left out",
+        {**NXDI, "moe_ep_degree": 8},
+        {"facts": EXPERTS, "max_rolling_batch_size": 16},
+    ),
+    (
+        "moe_ep_degree",
+        "note",
+        "cannot use it; left out",
+        {**NXDI, "moe_ep_degree": 8, "facts": of("mixtral")},
+        {"facts": EXPERTS, "max_rolling_batch_size": 16},
+    ),
+    ("ep_degree", "error", "cannot use it; remove", {**NXDI, "ep_degree": 2}, {"facts": EXPERTS}),
+    (
+        "ep_degree",
+        "error",
+        "fails to divide its experts",
+        {**NXDI, "ep_degree": 2, "facts": of("mixtral")},
+        {"facts": EXPERTS},
     ),
     (
         "shard_over_sequence",

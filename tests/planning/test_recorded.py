@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -18,8 +20,10 @@ LLAMA = ModelFacts(model_type="llama", num_layers=2, vocab_size=512)
 def wanted(record, **changes):
     """The keywords that this package gives the library, with the recorded options and `changes`."""
     options = ServingOptions.model_validate({**as_options(record), **changes})
+    experts = "router_config" in record or options.ep_degree > 1
+    facts = replace(LLAMA, model_type="qwen3_moe") if experts else LLAMA
     return library_arguments(
-        Case(options, LLAMA, machines.named("inf2.48xlarge"), "nxdi")
+        Case(options, facts, machines.named("inf2.48xlarge"), "nxdi")
     ).neuron_config
 
 

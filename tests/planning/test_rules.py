@@ -8,7 +8,11 @@ from djl_python_neuronx.planning.rules import BACKEND_RULES, RULES, broken_rules
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
 DRAFT = {"speculative_draft_model": "draft"}
 LOOKUP = {"ngram_prompt_lookup_max": 3}
-KERNEL = {"attn_block_tkg_nki_kernel_enabled": True, "qkv_nki_kernel_enabled": True}
+KERNEL = {
+    "attn_block_tkg_nki_kernel_enabled": True,
+    "qkv_nki_kernel_enabled": True,
+    "fuse_qkv": True,
+}
 MEDUSA = {
     "is_medusa": True,
     "medusa_speculation_length": 4,
@@ -473,7 +477,42 @@ NXDI = [
         {**CORES, "cp_degree": 2, "attention_dp_degree": 4},
         {"cp_degree": 4},
     ),
-    ("mlp_cp_degree", "error", {"mlp_cp_degree": 2}, {"sequence_parallel": True}),
+    (
+        "mlp_cp_degree",
+        "error",
+        {"mlp_cp_degree": 2, "cp_degree": 2},
+        {"sequence_parallel": True},
+    ),
+    (
+        "mlp_cp_degree",
+        "error",
+        {**CORES, "mlp_cp_degree": 2, "sequence_parallel": True},
+        {"cp_degree": 2},
+    ),
+    *(
+        (name, "error", {name: True}, {"fuse_qkv": True})
+        for name in ("fused_rmsnorm_qkv", "qkv_nki_kernel_enabled")
+    ),
+    (
+        "qkv_kernel_fuse_residual_add",
+        "error",
+        {"qkv_kernel_fuse_residual_add": True, "fuse_qkv": True},
+        {"fused_rmsnorm_qkv": True},
+    ),
+    *(
+        (
+            f"{part}_kernel_fuse_residual_add",
+            "error",
+            {
+                f"{part}_kernel_fuse_residual_add": True,
+                f"fused_rmsnorm_{part}": True,
+                "fuse_qkv": True,
+                "sequence_parallel": True,
+            },
+            {"sequence_parallel": False},
+        )
+        for part in ("mlp", "qkv")
+    ),
     (
         "strided_context_parallel_kernel_enabled",
         "error",
@@ -512,13 +551,17 @@ NXDI = [
     (
         "qkv_cte_nki_kernel_fuse_rope",
         "error",
-        {"qkv_cte_nki_kernel_fuse_rope": True, "qkv_nki_kernel_enabled": True},
+        {
+            "qkv_cte_nki_kernel_fuse_rope": True,
+            "qkv_nki_kernel_enabled": True,
+            "fuse_qkv": True,
+        },
         {"fused_rmsnorm_qkv": True},
     ),
     (
         "attn_block_tkg_nki_kernel_enabled",
         "error",
-        {"attn_block_tkg_nki_kernel_enabled": True},
+        {"attn_block_tkg_nki_kernel_enabled": True, "fuse_qkv": True},
         {"qkv_nki_kernel_enabled": True},
     ),
     *(

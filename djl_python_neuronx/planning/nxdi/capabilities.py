@@ -39,38 +39,44 @@ _LAST_TOKENS = Defect(
     "set on_device_generation=true, and output_logits=true for requests that the host has to sample, or a degree that "
     "divides the vocabulary",
 )
-# Only the others divide cores among KV heads for flash decoding (num_cores_per_group).
+# Only llama and gpt_oss divide cores among KV heads for flash decoding (num_cores_per_group).
 _NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
-# Its layers of experts are built of parallel linear layers and an embedding that pad nothing.
-_OF_EXPERTS = ("hidden_size", "intermediate_size", "vocab_size")
+# Only llama's layer reads these too.
+_LLAMAS = frozenset(
+    {"mlp_cp_degree", "mlp_kernel_fuse_residual_add", "qkv_kernel_fuse_residual_add"}
+)
+_NOT_LLAMAS = _NO_FLASH_DECODING | _LLAMAS
+# Of the keywords of experts the older modules/moe.py reads capacity_factor alone.
+_NEW_EXPERTS = frozenset(
+    {
+        *("moe_tp_degree", "moe_ep_degree", "hybrid_sharding_config", "router_config"),
+        *("early_expert_affinity_modulation", "disable_normalize_top_k_affinities"),
+        *("use_index_calc_kernel", "moe_mask_padded_tokens", "blockwise_matmul_config"),
+        *("fused_shared_experts", "shared_experts_sequence_parallel_enabled"),
+        "transpose_shared_experts_weights",
+    }
+)
+# The configuration of a dense model takes none of them, and ep_degree gives it cores that repeat the others' work.
+_OF_EXPERTS = _NEW_EXPERTS | {"capacity_factor", "ep_degree"}
+# Layers of experts are built of parallel linear layers and an embedding that pad nothing.
+_MOE = Capability(
+    degree_divides=("hidden_size", "intermediate_size", "vocab_size"),
+    ignored_options=_NOT_LLAMAS | _NEW_EXPERTS,
+    unsupported_options={"ep_degree": "NxD Inference fails to divide its experts into groups"},
+    defects=(_WINDOW_IGNORED,),
+)
+_DENSE = Capability(ignored_options=_NOT_LLAMAS | _OF_EXPERTS)
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
-    "dbrx": Capability(
-        verified=False, degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING
-    ),
-    "gemma3": Capability(
-        verified=False, degree_divides=("hidden_size",), ignored_options=_NO_FLASH_DECODING
-    ),
-    "gpt_oss": Capability(verified=False),
-    "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS)),
-    "mistral": Capability(
-        window_cache=True, ignored_options=_NO_FLASH_DECODING, defects=(_LAST_TOKENS,)
-    ),
-    "mixtral": Capability(
-        degree_divides=_OF_EXPERTS, ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED,)
-    ),
-    "qwen2": Capability(
-        ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
-    ),
-    "qwen3": Capability(
-        ignored_options=_NO_FLASH_DECODING, defects=(_WINDOW_IGNORED, _LAST_TOKENS)
-    ),
-    "qwen3_moe": Capability(
-        verified=False,
-        degree_divides=_OF_EXPERTS,
-        ignored_options=_NO_FLASH_DECODING,
-        defects=(_WINDOW_IGNORED,),
-    ),
+    "dbrx": replace(_MOE, verified=False, defects=()),
+    "gemma3": replace(_DENSE, verified=False, degree_divides=("hidden_size",)),
+    "gpt_oss": Capability(verified=False, ignored_options=_LLAMAS),
+    "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS), ignored_options=_OF_EXPERTS),
+    "mistral": replace(_DENSE, window_cache=True, defects=(_LAST_TOKENS,)),
+    "mixtral": _MOE,
+    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
+    "qwen3": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
+    "qwen3_moe": replace(_MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options={}),
 }
 NXDI: Final[Mapping[str, Capability]] = {
     name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()

@@ -6,11 +6,16 @@ stated, another file. Limits of architectures are in capabilities.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from djl_python_neuronx.config.findings import ANY, SET, UNSET, Rule, above, when
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.nxdi.arguments import graphs
 
+_DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
+_WINDOW = "windowed_context_encoding_size"
 LATER = (
     "quantize",
     "kv_cache_quantize",
@@ -81,8 +86,15 @@ _DEGREES = (
     when(_uneven_groups, cp_degree=ANY, attention_dp_degree=ANY).refuse(
         "if both are above 1, cp_degree has to be a multiple of attention_dp_degree; change one of them"
     ),
-    when(mlp_cp_degree=above(1), sequence_parallel=UNSET).refuse(
-        "the MLP can divide a prompt only with sequence_parallel=true; set it, or leave mlp_cp_degree out"
+    # Source: models/llama/modeling_llama.py too: its groups are those of attention.
+    when(
+        lambda options: not options.sequence_parallel or options.mlp_cp_degree != options.cp_degree,
+        mlp_cp_degree=above(1),
+        cp_degree=ANY,
+        sequence_parallel=ANY,
+    ).refuse(
+        "the MLP divides a prompt as attention does, and only with sequence_parallel=true; set it, and cp_degree to "
+        "the same, or leave mlp_cp_degree out"
     ),
     when(strided_context_parallel_kernel_enabled=True, cp_degree={None, 1}).refuse(
         "the kernel needs a cp_degree above 1; set that, or leave the kernel out"
@@ -115,6 +127,23 @@ _PRECISION = (
     ),
 )
 _KERNELS = (
+    # Source: modules/attention/gqa.py.
+    *(
+        when(**{name: SET}, fuse_qkv=UNSET).refuse(
+            "the kernel takes the fused projection only; set fuse_qkv=true, or leave the kernel out"
+        )
+        for name in ("fused_rmsnorm_qkv", "qkv_nki_kernel_enabled")
+    ),
+    # Source: models/llama/modeling_llama.py. Without the kernel the residuals of a prompt are lost.
+    when(qkv_kernel_fuse_residual_add=SET, fused_rmsnorm_qkv=UNSET).refuse(
+        "the QKV kernel adds the residual; set fused_rmsnorm_qkv=true, or leave it out"
+    ),
+    *(
+        when(**{name: SET}, sequence_parallel=SET).refuse(
+            "no kernel adds residuals while tokens are divided among the cores; leave one of them out"
+        )
+        for name in ("mlp_kernel_fuse_residual_add", "qkv_kernel_fuse_residual_add")
+    ),
     when(
         lambda options: not (options.fused_rmsnorm_qkv and options.qkv_nki_kernel_enabled),
         qkv_cte_nki_kernel_fuse_rope=True,
@@ -215,3 +244,56 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_SPECULATION,
 )
 """Checked in this order."""
+
+
+def shape_findings(case: Case) -> Iterator[Finding]:
+    """Yield what the library stops at, or computes in part only, because of lengths, degrees and the model's sizes.
+
+    Source: models/model_base.py, modules/attention/attention_base.py and utils.py, modules/kvcache and flashdecode.
+    """
+    options, degree, kv_heads = case.effective, case.degree, case.model.num_kv_heads or 1
+    prompts = {graph.bucket for graph in graphs(case) if graph.kind == "prefill"}
+    limits = {graph.bucket for graph in graphs(case) if graph.kind != "prefill"}
+    window = options.windowed_context_encoding_size
+    steps = (_WINDOW, {window}) if window else (_PROMPTS, prompts)
+    group = options.shard_over_sequence and min(degree, case.model.num_heads or 1) // kv_heads
+    for name, parts, of, lengths in (
+        (_WINDOW, window, _PROMPTS, prompts),
+        ("sequence_parallel", options.sequence_parallel and degree, *steps),
+        ("cp_degree", options.cp_degree, *steps),
+        ("shard_over_sequence", group, _PROMPTS, prompts),
+        ("shard_over_sequence", group, "n_positions", limits),
+    ):
+        if uneven := sorted(length for length in lengths if parts and length % parts):
+            problem = f"expected multiples of {parts}, and not {join_words(uneven)}; round them up"
+            yield Finding((name, of, _DEGREE), problem)
+    if window and case.continuous_batching and max(prompts, default=0) > window:
+        problem = "NxD Inference cuts prompts in static batches only; set naive_rolling_batch, or leave it out"
+        yield Finding((_WINDOW, "rolling_batch_strategy", "max_rolling_batch_size"), problem)
+    name, groups = "attention_dp_degree", options.attention_dp_degree or 1
+    if (options.cp_degree or 1) != groups and degree // groups < kv_heads:
+        name = name if groups > 1 else "cp_degree"
+        problem = f"the {degree // groups} cores of a decode are fewer than the {kv_heads} KV heads; leave it out"
+        yield Finding((name, _DEGREE), problem)
+    yield from _experts(case)
+
+
+def _experts(case: Case) -> Iterator[Finding]:
+    """Source: modules/moe_v2.py, and neuronx-distributed 0.18, modules/moe/expert_mlps_v2.py."""
+    options, experts = case.effective, case.model.num_experts
+    rows = min((*(options.token_generation_batches or ()), case.slots))
+    chosen = rows * int(case.model.config.get("num_experts_per_tok") or 1)
+    given = {name: getattr(options, name) for name in ("moe_tp_degree", "moe_ep_degree")}
+    given.update(options.hybrid_sharding_config or {})
+    for part in ("moe", "moe_cte", "moe_tkg"):
+        cores, groups = (given.get(f"{part}_{kind}_degree") or 1 for kind in ("tp", "ep"))
+        name = "moe_ep_degree" if part == "moe" else "hybrid_sharding_config"
+        product = f"{groups} x {cores} cores of {part}_ep_degree and {part}_tp_degree"
+        if cores * groups not in {1, case.degree}:
+            yield Finding((name, _DEGREE), f"expected as many as {product}; change one of them")
+        elif experts % groups or (groups > 1 and part != "moe_cte" and chosen < experts):
+            problem = (
+                f"the groups must divide the {experts} experts, and decode steps choose as many; {rows} rows choose "
+                f"{chosen}: set a divisor and more slots, or leave it out"
+            )
+            yield Finding((name, "max_rolling_batch_size"), problem)
