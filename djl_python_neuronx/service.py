@@ -85,8 +85,8 @@ class Service:
             settings=LoopSettings(
                 model=options.model_names[0],
                 max_waiting=options.max_waiting,
-                step_timeout_s=options.predict_timeout,
-                queue_timeout_s=options.predict_timeout,
+                step_timeout_s=options.step_timeout or options.predict_timeout,
+                restart_timeout_s=options.restart_timeout or options.predict_timeout,
                 restarts=options.engine_restarts,
                 max_request_s=options.max_request_seconds or math.inf,
                 room=room,
@@ -171,7 +171,9 @@ class Service:
             ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
             decode_interleave=options.decode_interleave,
             max_join_wait_s=options.join_wait_s,
-            worker=WorkerSettings(options.predict_timeout, warm_up=not options.skip_warmup),
+            worker=WorkerSettings(
+                options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
+            ),
             log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
         )
         launches: list[Callable[[], Host]] = [partial(EngineThread, job.load, job.worker)]

@@ -331,13 +331,22 @@ def test_a_full_queue_is_503_with_the_time_of_a_load_while_the_engine_starts(ser
     assert [ids(reply.result()) for reply in waiting] == [right(prompt) for prompt in "abc"]
 
 
-def test_a_request_waits_for_the_engine_no_longer_than_the_queue_allows(serve):
-    server = serve(predict_timeout=1)
+def test_a_request_waits_for_a_slot_no_longer_than_the_queue_allows(serve):
+    environ = {"MORTAL_STEP_S": "0.2"}
+    server = serve(queue_timeout=1, max_rolling_batch_size=1, environ=environ)
+    server.begin("a", 300)
+    reply = server.ask("b")
+    assert reply.status == 408
+    assert "1 s (option.queue_timeout)" in error(reply)["error"]
+
+
+def test_a_request_waits_for_an_engine_no_longer_than_a_restart_may_take(serve):
+    server = serve(restart_timeout=1, queue_timeout=PATIENCE_S)
     server.hold()
     server.kill_engine()
     reply = server.ask("a")
-    assert reply.status in (408, 503)
-    assert "predict_timeout" in error(reply)["error"]
+    assert reply.status == 503
+    assert "1 s (option.restart_timeout)" in error(reply)["error"]
     assert server.prefilled == []
     server.go_on()
     server.until(lambda: server.get("/ping").status == 200)
@@ -359,7 +368,7 @@ def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
 
 
 def test_an_engine_that_hangs_is_ended_and_started_again(serve):
-    server = serve(predict_timeout=8, environ={"MORTAL_PREFILL_S": "0.5"})
+    server = serve(step_timeout=8, environ={"MORTAL_PREFILL_S": "0.5"})
     server.ask("a")  # the first call of a graph may take ten times as long
     for stream in (False, True):
         begun = len(server.prefilled)
@@ -370,7 +379,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(serve):
         # It has sent no token: it is run again by the next engine.
         assert ids(hanging.result()) == right("a")
         assert not alive(stopped)
-    assert "option.predict_timeout" in server.said
+    assert "option.step_timeout" in server.said
 
 
 def test_an_engine_that_dies_while_it_is_loaded_again_is_started_once_more(server):

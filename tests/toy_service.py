@@ -37,7 +37,7 @@ def toy_service(
             proposer=proposer,
         )
 
-    worker = WorkerSettings(options.predict_timeout, warm_up=warm_up)
+    worker = WorkerSettings(options.queue_timeout or options.predict_timeout, warm_up=warm_up)
     return Service(
         options,
         lambda: TOKENIZER,

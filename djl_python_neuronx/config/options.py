@@ -249,7 +249,15 @@ class GeneralOptions(OptionGroup):
     predict_timeout: Annotated[
         Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(reads="seconds"))
     ] = 120.0
-    """Longest time that a request waits for a slot, and longest time of a step on the device."""
+    """Default of the three limits that follow. DJL Serving has it as a limit of its own, for each call of Python."""
+    step_timeout: Annotated[Seconds | None, Option()] = None
+    """Longest time of a step on the device; ten times as long for the first one of a graph. After it the device counts
+    as hanging, and the engine is started again. Default: `predict_timeout`."""
+    queue_timeout: Annotated[Seconds | None, Option()] = None
+    """Longest time that a request waits for a slot; then it gets 408. Default: `predict_timeout`."""
+    restart_timeout: Annotated[Seconds | None, Option()] = None
+    """Longest time that a request waits for an engine that is started again, or for the only copy of a model that is
+    reloaded; then it gets 503. Default: `predict_timeout`."""
     model_loading_timeout: Annotated[
         Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(reads="seconds", sign=True))
     ] = 240.0
@@ -764,9 +772,9 @@ class ServingOptions(
 
     @property
     def join_wait_s(self) -> float:
-        """Seconds of `max_join_wait_ms`; half of `predict_timeout` where that would be over by then."""
-        wait = self.max_join_wait_ms / 1000
-        return wait if wait < self.predict_timeout else self.predict_timeout / 2
+        """Seconds of `max_join_wait_ms`; half of `queue_timeout` where that would be over by then."""
+        wait, limit = self.max_join_wait_ms / 1000, self.queue_timeout or self.predict_timeout
+        return wait if wait < limit else limit / 2
 
     @property
     def weight_dtype(self) -> Literal["int8", "fp8"] | None:

@@ -155,7 +155,7 @@ class Engine:
         if self._scheduler.slots.num_free:
             what = "earlier prompts filled every step"
             fix = "raise option.context_length_estimate"
-        message = f"{what} within {waited_s:g} s (option.predict_timeout); retry later, or {fix}"
+        message = f"{what} within {waited_s:g} s (option.queue_timeout); retry later, or {fix}"
         return [self._fail(sequence, RequestTimeoutError(message)) for sequence in late]
 
     def step(self, *, min_drafts: int = 0) -> StepResult:

@@ -71,7 +71,7 @@ class LoopSettings:
     max_waiting: int = 1000
     step_timeout_s: float = 120.0
     """Longest time of a device call; of the first call of a graph, `FIRST_CALL_FACTOR` times as long."""
-    queue_timeout_s: float = 120.0
+    restart_timeout_s: float = 120.0
     """Longest time that a request waits for an engine that is started again."""
     restarts: int = 0
     """Starts after a death within `RESTART_WINDOW_S`."""
@@ -517,7 +517,7 @@ class EngineLoop:
             if self._silent_s > self._patience_s:
                 self._hang = BackendUnavailableError(
                     f"the engine has not answered for {self._patience_s:g} s, so a device call hangs. If calls may "
-                    "take so long, raise option.predict_timeout"
+                    "take so long, raise option.step_timeout"
                 )
                 self._silent_s = 0.0
                 self._engine.kill()
@@ -541,12 +541,12 @@ class EngineLoop:
 
     def _expire(self) -> None:
         """End the requests that have waited too long for an engine."""
-        limit_s = self._settings.queue_timeout_s
+        limit_s = self._settings.restart_timeout_s
         now_s = time.monotonic()
         late = [
             stream
             for stream in self.streams.open_streams()
             if now_s - stream.waiting_since_s > limit_s
         ]
-        message = f"the engine is being started again and was not ready within {limit_s:g} s (option.predict_timeout)"
+        message = f"the engine is being started again and was not ready within {limit_s:g} s (option.restart_timeout)"
         self._end(self._removed(late), BackendUnavailableError(message))

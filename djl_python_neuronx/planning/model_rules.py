@@ -165,7 +165,7 @@ def _djl(case: Case) -> Iterator[Finding]:
     if by_rows and _SLOTS in case.filled and slots < DJL_ROWS:
         problem = (
             f"DJL Serving sends up to {DJL_ROWS} rows by default, and {DJL_ROWS - slots} of them would wait for a slot "
-            f"until predict_timeout; write option.max_rolling_batch_size={slots}"
+            f"until queue_timeout; write option.max_rolling_batch_size={slots}"
         )
         yield Finding((_SLOTS,), problem, "note")
 

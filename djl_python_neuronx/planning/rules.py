@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, is_set, when
 from djl_python_neuronx.config.options import MAX_ROWS, OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.planning.nxdi.rules import NXDI_RULES
 from djl_python_neuronx.planning.tnx.rules import TNX_RULES
@@ -85,11 +85,14 @@ _REQUESTS = (
         "requests of one batch would wait for free slots; raise max_rolling_batch_size or lower batch_size"
     ),
     when(
-        lambda options: options.max_join_wait_ms / 1000 >= options.predict_timeout,
+        lambda options: (
+            options.join_wait_s < options.max_join_wait_ms / 1000
+            and (options.queue_timeout or is_set(options, "predict_timeout"))
+        ),
         max_join_wait_ms=SET,
-        predict_timeout=SET,
     ).refuse(
-        "requests would time out while they wait to join a batch; lower max_join_wait_ms, or raise predict_timeout"
+        "requests would time out while they wait to join a batch; lower max_join_wait_ms, or raise queue_timeout "
+        "(default: predict_timeout)"
     ),
     # Source: djl-serving, inputs.py get_batches: the keys batch_iii.* have three digits.
     when(max_rolling_batch_size=above(MAX_ROWS), rolling_batch=_BY_ROWS).refuse(

@@ -92,13 +92,13 @@ class Model:
         """The service for a request. Waits while a reload leaves no copy that takes requests.
 
         Raises:
-            BackendUnavailableError: see `ready`; or the wait has lasted `option.predict_timeout`.
+            BackendUnavailableError: see `ready`; or the wait has lasted `option.restart_timeout`.
         """
-        limit_s = self.options.predict_timeout
+        limit_s = self.options.restart_timeout or self.options.predict_timeout
         if (door := self._door) is not None:
             opened, _ = await asyncio.wait({asyncio.wrap_future(door)}, timeout=limit_s)
             if not opened:
-                msg = f"the model was not reloaded within {limit_s:g} s (option.predict_timeout); retry later"
+                msg = f"the model was not reloaded within {limit_s:g} s (option.restart_timeout); retry later"
                 raise BackendUnavailableError(msg)
         return self.ready()
 

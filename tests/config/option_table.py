@@ -148,6 +148,7 @@ _TRUE_GENERATION = OnDeviceGeneration(
     do_sample=True, dynamic=True, per_batch_line=True, top_k=50, global_top_k=256
 )
 
+SECONDS = Row((("2.5", 2.5), (1, 1.0)), ("0", "-1", "inf", "nan", "soon", [1]))
 GENERAL = {
     "model_id": Row(
         (("org/model", "org/model"), ("s3://b/k", "s3://b/k"), ("./x", "./x")),
@@ -212,6 +213,9 @@ GENERAL = {
         ("0", "-1", "inf", "nan", "soon", [1]),
         env=("PREDICT_TIMEOUT",),
     ),
+    "step_timeout": SECONDS,
+    "queue_timeout": SECONDS,
+    "restart_timeout": SECONDS,
     "model_loading_timeout": Row(
         (("1800", 1800.0),), ("0", "-1", "inf", "nan"), env=("MODEL_LOADING_TIMEOUT",)
     ),
@@ -256,7 +260,6 @@ BATCHING = {
     ),
 }
 
-SECONDS = Row((("2.5", 2.5), (1, 1.0)), ("0", "-1", "inf", "nan", "soon", [1]))
 LIMITS = {
     "max_request_seconds": SECONDS,
     "max_body_bytes": count(),

@@ -408,7 +408,7 @@ def test_a_device_call_that_hangs_kills_the_engine_and_answers_everyone() -> Non
         wait_until(lambda: deaths)
         assert answered_before_death == [3]
         assert isinstance(deaths[0], BackendUnavailableError)
-        assert "option.predict_timeout" in str(deaths[0])
+        assert "option.step_timeout" in str(deaths[0])
         assert not loop.alive
         with pytest.raises(BackendUnavailableError):
             loop.submit(request("late", [5, 6]), inbox)
@@ -734,7 +734,7 @@ def test_everyone_is_answered_when_the_engine_cannot_be_killed_at_once() -> None
         hosts[0].engine.send("entering", ["a"])
         hosts[0].step(TokenOutput("a", (7,)))
         error = collect(inbox, "a")["a"][-1].error
-        assert "option.predict_timeout" in str(error)
+        assert "option.step_timeout" in str(error)
         wait_until(lambda: len(hosts) == 2)
         assert log[:2] == ["started", "killed"]
 
@@ -803,7 +803,7 @@ def test_a_stop_string_that_is_a_special_token_also_stops_at_the_token() -> None
 
 
 def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
-    with in_parts(queue_timeout_s=0.0) as (loop, hosts, _):
+    with in_parts(restart_timeout_s=0.0) as (loop, hosts, _):
         loop.submit(request("a", [5, 6]), BlockingQueue())
         hosts[0].receive("add")
         only(loop)._expire()  # as if the engine had become ready just then

@@ -67,7 +67,13 @@ GENERAL = [
         "max_join_wait_ms",
         "error",
         {"max_join_wait_ms": 2000, "predict_timeout": 1},
-        {"max_join_wait_ms": 100},
+        {"queue_timeout": 3},
+    ),
+    (
+        "max_join_wait_ms",
+        "error",
+        {"max_join_wait_ms": 2000, "queue_timeout": 1},
+        {"max_join_wait_ms": 999},
     ),
     (
         "rolling_batch_strategy",

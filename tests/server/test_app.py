@@ -550,7 +550,7 @@ def test_ping_tells_loading_ready_and_dead(backend: ToyBackend) -> None:
         loop._settings = replace(loop._settings, step_timeout_s=0.2)  # other steps may be slow
         hung = http.post(running.url + "/invocations", json=body([5, 6], 40))
         assert hung.status_code == 503
-        assert "option.predict_timeout" in hung.json()["error"]
+        assert "option.step_timeout" in hung.json()["error"]
         assert http.get(running.url + "/ping").status_code == 503
         assert http.post(running.url + "/invocations", json=body([5])).status_code == 503
     finally:

@@ -506,13 +506,13 @@ def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
 
 
 def test_who_waits_too_long_at_the_door_gets_503() -> None:
-    reloading = Reloading(predict_timeout=0.3)
+    reloading = Reloading(restart_timeout=0.3)
     reloading.hold.clear()
     reloading.reload()
     wait_until(lambda: "is being reloaded" in http.get(reloading.url + "/ping").text)
     found = reloading.post([5])
     assert (found.status_code, int(found.headers["retry-after"]) > 0) == (503, True)
-    assert "0.3 s (option.predict_timeout)" in found.json()["error"]
+    assert "0.3 s (option.restart_timeout)" in found.json()["error"]
     reloading.close()
 
 
