@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.engine.sampler import Sampler, logprobs, most_likely
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.sampling import SamplingParams
+from tests.distributions import assert_followed, hugging_face
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -206,6 +208,24 @@ class TestDistribution:
             for params in RULES
             if (params.top_k > 0) == (way == "top_k")
         ), f"set {name} in an entry of RULES ({way}), and apply it in reference()"
+
+    @pytest.mark.parametrize("params", RULES, ids=repr)
+    @pytest.mark.parametrize("vocab_size", [150, 5003])
+    def test_the_reference_is_hugging_face_s(self, params: SamplingParams, vocab_size: int) -> None:
+        logits = normal(vocab_size, seed=vocab_size)
+        history = np.argsort(logits)[-60::2].tolist()
+        wanted = hugging_face(logits, params, history)
+        np.testing.assert_allclose(reference(logits, params, history), wanted, atol=1e-7)
+
+    def test_900_draws_of_each_combination_follow_hugging_face(self) -> None:
+        logits = normal(300, seed=8)
+        axes = ((0.7, 1.0, 1.6), (0, 4, 40), (1.0, 0.9, 0.5), (0.0, 0.1))
+        draws = {}
+        for combination in product(*axes):
+            names = ("temperature", "top_k", "top_p", "min_p")
+            params = SamplingParams(**dict(zip(names, combination, strict=True)))
+            draws[params] = draw(logits, params, 900), hugging_face(logits, params)
+        assert_followed(draws)
 
     @pytest.mark.parametrize("params", RULES, ids=repr)
     @pytest.mark.parametrize("vocab_size", [150, 5003])

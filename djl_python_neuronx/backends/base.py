@@ -57,9 +57,11 @@ class ModelSpec:
     largest_top_k: int | None = None
     """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
-    """The top_k of a row that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
+    """The top_k of a request that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
     largest_temperature: float | None = None
     """Largest temperature that the device samples rightly, or None if all."""
+    applies_top_p: bool = True
+    """A device that samples keeps the tokens of a top_p below 1 that `in_nucleus` of the host's sampler keeps."""
     fixed_sampling: tuple[float, float, float] | None = None
     """The compiled top_k, top_p and temperature of a device that samples every row alike, else None."""
     mixed_steps: bool = False

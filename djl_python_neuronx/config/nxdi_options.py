@@ -140,8 +140,8 @@ class NxdiOptions(OptionGroup):
     `token_generation_batches` and Medusa. A request that the host samples (`output_logits`) makes all steps synchronous
     while it runs."""
     output_logits: _Feature = None
-    """Return the logits to the host although the device samples, so that requests that only the host can sample are
-    served too."""
+    """Return the logits to the host although the device samples, so that requests that only the host can sample, those
+    with top_p among them, are served too."""
     token_generation_batches: Annotated[
         Buckets | None,
         _nxdi('ascending counts such as "256,512,1024", each a whole number of at least 1'),

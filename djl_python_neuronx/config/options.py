@@ -489,7 +489,8 @@ class GraphOptions(OptionGroup):
         ),
     ] = None
     """Sample on the device, which saves the transfer of all logits: faster, but without seeds, penalties,
-    log-probabilities and constraints. `true` samples with each request's own top_k, top_p and temperature."""
+    log-probabilities and constraints. `true` samples with each request's own top_k, top_p and temperature. With NxD
+    Inference a top_p below 1 is the host's, which needs `output_logits`."""
     on_device_default_top_k: Annotated[Literal["global_top_k"] | None, Lower, Option()] = None
     """top_k of requests that sample without one, if the device samples with each request's own parameters
     (`on_device_generation` with `dynamic`). The device cannot sample from the whole vocabulary: without this option

@@ -24,7 +24,6 @@ class Batcher:
         self._width = spec.num_speculative_tokens + 1
         self._max_model_len = spec.max_model_len
         self._mixed_steps = spec.mixed_steps
-        self._default_top_k = spec.default_top_k or 0
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
         self._longest = 0
@@ -111,7 +110,6 @@ class Batcher:
         )
         rows.adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
         rows.sampling = self._sampler.device_rows(rows.slots)
-        rows.sampling[rows.sampling[:, 0] == 0, 0] = self._default_top_k
         # The device refuses a step with parameters that it cannot sample with, also where its token is not used.
         rows.sampling[[sequence.on_host for sequence in sequences]] = 1.0
         return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -210,7 +211,11 @@ class Engine:
                 failures.append(translate(error))
                 outputs.append(self._fail(sequence, failures[-1], acquired=False))
                 continue
-            self._sampler.assign(slot, request.sampling, request.prompt_ids, sequence.seed)
+            sampling, default = request.sampling, self.spec.default_top_k
+            if default and not sampling.top_k:
+                # On the host too: logprobs must not change what a request's tokens are drawn from.
+                sampling = replace(sampling, top_k=default)
+            self._sampler.assign(slot, sampling, request.prompt_ids, sequence.seed)
         if failures:
             worst = max(failures, key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)))
             counts = isinstance(worst, _DEVICE_FAULTS) and not self.num_running

@@ -90,7 +90,9 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
     else:
         facts["mode"] = "dynamic"
         facts["largest_top_k"] = spec.largest_top_k
-        facts["without_top_k"] = spec.default_top_k or ("host" if mixed else "refused")
+        elsewhere = "host" if mixed else "refused"
+        facts["without_top_k"] = spec.default_top_k or elsewhere
+        facts["with_top_p"] = "device" if spec.applies_top_p else elsewhere
     return facts
 
 
@@ -109,9 +111,8 @@ def with_defaults(
         fixed = {"top_k": int(top_k), "top_p": top_p, "temperature": temperature}
         differs = any(given[name] != fixed[name] for name in given.keys() & fixed.keys())
         return dict(given) if differs else {**fixed, **given}
-    usable = {
-        name: configured[name] for name in configured if name not in SamplingParams.HOST_NAMES
-    }
+    unusable = {*SamplingParams.HOST_NAMES, *(() if spec.applies_top_p else ("top_p",))}
+    usable = {name: configured[name] for name in configured if name not in unusable}
     if (largest := spec.largest_top_k) is not None:
         usable["top_k"] = min(usable.get("top_k") or spec.default_top_k or largest, largest)
     return {**usable, **given}
@@ -146,6 +147,11 @@ def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
         return (
             f"top_k is {sampling.top_k}{'' if top_k else ' (off)'}; this deployment samples on the device among 1 to "
             f"{largest} tokens. Send a top_k in that range, {default}or {_ON_HOST}"
+        )
+    if row[1] < 1 and not spec.applies_top_p:
+        return (
+            f"top_p is {sampling.top_p:g}; this deployment samples on a device that would leave out the token with "
+            f"which the sum reaches it. Leave top_p out, or {_ON_HOST}"
         )
     hottest = spec.largest_temperature
     if hottest is not None and row[2] > hottest:

@@ -222,14 +222,22 @@ def _no_kernels(case: Case) -> Iterator[Finding]:
 
 def _device_sampling(case: Case) -> Iterator[Finding]:
     sampled = case.options.on_device_generation
-    if sampled is None or case.options.output_logits:
+    if sampled is None:
+        return
+    # NxD Inference leaves out the token with which the sum of probabilities reaches top_p.
+    top_p = ["top_p below 1"] * (case.backend == "nxdi")
+    hosts = ", ".join((*SamplingParams.HOST_NAMES, *top_p, "details"))
+    if case.options.output_logits:
+        problem = f"the host samples for requests with {hosts} (sent, or from generation_config.json) or without top_k"
+        if sampled.dynamic:
+            yield Finding(("output_logits",), problem, "note")
         return
     if not sampled.dynamic:
         served = "the compiled-in parameters" if sampled.do_sample else "the most probable token"
         effect = f"every request gets {served}, and one that asks for another answers 400"
     else:
         most = min(sampled.global_top_k or 256, case.model.vocab_size or 256)
-        hosts = f"{', '.join(SamplingParams.HOST_NAMES)}, details, top_k above {most}"
+        hosts += f", top_k above {most}"
         likely = f"the {most} most likely tokens"
         if case.options.on_device_default_top_k is None:
             hosts += ", sampling without top_k"

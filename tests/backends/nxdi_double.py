@@ -266,7 +266,8 @@ class NeuronLlamaForCausalLM:
             raise error
         if attention_mask is None:
             attention_mask = _inferred(position_ids)
-        self._validate(sampling_params)
+        self.validate_sampling_params(sampling_params)
+        sampling_params[sampling_params[:, 2] == 0, :2] = 1  # in place, as the real one
         if self.prior_seq_ids is None:
             self.prior_seq_ids = seq_ids
         inputs = [input_ids, attention_mask, position_ids, seq_ids, sampling_params]
@@ -279,7 +280,7 @@ class NeuronLlamaForCausalLM:
             hidden_states=[] if both else tokens if on_device else logits,
         )
 
-    def _validate(self, params):
+    def validate_sampling_params(self, params):
         config = self.neuron_config.on_device_sampling_config
         if config is not None:
             top_k, top_p, temperature = params.T
@@ -287,7 +288,6 @@ class NeuronLlamaForCausalLM:
                 raise ValueError(f"Invalid top-k values found. Found {top_k=}.")
             if not ((top_p > 0) & (top_p <= 1)).all() or not (temperature >= 0).all():
                 raise ValueError("Invalid sampling parameters found.")
-        params[params[:, 2] == 0, :2] = 1  # in place, as the real one
 
     def _ahead(self, inputs):
         """One step ahead where the rows stay the same: the next ids come from the device."""
@@ -401,7 +401,7 @@ class NeuronLlamaForCausalLM:
         config = self.neuron_config.on_device_sampling_config
         tokens = logits.argmax(axis=1).astype(np.int32)  # of NaN the first
         for row in range(len(logits) if config is not None else 0):
-            top_k, _, temperature = np.asarray(params[row]).tolist()
+            top_k, top_p, temperature = np.asarray(params[row]).tolist()
             if not config.dynamic:
                 top_k, temperature = config.top_k, config.temperature
             if (
@@ -411,6 +411,11 @@ class NeuronLlamaForCausalLM:
             ):
                 best = np.argsort(-logits[row])[: int(top_k) or None]
                 weights = torch.softmax(torch.from_numpy(logits[row][best] / temperature), 0)
+                outside = (
+                    weights.cumsum(0) > top_p
+                )  # the token that crosses it too, as the real one
+                outside[0] = False
+                weights[outside] = 0
                 tokens[row] = best[int(torch.multinomial(weights, 1))]
         return tokens, logits[:, None].astype(np.float32), tokens[:, None]
 

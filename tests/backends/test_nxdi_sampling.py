@@ -1,10 +1,9 @@
-"""Tokens that NxD Inference samples on the device: each row with its own parameters, whatever its neighbours have."""
+"""Tokens of NxD Inference: each row as its own parameters say, on the device or not, whatever its neighbours have."""
 
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from collections.abc import Callable
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,88 +13,126 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
-from djl_python_neuronx.backends.base import Rows, Step, Want  # noqa: E402
-from djl_python_neuronx.backends.nxdi.batching import LARGEST_TEMPERATURE  # noqa: E402
+from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
+from djl_python_neuronx.backends.nxdi.batching import _NO_TOP_P, LARGEST_TEMPERATURE  # noqa: E402
+from djl_python_neuronx.engine.core import Engine  # noqa: E402
+from djl_python_neuronx.engine.limits import check  # noqa: E402
+from djl_python_neuronx.errors import StepError, UnsupportedParameterError  # noqa: E402
+from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
+from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.nxdi_plans import loaded, obtained, save_variant  # noqa: E402
 from tests.device_driver import make_rows  # noqa: E402
+from tests.distributions import assert_followed, hugging_face  # noqa: E402
 from tests.tiny_models import load_reference  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 
-PROMPT, NEXT, DRAWS = [5, 6, 7], 9, 500
-PARAMETERS = [(1, 1.0, 1.0), (3, 1.0, 4.0), (16, 0.6, 3.0), (16, 0.01, 5.0)]
-"""top_k, top_p and temperature of each slot; the first and the last can only give the best token."""
+PROMPT, NEXT, DRAWS = [5, 6, 7], 9, 900
+GENERATION = '{"do_sample": true, "dynamic": true, "global_top_k": 16, "top_k": 16}'
+ROWS = [
+    SamplingParams(temperature=temperature, top_k=top_k)
+    for top_k, temperature in product((1, 2, 5, 16), (0.7, 2.0, 5.0))
+]
+"""Of requests that the device samples."""
+FIXED = SamplingParams(temperature=3.0, top_k=5)
 
 
-def chances(logits: Any, top_k: float, top_p: float, temperature: float) -> dict[int, float]:
-    """Token → its probability as the library has it: it keeps the tokens whose sum is at most top_p, and the best."""
-    best = torch.topk(logits, int(top_k))
-    shares = torch.softmax(best.values / temperature, 0)
-    outside = shares.cumsum(0) > top_p + 1e-6
-    outside[0] = False
-    shares[outside] = 0
-    return dict(zip(best.indices.tolist(), (shares / shares.sum()).tolist(), strict=True))
-
-
-def assert_drawn(found: Counter[int], wanted: dict[int, float]) -> None:
-    assert sum(found.values()) == DRAWS
-    possible = {token: share for token, share in wanted.items() if share > 0}
-    assert found.keys() <= possible.keys()
-    for token, share in possible.items():
-        # Five standard deviations: one run in a million is farther off, and the seed is fixed.
-        limit = 5 * np.sqrt(DRAWS * share * (1 - share)) + 1e-6
-        assert abs(found[token] - DRAWS * share) <= limit, (token, found, wanted)
-
-
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_each_row_is_sampled_as_its_own_parameters_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
-) -> None:
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A llama that samples on the device, with its reference in transformers."""
     monkeypatch.setenv("NXDI_RIG_SEED", "7")
     folder = save_variant("llama", tmp_path / "model")
-    generation = '{"do_sample": true, "dynamic": true, "global_top_k": 16, "top_k": 16}'
-    made = obtained(
-        folder, tmp_path, on_device_generation=generation, tensor_parallel_degree=str(tp)
-    )
+    settings = {"on_device_generation": GENERATION, **getattr(request, "param", {})}
+    made = obtained(folder, tmp_path, **settings)
+    with loaded(made.plan, made.folder) as found:
+        yield found, load_reference(folder)
+
+
+def logits_of(model: Any, *tokens: int) -> Any:
     with torch.no_grad():
-        logits = load_reference(folder)(torch.tensor([[*PROMPT, NEXT]])).logits[0, -2:]
-    with loaded(made.plan, made.folder) as backend:
-        assert (backend.spec.outputs, backend.spec.largest_top_k) == (Want.TOKENS, 16)
+        return model(torch.tensor([tokens])).logits[0, -1]
 
-        def draw(rows: Rows, run: Callable[[Rows], Step]) -> list[Counter[int]]:
-            found: list[Counter[int]] = [Counter() for _ in rows.slots]
-            for _ in range(DRAWS):
-                output: Any = backend.run(run(rows))
-                for counts, token in zip(found, output.ids[:, 0].tolist(), strict=True):
-                    counts[token] += 1
-            return found
 
-        for slot, parameters in enumerate(PARAMETERS):
+@pytest.mark.parametrize(
+    ("backend", "params"),
+    [
+        ({}, ROWS),
+        ({"on_device_generation": '{"do_sample": true, "top_k": 5, "temperature": 3}'}, [FIXED]),
+        pytest.param({"tensor_parallel_degree": "2"}, ROWS, marks=pytest.mark.nightly),
+        pytest.param({"async_execution": "true"}, ROWS, marks=pytest.mark.nightly),
+    ],
+    indirect=["backend"],
+    ids=["one core", "fixed", "two cores", "async"],
+)
+def test_each_row_is_drawn_as_its_own_parameters_say(
+    backend: Any, params: list[SamplingParams]
+) -> None:
+    backend, model = backend
+    draws: dict[Any, Any] = {}
+    for start in range(0, len(params), 4):
+        four = params[start : start + 4]
+        slots = range(len(four))
+        values = [(one.top_k, one.top_p, one.temperature) for one in four]
+        for slot in slots:
             backend.acquire(slot, PROMPT, 0)
-            rows = make_rows({slot: PROMPT}, wants=Want.TOKENS)
-            rows.sampling[0] = parameters
-            backend.run(Step(prefill=rows))
+            prompt = make_rows({slot: PROMPT}, wants=Want.TOKENS)
+            prompt.sampling[0] = values[slot]
+            runs = DRAWS if slot == 1 else 1
+            found = [backend.run(Step(prefill=prompt)).ids.item() for _ in range(runs)]
             if slot == 1:
-                [found] = draw(rows, lambda rows: Step(prefill=rows))
-                assert_drawn(found, chances(logits[0], *parameters))
-        slots = range(len(PARAMETERS))
+                wanted = hugging_face(logits_of(model, *PROMPT), four[slot])
+                draws["prefill", four[slot]] = found, wanted
         rows = make_rows(
             {slot: [NEXT] for slot in slots}, dict.fromkeys(slots, len(PROMPT)), Want.TOKENS
         )
-        rows.sampling[:] = PARAMETERS
+        rows.sampling[:] = values
         before = rows.sampling.copy()
-        for parameters, found in zip(
-            PARAMETERS, draw(rows, lambda rows: Step(decode=rows)), strict=True
-        ):
-            assert_drawn(found, chances(logits[1], *parameters))
+        ids = [backend.run(Step(decode=rows)).ids[:, 0].tolist() for _ in range(DRAWS)]
         assert (rows.sampling == before).all()
+        for one, found in zip(four, zip(*ids, strict=True), strict=True):
+            draws[one] = found, hugging_face(logits_of(model, *PROMPT, NEXT), one)
+        backend.release(list(slots))
+    assert_followed(draws)
 
 
-def test_no_neighbour_and_no_temperature_changes_what_a_row_is_drawn_from() -> None:
-    """The library raises each top_p to the smallest cumulative probability found in the batch.
+def test_a_row_with_top_p_is_refused(backend: Any) -> None:
+    backend, _ = backend
+    sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9)
+    with pytest.raises(UnsupportedParameterError, match=r"top_p is 0\.9.*output_logits"):
+        check(GenerationRequest("r", PROMPT, sampling), backend.spec)
+    backend.acquire(0, PROMPT, 0)
+    rows = make_rows({0: PROMPT}, wants=Want.TOKENS)
+    rows.sampling[0] = (3, 0.9, 1.0)
+    with pytest.raises(StepError, match="top_p"):
+        backend.run(Step(prefill=rows))
 
-    That is at most the probability of the row's own likeliest token, which it keeps whatever the top_p is.
-    """
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", [{"output_logits": "true"}], indirect=True)
+def test_requests_are_drawn_alike_with_log_probabilities_and_without(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, model = backend
+    # A request with a seed of its own is always the host's.
+    seeds = count()
+    monkeypatch.setattr("secrets.randbits", lambda _: next(seeds))
+    engine, logits, draws = Engine(backend), logits_of(model, *PROMPT), {}
+    for top_k, top_p, temperature, min_p in product((0, 5), (1.0, 0.7), (0.8, 4.0), (0.0, 0.2)):
+        for logprobs in (False, True):
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            found: list[int] = []
+            for name in range(DRAWS):
+                request = GenerationRequest(str(name), PROMPT, params, 1, logprobs=logprobs)
+                check(request, backend.spec)
+                engine.add(request)
+                while engine.has_work:
+                    found += [token for one in engine.step().outputs for token in one.token_ids]
+            draws[params, logprobs] = found, hugging_face(logits, params)
+    assert_followed(draws)
+
+
+def test_the_device_draws_from_exactly_what_hugging_face_does() -> None:
+    """With the parameters that a row gets here: no neighbour, rounded sum or temperature changes its distribution."""
     library = "neuronx_distributed_inference"
     module = importlib.import_module(f"{library}.modules.generation.sampling")
     kind = importlib.import_module(f"{library}.models.config").OnDeviceSamplingConfig
@@ -103,19 +140,17 @@ def test_no_neighbour_and_no_temperature_changes_what_a_row_is_drawn_from() -> N
     sampler = module.Sampler(
         SimpleNamespace(on_cpu=True, is_medusa=False, on_device_sampling_config=own)
     )
-
-    def drawn_from(logits: Any, parameters: Any) -> Any:
-        ids, found = sampler(logits.clone(), parameters.clone(), return_values=True)
-        return torch.zeros_like(logits).scatter_(1, ids, found)
-
-    torch.manual_seed(0)
+    random = np.random.default_rng(0)
     for _ in range(300):
-        logits = torch.randn(5, 97) * torch.rand(5, 1) * 20
-        top_ps = (torch.rand(5) ** torch.randint(1, 30, (5,))).clamp(1e-30)
-        parameters = torch.stack([torch.randint(1, 65, (5,)), top_ps, torch.rand(5) * 3 + 0.01], 1)
-        together = drawn_from(logits, parameters)
-        rows = [drawn_from(logits[i : i + 1], parameters[i : i + 1]) for i in range(5)]
-        torch.testing.assert_close(together, torch.cat(rows), rtol=0, atol=1e-6)
-        hot = drawn_from(logits, torch.tensor([[2.0, 1.0, LARGEST_TEMPERATURE]] * 5))
-        torch.testing.assert_close(hot.topk(2).values.sum(1), torch.ones(5))
-        assert (hot > 1e-9).sum() <= 10
+        logits = torch.from_numpy(random.normal(size=(5, 97)).astype(np.float32))
+        logits *= torch.from_numpy(random.uniform(0.1, 20, (5, 1)).astype(np.float32))
+        temperatures = random.choice([1e-30, 0.01, 0.5, 1.0, 3.0, LARGEST_TEMPERATURE], 5)
+        rows = [
+            SamplingParams(temperature=float(temperature), top_k=int(top_k))
+            for temperature, top_k in zip(temperatures, random.integers(1, 65, 5), strict=True)
+        ]
+        parameters = torch.tensor([[row.top_k, _NO_TOP_P, row.temperature] for row in rows])
+        ids, found = sampler(logits.clone(), parameters, return_values=True)
+        drawn = torch.zeros_like(logits).scatter_(1, ids, found)
+        wanted = np.array([hugging_face(*pair) for pair in zip(logits, rows, strict=True)])
+        np.testing.assert_allclose(drawn, wanted, atol=1e-4)  # float32 at a temperature of 0.01

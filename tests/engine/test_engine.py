@@ -480,6 +480,13 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
             SamplingParams(temperature=1.0),
             r"top_k is 0 \(off\).*default_top_k",
         ),
+        ({"applies_top_p": False}, SamplingParams(temperature=1.0, top_k=3), None),
+        ({"applies_top_p": False}, SamplingParams(top_p=0.5), None),
+        (
+            {"applies_top_p": False},
+            SamplingParams(temperature=1.0, top_k=3, top_p=0.5),
+            "top_p is 0.5.*with option.output_logits=true",
+        ),
         ({"largest_temperature": 9.0}, SamplingParams(temperature=9.0, top_k=3), None),
         ({"largest_temperature": 9.0}, SamplingParams(temperature=99.0, top_k=1), None),
         (
@@ -614,6 +621,16 @@ def test_a_row_without_top_k_gets_the_default_and_no_other_does() -> None:
     rows = {(64.0, 0.25, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 1.0)}
     assert {row for step in backend.steps for row in step.sampling} == rows
     assert_clean(engine, backend)
+
+
+def test_the_default_top_k_is_that_of_the_host_too() -> None:
+    spec = replace(MIXED, default_top_k=2)
+    engine = Engine(ToyBackend(spec))
+    for name in range(30):
+        sampling = SamplingParams(temperature=1e4, seed=name)
+        engine.add(request(str(name), [5, 6], 1, sampling=sampling, ignore_eos=True))
+    drawn = {token for outputs in run(engine).values() for token in tokens(outputs)}
+    assert len(drawn) == 2
 
 
 def test_logits_travel_only_with_requests_that_want_logprobs() -> None:

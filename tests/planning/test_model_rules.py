@@ -587,9 +587,16 @@ BATCHES = [
     (
         "on_device_generation",
         "note",
-        "no logits",
+        "seed, top_p below 1, details",
         {"loader": "nxdi", "on_device_generation": True},
         {"output_logits": True},
+    ),
+    (
+        "output_logits",
+        "note",
+        "seed, top_p below 1, details (sent, or from generation_config.json)",
+        {"loader": "nxdi", "on_device_generation": True, "output_logits": True},
+        {"on_device_generation": {}},
     ),
 ]
 CORES = [

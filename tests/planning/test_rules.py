@@ -619,6 +619,12 @@ NXDI = [
         for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
     ),
     ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
+    (
+        "on_device_generation",
+        "error",
+        {"on_device_generation": {"do_sample": True, "top_p": 0.9}},
+        {"on_device_generation": {"do_sample": True, "dynamic": True, "top_p": 0.9}},
+    ),
     ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
     (
         "async_execution",

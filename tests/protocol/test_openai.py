@@ -740,3 +740,6 @@ def test_a_device_that_samples_refuses_what_was_sent_and_does_nothing_else_inste
     configured = {"top_k": 100, "temperature": 0.5}
     found = limits.with_defaults({"top_p": 0.9}, configured=configured, spec=spec)
     assert found == {"top_k": 64, "temperature": 0.5, "top_p": 0.9}
+    spec = replace(spec, applies_top_p=False)
+    found = limits.with_defaults({}, configured={**configured, "top_p": 0.9}, spec=spec)
+    assert found == {"top_k": 64, "temperature": 0.5}

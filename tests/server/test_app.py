@@ -160,6 +160,9 @@ GREEDY = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(1.0, 1.0, 1.0))
 FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
 
 
+ROWS = {"mode": "dynamic", "largest_top_k": 64}
+
+
 @contextmanager
 def serving(spec: ModelSpec) -> Iterator[str]:
     """The URL of a server with a toy of this spec."""
@@ -182,15 +185,19 @@ def serving(spec: ModelSpec) -> Iterator[str]:
         ),
         (
             DYNAMIC,
-            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": "refused"},
+            {**ROWS, "place": "device", "without_top_k": "refused", "with_top_p": "device"},
         ),
         (
             replace(DYNAMIC, default_top_k=64),
-            {"place": "device", "mode": "dynamic", "largest_top_k": 64, "without_top_k": 64},
+            {**ROWS, "place": "device", "without_top_k": 64, "with_top_p": "device"},
         ),
         (
             MIXED,
-            {"place": "mixed", "mode": "dynamic", "largest_top_k": 64, "without_top_k": "host"},
+            {**ROWS, "place": "mixed", "without_top_k": "host", "with_top_p": "device"},
+        ),
+        (
+            replace(MIXED, applies_top_p=False),
+            {**ROWS, "place": "mixed", "without_top_k": "host", "with_top_p": "host"},
         ),
     ],
 )

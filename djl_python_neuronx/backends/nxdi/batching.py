@@ -32,6 +32,10 @@ _GREEDY = (1.0, 1.0, 1.0)
 LARGEST_TEMPERATURE = 100.0
 """The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
 drawn (modules/generation/sampling.py, 0.9)."""
+_NO_TOP_P = 2.0
+"""A top_p with which the device keeps every token. The library leaves out each with which the sum of probabilities is
+above top_p (modules/generation/sampling.py, 0.9), and a rounded sum may be above 1: with top_k 2, of one row in 50, so
+that its second token is never drawn."""
 _FREE = 1
 """Position of a free slot in a decode: position 0 would make a prefill of the call."""
 _PROBES = 4
@@ -67,6 +71,8 @@ class ContinuousBackend(DeviceBackend):
         self._columns = np.arange(plan.max_model_len, dtype=np.int32)
         self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
         self._doubts = Doubts(plan.num_slots)
+        # It refuses `_NO_TOP_P`; `_check` has looked at the rows.
+        application.validate_sampling_params = lambda _: None
         self._bucket = 0
         """Columns that the last prefill has written."""
 
@@ -108,6 +114,8 @@ class ContinuousBackend(DeviceBackend):
             refuse(f"a decode of {rows.input_ids.shape[1]} columns", "one for each row")
         if self.spec.largest_top_k is not None:
             check_top_k(rows, self.spec.largest_top_k)
+            if (rows.sampling[:, 1] < 1).any():
+                refuse(f"top_p {rows.sampling[:, 1].tolist()}", "1 on the device")
 
     def _forget(self, slots: Sequence[int]) -> None:
         chosen = list(slots)
@@ -176,6 +184,7 @@ class ContinuousBackend(DeviceBackend):
         self._positions[slots, 0] = np.maximum(positions, _FREE)
         if self.spec.largest_top_k is not None:
             self._sampling[slots] = rows.sampling
+            self._sampling[slots, 1] = _NO_TOP_P
 
     def _prefill(self, rows: Rows) -> StepOutput:
         """Run each row alone, as the graphs of continuous batching take it."""
@@ -349,6 +358,7 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         outputs=outputs,
         largest_top_k=largest,
         largest_temperature=LARGEST_TEMPERATURE if dynamic else None,
+        applies_top_p=not dynamic,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
     )

@@ -213,6 +213,13 @@ _SPECULATION = (
         "the next step starts from the token that the device has sampled; set on_device_generation=true, or leave "
         "async_execution out"
     ),
+    # Source: modules/generation/sampling.py.
+    when(
+        on_device_generation=lambda it: it.do_sample and not it.dynamic and it.top_p < 1,
+    ).refuse(
+        "the device would leave out the token with which the sum reaches top_p; leave top_p out, or set dynamic=true "
+        "and output_logits=true: the host then samples with each request's top_p"
+    ),
     # Source: models/model_base.py, which takes both outputs for one.
     when(output_logits=SET, on_device_generation=UNSET).refuse(
         "without sampling on the device the host has the logits anyway, and NxD Inference fails at the second output; "

@@ -1,0 +1,66 @@
+"""The distribution of the next token as Hugging Face's rules define it, and a test whether draws follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from djl_python_neuronx.sampling import SamplingParams
+
+Float64Array = npt.NDArray[np.float64]
+ALPHA = 0.001
+"""Chance that right draws fail a whole table of them. Seeds are fixed, so a verdict is the same in every run."""
+
+
+def hugging_face(logits: Any, params: SamplingParams, history: Sequence[int] = ()) -> Float64Array:
+    """float64[V]: what `generate` of transformers draws from after one row of logits, in its order of warpers."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    made = pytest.importorskip("transformers", reason="transformers is not installed")
+    scores = torch.as_tensor(logits, dtype=torch.float64)[None]
+    if params.temperature == 0:
+        params = SamplingParams(
+            temperature=1.0, top_k=1, repetition_penalty=params.repetition_penalty
+        )
+    if params.repetition_penalty != 1:
+        penalty = made.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        scores = penalty(torch.tensor([history]), scores)
+    warpers = [made.TemperatureLogitsWarper(float(params.temperature))]
+    if params.top_k:
+        warpers.append(made.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(made.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(made.MinPLogitsWarper(params.min_p))
+    for warper in warpers:
+        scores = warper(None, scores)
+    found: Float64Array = torch.softmax(scores[0], 0).numpy()
+    return found
+
+
+def p_value(drawn: Sequence[int], wanted: Float64Array) -> float:
+    """The chance of a chi-square at least as large; 0 if a token was drawn that has no probability."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    counts, expected = np.bincount(drawn, minlength=len(wanted)), wanted * len(drawn)
+    if counts[wanted == 0].any():
+        return 0.0
+    observed, mass = [0], [0.0]
+    for token in expected.argsort():
+        if mass[-1] >= 5:  # as many as the test needs: rare tokens share a bin
+            observed.append(0)
+            mass.append(0.0)
+        observed[-1] += counts[token]
+        mass[-1] += expected[token]
+    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, mass, strict=True))
+    halves = torch.tensor([(len(mass) - 1) / 2, chi2 / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves)) if len(mass) > 1 else 1.0
+
+
+def assert_followed(draws: Mapping[Any, tuple[Sequence[int], Float64Array]]) -> None:
+    """No draws of a table differ from their distributions, with Bonferroni's correction for its size."""
+    found = {name: p_value(drawn, wanted) for name, (drawn, wanted) in draws.items()}
+    worst = min(found, key=lambda name: found[name])
+    assert found[worst] > ALPHA / len(found), (worst, found[worst])
