@@ -142,7 +142,7 @@ class TableTokenizer:
         """One token: the prompts are ids here."""
         return [0]
 
-    def encode_chat(self, messages: Any) -> list[int]:  # noqa: ANN401
+    def encode_chat(self, messages: Any, *, max_chars: Any = None) -> list[int]:  # noqa: ANN401
         """Not used."""
         raise NotImplementedError
 
@@ -153,6 +153,9 @@ class TableTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Not used: no request wants other tokens than its own."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 def measure(

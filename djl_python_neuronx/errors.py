@@ -21,6 +21,7 @@
     - UnsupportedParameterError         400
     - UnauthorizedError                 401
     - PromptTooLongError                413
+    - TextLimitError                    400
     - BodyTooLargeError                 413
     - QueueFullError                    503
     - RequestTimeoutError               408
@@ -241,6 +242,10 @@ class UnauthorizedError(RequestError, status=401, code="invalid_api_key"):
 
 class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):
     """A prompt with more tokens than the largest prefill bucket or the slot holds."""
+
+
+class TextLimitError(RequestError, code="text_limit"):
+    """A text on which the model's chat template or tokenizer takes too much time or memory. Again it would be so."""
 
 
 class BodyTooLargeError(RequestError, status=413, code="body_too_large"):

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """Client ids that are used as they are: those that fit into a header and a log line."""
 
+TEXT_THREADS = 4
+"""Requests of a model that are parsed at once. Others wait: of those, each takes `option.text_timeout` at most."""
+
 _REQUEST_IDS = itertools.count(1)
 """Of all models of the process, whose requests are in one log."""
 
@@ -97,6 +100,8 @@ class Service:
         # The tokenizer and the engines load side by side: each imports a large library.
         start = self.loop.start_all if before is None else lambda: None
         started = ThreadPoolExecutor(1).submit(start)
+        self.threads = ThreadPoolExecutor(TEXT_THREADS, "djl-neuronx-text")
+        """The threads that parse requests, which wait for template and tokenizer."""
         try:
             self.tokenizer = tokenizer()
             self.custom = CustomFormatters(functions, self.tokenizer) if functions else None
@@ -156,9 +161,7 @@ class Service:
             for model in (prepared, prepared.draft)
             if model is not None
         ]
-        tokenizer = ThreadPoolExecutor(1).submit(
-            prepared.load_tokenizer, needs_torch=not options.engine_process
-        )
+        tokenizer = ThreadPoolExecutor(1).submit(prepared.start_tokenizer)
         # All before any is loaded: a compilation needs the cores that a loaded model holds.
         graphs = [obtain(model, tokenizer.result) for model in models]
         job = EngineJob(
@@ -278,7 +281,10 @@ class Service:
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
-        if not self.loop.close(drain_s):
+        closed = self.loop.close(drain_s)
+        self.threads.shutdown(wait=False)
+        self.tokenizer.close()
+        if not closed:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )

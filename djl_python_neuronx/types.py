@@ -110,8 +110,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a prompt, never two BOS; `special`: with the special tokens that the model expects around it."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation in the model's chat template, ready for the assistant's turn."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation in the model's chat template, ready for the assistant's turn.
+
+        Raises `PromptTooLongError` if it has more than `max_chars` characters there.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -121,3 +126,6 @@ class Tokenizer(Protocol):
 
         A token that is a part of a character has that part's bytes, or those of U+FFFD if `pieces` is None.
         """
+
+    def close(self) -> None:
+        """End what it has started. Idempotent."""

@@ -38,7 +38,9 @@ class ToyTokenizer:
             ),
         ]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+    ) -> list[int]:
         """All contents in a row."""
         return self.encode("".join(message["content"] for message in messages))
 
@@ -49,6 +51,9 @@ class ToyTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The text of an id; of 2 the special token's own."""
         return b"<eos>" if token_id == 2 else self.decode([token_id]).encode()
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class PanickingTokenizer(ToyTokenizer):

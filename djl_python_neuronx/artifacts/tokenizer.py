@@ -18,6 +18,7 @@ from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
+    PromptTooLongError,
     RequestError,
     ServingError,
     UnsupportedParameterError,
@@ -158,84 +159,24 @@ def _no_panic() -> Iterator[None]:
         raise ServingError(msg) from None
 
 
-class PythonTokenizer:
-    """Any tokenizer of transformers, through its Python interface, one thread at a time. Translates its errors."""
+class TokenTable:
+    """What is known of a tokenizer's tokens: the part of `Tokenizer` for which only `decode` may run the library."""
 
     pieces: Sequence[bytes] | None = None
 
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
-        self.library = library
-        self._lock = threading.Lock()
-        self.special_ids = frozenset(library.all_special_ids)
-        self._special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
-        self.eos_id: int | None = library.eos_token_id
-        bos_id = library.bos_token_id
-        self._added_bos_id = (
-            bos_id
-            if bos_id is not None and self._encode("", special=True)[:1] == [bos_id]
-            else None
-        )
+    def __init__(
+        self, special: Mapping[str, int], special_ids: frozenset[int], eos_id: int | None
+    ) -> None:
+        """`special`: ids of the special tokens by their text."""
+        self.special, self.special_ids, self.eos_id = special, special_ids, eos_id
 
     def special_id(self, text: str) -> int | None:
         """See `Tokenizer`."""
-        return self._special.get(text)
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """See `Tokenizer`.
-
-        Raises:
-            RequestError: the text is not valid Unicode, or has symbols that the vocabulary lacks.
-        """
-        ids = self._checked_encode(text, special=special)
-        # A prompt from a chat template begins with the BOS token that the tokenizer adds again.
-        bos_id = self._added_bos_id
-        if special and bos_id is not None and ids[:2] == [bos_id, bos_id]:
-            del ids[0]
-        return ids
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """See `Tokenizer`. The template writes every special token, BOS included, so none is added.
-
-        Raises:
-            UnsupportedParameterError: the model has no chat template.
-            RequestError: the template refuses the messages.
-        """
-        try:
-            template = self.library.get_chat_template()
-        except ValueError as error:
-            msg = (
-                "this model has no chat template, so it cannot take messages; expected plain text. "
-                "Send a prompt, or set option.chat_template."
-            )
-            raise UnsupportedParameterError(msg, param="messages") from error
-        # Templates older than the role know it as `system`.
-        renamed = {} if "developer" in template else {"developer": "system"}
-        try:
-            text = self.library.apply_chat_template(
-                [{**one, "role": renamed.get(one["role"], one["role"])} for one in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except ImportError as error:
-            msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
-            raise ArtifactError(msg) from error
-        except Exception as error:
-            # Only a sentence of the template itself is quoted: other messages may quote the prompt.
-            reason = str(error) if str(error) and str(error) in template else type(error).__name__
-            msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
-            raise RequestError(msg, param="messages") from error
-        return self._checked_encode(text, special=False)
+        return self.special.get(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
-        with self._lock:
-            text: str = self.library.decode(
-                list(ids),
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-                spaces_between_special_tokens=False,
-            )
-        return text
+        raise NotImplementedError
 
     def token_bytes(self, token_id: int) -> bytes:
         """See `Tokenizer`."""
@@ -255,12 +196,112 @@ class PythonTokenizer:
     @cached_property
     def _token_bytes(self) -> dict[int, bytes]:
         """The bytes of special tokens, and without `pieces` of those that were decoded so far."""
-        return {token_id: text.encode() for text, token_id in self._special.items()}
+        return {token_id: text.encode() for text, token_id in self.special.items()}
+
+    def close(self) -> None:
+        """See `Tokenizer`."""
+
+
+class PythonTokenizer(TokenTable):
+    """Any tokenizer of transformers, through its Python interface, one thread at a time. Translates its errors."""
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self.library = library
+        self._lock = threading.Lock()
+        special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
+        super().__init__(special, frozenset(library.all_special_ids), library.eos_token_id)
+        bos_id = library.bos_token_id
+        self._added_bos_id = (
+            bos_id
+            if bos_id is not None and self._encode("", special=True)[:1] == [bos_id]
+            else None
+        )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """See `Tokenizer`.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or has symbols that the vocabulary lacks.
+        """
+        ids = self._checked_encode(text, special=special)
+        # A prompt from a chat template begins with the BOS token that the tokenizer adds again.
+        bos_id = self._added_bos_id
+        if special and bos_id is not None and ids[:2] == [bos_id, bos_id]:
+            del ids[0]
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+    ) -> list[int]:
+        """See `Tokenizer`."""
+        return self.encode_rendered(self.render(messages), max_chars)
+
+    def encode_rendered(self, text: str, max_chars: int | None = None) -> list[int]:
+        """The ids of a rendered template. It writes every special token, BOS included, so none is added.
+
+        Raises:
+            PromptTooLongError: it has more than `max_chars` characters.
+            RequestError: see `encode`.
+        """
+        if max_chars is not None and len(text) > max_chars:
+            msg = (
+                f"the conversation in the model's chat template has {len(text)} characters, more than any prompt that "
+                "fits this deployment; shorten it, raise option.n_positions or option.context_length_estimate, or "
+                "correct the template"
+            )
+            raise PromptTooLongError(msg)
+        return self._checked_encode(text, special=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation in the model's chat template.
+
+        Raises:
+            UnsupportedParameterError: the model has no chat template.
+            RequestError: the template refuses the messages.
+        """
+        try:
+            template = self.library.get_chat_template()
+        except ValueError as error:
+            msg = (
+                "this model has no chat template, so it cannot take messages; expected plain text. "
+                "Send a prompt, or set option.chat_template."
+            )
+            raise UnsupportedParameterError(msg, param="messages") from error
+        # Templates older than the role know it as `system`.
+        renamed = {} if "developer" in template else {"developer": "system"}
+        try:
+            text: str = self.library.apply_chat_template(
+                [{**one, "role": renamed.get(one["role"], one["role"])} for one in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except MemoryError:
+            raise
+        except ImportError as error:
+            msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
+            raise ArtifactError(msg) from error
+        except Exception as error:
+            # Only a sentence of the template itself is quoted: other messages may quote the prompt.
+            reason = str(error) if str(error) and str(error) in template else type(error).__name__
+            msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
+            raise RequestError(msg, param="messages") from error
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        with self._lock:
+            text: str = self.library.decode(
+                list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+                spaces_between_special_tokens=False,
+            )
+        return text
 
     def _checked_encode(self, text: str, *, special: bool) -> list[int]:
         try:
             return self._encode(text, special=special)
-        except ServingError:
+        except (ServingError, MemoryError):
             raise
         except Exception as error:
             msg = (
@@ -291,7 +332,7 @@ class FastTokenizer(PythonTokenizer):
         super().__init__(library)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special = {token.content: i for i, token in added.items() if token.special}
+        self.special = {token.content: i for i, token in added.items() if token.special}
         decoder = self._backend.decoder
         self.pieces = make_pieces(
             self._backend.get_vocab(with_added_tokens=False),
@@ -374,6 +415,13 @@ def _without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
+def import_transformers(*, needs_torch: bool) -> tuple[Any, Any]:
+    """The two classes that load tokenizers. `needs_torch`: see `load_tokenizer`."""
+    with _IMPORTING, nullcontext() if needs_torch else _without_torch():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    return AutoTokenizer, PreTrainedTokenizerFast
+
+
 def _load(folder: Path, trust_remote_code: bool, revision: str | None, needs_torch: bool) -> Any:  # noqa: ANN401
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Checked here because transformers 5 makes an empty tokenizer of nothing. Code of the model's own may need none.
@@ -381,9 +429,7 @@ def _load(folder: Path, trust_remote_code: bool, revision: str | None, needs_tor
         msg = f"{no_tokenizer(folder)}."
         raise ArtifactNotFoundError(msg)
 
-    with _IMPORTING, nullcontext() if needs_torch else _without_torch():
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+    AutoTokenizer, PreTrainedTokenizerFast = import_transformers(needs_torch=needs_torch)  # noqa: N806
     config = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in names else {}
     # transformers 5 saves the class name TokenizersBackend, unknown to 4.x; both mean tokenizer.json as it is.
     plain = config.get("tokenizer_class") in {"TokenizersBackend", "PreTrainedTokenizerFast"}

@@ -364,6 +364,9 @@ class LimitOptions(OptionGroup):
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
     Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
     read or parsed take at most eight times as much; above that, they get 503."""
+    text_timeout: Annotated[Seconds, Option()] = 10.0
+    """Longest time of chat template and tokenizer for a request, which then gets 400, and of one call of a function of
+    `model.py`. What takes longer was ended (docs/security.md)."""
 
 
 class ServerOptions(OptionGroup):

@@ -49,6 +49,7 @@ from djl_python_neuronx.loading.mismatch import (
     graph_target,
     has_own_graphs,
 )
+from djl_python_neuronx.loading.tokenizer_process import LOAD_S, TokenizerProcess
 from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
@@ -172,12 +173,28 @@ class Prepared:
             ArtifactError: it is missing or damaged.
         """
         return load_tokenizer(
-            self.artifact.path,
-            trust_remote_code=self.options.trust_remote_code,
-            revision=self.options.revision,
-            needs_torch=needs_torch,
-            chat_template=self.options.chat_template,
+            self.artifact.path, **{**self._tokenizer_how, "needs_torch": needs_torch}
         )
+
+    def start_tokenizer(self, load_s: float = LOAD_S) -> TokenizerProcess:
+        """Load the tokenizer beside the model, to serve it: in processes of its own, within `load_s`.
+
+        Raises:
+            ArtifactError: it is missing or damaged, or takes too much time or memory.
+        """
+        timeout_s = self.options.text_timeout
+        return TokenizerProcess(
+            self.artifact.path, timeout_s=timeout_s, load_s=load_s, **self._tokenizer_how
+        )
+
+    @property
+    def _tokenizer_how(self) -> dict[str, Any]:
+        return {
+            "trust_remote_code": self.options.trust_remote_code,
+            "revision": self.options.revision,
+            "chat_template": self.options.chat_template,
+            "needs_torch": not self.options.engine_process,
+        }
 
 
 def prepare_or_raise(

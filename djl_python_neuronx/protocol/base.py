@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 INLINE_BODY_BYTES = 1024
-"""Bodies up to this size are tokenised in the event loop, where a token waits for less than 0.5 ms; of 8 KiB up to 4 ms
-(2 vCPU, 2026-11)."""
+"""Bodies up to this size are decoded in the event loop."""
 INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
 UNNAMED = frozenset({"dummy", "tgi"})
@@ -174,7 +173,7 @@ class ParseContext:
             RequestError: the model has no chat template, or it refuses the messages.
         """
         self._check_length(sum(len(one["content"]) for one in messages), "the conversation")
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, max_chars=self.max_prompt_chars)
 
     def _check_length(self, num_chars: int, name: str) -> None:
         if self.max_prompt_chars is not None and num_chars > self.max_prompt_chars:
@@ -323,6 +322,10 @@ class Serving(Protocol):
     def custom(self) -> CustomFormatters | None:
         """The formatters of `model.py`, if it has any."""
 
+    @property
+    def threads(self) -> Executor:
+        """The threads that parse requests."""
+
     def parse(
         self,
         body: bytes,
@@ -344,7 +347,7 @@ async def parse(
     path: str = "",
     payload: dict[str, Any] | None = None,
 ) -> ParsedRequest:
-    """Parse a body in a running event loop: a long one on a thread, with formatters of `model.py` on theirs.
+    """Parse a body in a running event loop, on a thread: a template or a tokenizer may take `option.text_timeout`.
 
     Raises:
         ServingError: the request was rejected.
@@ -352,9 +355,7 @@ async def parse(
     work = partial(
         service.parse, body, request_id=request_id, headers=headers, path=path, payload=payload
     )
-    if service.custom is None and len(body) <= INLINE_BODY_BYTES:
-        return work()
-    thread = None if service.custom is None else service.custom.thread
+    thread = service.threads if service.custom is None else service.custom.thread
     return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 

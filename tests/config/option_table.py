@@ -263,6 +263,7 @@ BATCHING = {
 LIMITS = {
     "max_request_seconds": SECONDS,
     "max_body_bytes": count(),
+    "text_timeout": SECONDS,
     "request_head_timeout": SECONDS,
     "request_body_timeout": SECONDS,
     "write_timeout": SECONDS,

@@ -382,7 +382,7 @@ class _Breaking:
     custom = None
 
     def __init__(self, service):
-        self._service, self.loop = service, service.loop
+        self._service, self.loop, self.threads = service, service.loop, service.threads
 
     def parse(self, content, **known):
         if b"<66>" in content:

@@ -46,7 +46,9 @@ class NotingTokenizer(ToyTokenizer):
 
     messages: Sequence[Mapping[str, Any]] = ()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+    ) -> list[int]:
         self.messages = messages
         return super().encode_chat(messages)
 
