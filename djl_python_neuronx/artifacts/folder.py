@@ -228,6 +228,32 @@ def some(names: Iterable[str], limit: int = 8) -> str:
     return (", ".join(str(shortened(name)) for name in listed[:limit]) or "nothing") + more
 
 
+def check_names(names: Iterable[str], where: str) -> None:
+    """Check that all names can be files below one folder.
+
+    Raises:
+        ArtifactError: one would leave the folder, or is a file and a folder; all such are listed.
+    """
+    names = list(names)
+    known = set(names)
+    problems = []
+    for name in names:
+        parts = name.split("/")
+        parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
+            problems.append(f"{name!r} is not a plain path")
+        elif any(len(part.encode()) > 255 for part in parts):
+            problems.append(f"too long for a file's name: {name!r}")
+        elif both := known.intersection(parents):
+            problems.append(f"{sorted(both)[0]!r} is a file and a folder")
+    if problems:
+        msg = (
+            f"{where} has names that cannot be files of one folder: {some(problems, limit=5)}. "
+            "Nothing was loaded; correct or remove them there."
+        )
+        raise ArtifactError(msg)
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Translate the system's refusals to read a file or folder.

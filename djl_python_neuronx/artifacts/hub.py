@@ -1,26 +1,31 @@
-"""Models of the Hugging Face Hub, downloaded by its own library into its own cache, which other programs share."""
+"""Models of the Hugging Face Hub, downloaded by its own library into its own cache, which other programs share.
+
+The library makes paths of what the server names: an ETag, a commit, the files of a listing. Its HTTP client therefore
+refuses an answer with other than plain names, whichever one it is, and the listing is read and checked here.
+"""
 
 from __future__ import annotations
 
-import glob
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from djl_python_neuronx.artifacts.atomic import require_space
+from djl_python_neuronx.artifacts.atomic import require_space, whole_file
 from djl_python_neuronx.artifacts.folder import (
     LEGAL_STEMS,
     MAX_JSON_BYTES,
     SERVING,
     WEIGHT_SUFFIXES,
     Selection,
+    check_names,
     file_names,
     read_json,
     some,
@@ -28,7 +33,7 @@ from djl_python_neuronx.artifacts.folder import (
 from djl_python_neuronx.artifacts.manifest import sha256_of
 from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
-from djl_python_neuronx.config.trust import HUB_CACHE, NO_HUB_TOKEN
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
@@ -41,6 +46,24 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 _CONNECT_TIMEOUT_S = 4
 _SERVER_ERROR = 500
+_NUM_THREADS = 8
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PLAIN = re.compile(r'(W/)?"?[\w=+-]{1,128}"?', re.ASCII)
+_URL = re.compile(r"https?://.*", re.IGNORECASE)
+_FORMS = {
+    "X-Repo-Commit": (_COMMIT, "40 hexadecimal digits"),
+    "X-Linked-ETag": (_PLAIN, "letters and digits"),
+    "ETag": (_PLAIN, "letters and digits"),
+    "X-Xet-Hash": (re.compile(r"[0-9a-f]{64}"), "64 hexadecimal digits"),
+    "X-Xet-Cas-Url": (_URL, "an http or https URL"),
+    "Location": (
+        re.compile(r"(?![a-z][a-z0-9+.-]*:).*|https?://.*", re.IGNORECASE),
+        "an http or https URL",
+    ),
+}
+"""Headers of which the library makes paths and places, with their plain form. Source: huggingface_hub 0.36 and 2.4,
+file_download.py; hf_xet 1.8, which makes folders at a `local://` path."""
 
 _ON = frozenset({"1", "on", "yes", "true"})
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -63,8 +86,7 @@ class HubSettings:
     endpoint: str = field(repr=False)
     """Without a trailing slash; may hold a user and a password."""
     cache_dir: Path
-    token: str | bool | None = field(repr=False)
-    """False: none is sent, not even a login's."""
+    token: str | None = field(repr=False)
     offline: str
     """The variables that switch offline mode on; empty if the Hub may be contacted."""
 
@@ -73,9 +95,8 @@ class HubSettings:
         """Read the settings from `environ`, which overrides the environment of this process.
 
         `HF_ENDPOINT`, `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME`,
-        `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline
-        that files and Kubernetes secrets append. If this process is offline, so is the result: the library would refuse
-        to connect.
+        `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE`. Values are stripped of the newline that files and Kubernetes
+        secrets append. If this process is offline, so is the result: the library would refuse to connect.
 
         Raises:
             ArtifactAccessError: the endpoint is not a URL, or the cache is in the home of an unknown user.
@@ -85,14 +106,10 @@ class HubSettings:
         values = {name: value.strip() for name, value in environ.items() if value.strip()}
         endpoint = values.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         _check_url(endpoint)
-        token: str | bool | None = values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN")
-        if token is None and values.get(NO_HUB_TOKEN, "").lower() in _ON:
-            token = False
+        token = values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN")
         offline = " and ".join(name for name in _OFFLINE if values.get(name, "").lower() in _ON)
         offline = offline or (" or ".join(_OFFLINE) if constants.HF_HUB_OFFLINE else "")
         cache_dir = _cache_dir(values, constants.HF_HUB_CACHE)
-        if HUB_CACHE in values and not offline:  # otherwise nobody sends anything
-            cache_dir = Path(values[HUB_CACHE])
         return cls(endpoint=endpoint, cache_dir=cache_dir, token=token, offline=offline)
 
     @property
@@ -118,38 +135,44 @@ def fetch(
         ArtifactNotFoundError: no such model or revision, or it has no file that is needed.
         ArtifactAccessError: gated, private, unreachable, offline and not completely cached, or the disk is full.
     """
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     settings = HubSettings.of(environ)
     request = _Request(model_id, revision, settings, origin)
-    load = partial(snapshot_download, model_id, **request.arguments)
     with request.translated(f"the model {model_id!r}"):
         if settings.offline:
             # Without patterns newer versions miss the files that were never selected.
-            folder = Path(load(local_files_only=True, allow_patterns=[CONFIG]))
+            offline = {"local_files_only": True, "allow_patterns": [CONFIG], **request.arguments}
+            folder = Path(snapshot_download(model_id, **offline))
             check_whole(folder, selection)
             logger.info("hub_offline model=%s folder=%s", model_id, folder)
             return folder
+        _guard_client()
         api = HfApi(endpoint=settings.endpoint, token=settings.token)
         info = api.model_info(model_id, revision=revision, files_metadata=True)
-        listed = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        sizes = {name: listed[name] for name in sorted(selection.choose(listed.keys()))}
-        if not sizes:
+        listed = {file.rfilename: file for file in info.siblings or ()}
+        files = [listed[name] for name in sorted(selection.choose(listed.keys()))]
+        if not files:
             msg = (
                 f"the model {model_id!r} on {settings.site} has {len(listed)} files, none of which is a model's. "
                 f"Correct {origin}."
             )
             raise ArtifactNotFoundError(msg)
-        _check_space(model_id, info.sha, sizes, settings.cache_dir)
+        place = f"{settings.site}/{model_id}"
+        commit = _checked(place, "lists the commit", info.sha, *_FORMS["X-Repo-Commit"])
+        check_names([file.rfilename for file in files], place)
+        sizes = {file.rfilename: file.size or 0 for file in files}
+        _check_space(model_id, commit, sizes, settings.cache_dir)
         num_bytes = sum(sizes.values())
-        logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(sizes), num_bytes)
-        folder = Path(load(allow_patterns=[glob.escape(name) for name in sizes]))
-        for name, size in sizes.items():
-            path = folder / name
-            # The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
-            if (size and path.stat().st_size != size) or (damage(path) and not _is_original(path)):
-                logger.warning("hub_file_damaged model=%s file=%s", model_id, name)
-                hf_hub_download(model_id, name, force_download=True, **request.arguments)
+        logger.info("fetch_start uri=%s files=%d bytes=%d", model_id, len(files), num_bytes)
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hub") as pool:
+            loads = [pool.submit(request.load, file, commit) for file in files]
+            try:
+                (folder,) = {load.result() for load in loads}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        request.record(folder)
         return folder
 
 
@@ -171,6 +194,7 @@ def fetch_config(
     failure = ""
     if not settings.offline:
         with request.translated(what):
+            _guard_client()
             url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
             failure = _connection_failure(url, settings.token)
     with request.translated(what, failure):
@@ -178,9 +202,59 @@ def fetch_config(
         return Path(hf_hub_download(model_id, CONFIG, local_files_only=local, **request.arguments))
 
 
-def _is_original(path: Path) -> bool:
-    """True if the Hub has the same content, however damaged: the blob of a large file is named by its SHA-256."""
-    return sha256_of(path, Path("/")) == path.resolve().name
+@cache
+def _guard_client() -> None:
+    """Have every answer to the library checked, by all HTTP clients that it makes from now on.
+
+    Raises:
+        ArtifactAccessError: this version of the library offers no way to.
+    """
+    import huggingface_hub
+
+    library: Any = huggingface_hub
+    if hasattr(library, "set_client_factory"):  # from 1.0
+        client = library.get_session()
+        kind, hooks = type(client), {**client.event_hooks, "response": [_check_answer]}
+        library.set_client_factory(
+            lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=None)
+        )
+    elif hasattr(library, "configure_http_backend"):
+        kind = type(library.get_session())
+
+        def session() -> Any:  # noqa: ANN401  (requests has no types)
+            made = kind()
+            made.hooks["response"].append(_check_answer)
+            return made
+
+        library.configure_http_backend(session)
+    else:
+        msg = (
+            f"what a server answers to huggingface_hub {library.__version__} cannot be checked: it has neither "
+            "set_client_factory nor configure_http_backend. Install another version, or name a local folder."
+        )
+        raise ArtifactAccessError(msg)
+
+
+def _check_answer(response: Any, *_: object, **__: object) -> None:  # noqa: ANN401  (of requests or httpx)
+    """Refuse an answer before the library makes a path of it. An ETag counts only beside a commit, as for the library.
+
+    Raises:
+        ArtifactAccessError: a header has not its plain form.
+    """
+    headers = response.headers
+    for name, form in _FORMS.items():
+        if name in headers and (name != "ETag" or "X-Repo-Commit" in headers):
+            _checked(str(response.url), f"answers with {name}", headers[name], *form)
+
+
+def _checked(place: str, does: str, value: object, form: re.Pattern[str], expected: str) -> str:
+    if not isinstance(value, str) or not form.fullmatch(value):
+        msg = (
+            f"{redacted(place)} {does} {shortened(value)!r}; expected {expected}. Nothing was written. The server is "
+            "no Hub, or hostile: correct HF_ENDPOINT, or tell who runs it."
+        )
+        raise ArtifactAccessError(msg)
+    return value
 
 
 def check_whole(folder: Path, selection: Selection) -> None:
@@ -218,11 +292,60 @@ class _Request:
     settings: HubSettings
     origin: str
 
+    def __post_init__(self) -> None:
+        check_names([self.revision or "main"], "option.revision")  # the library makes a path of it
+
+    def load(self, file: Any, commit: str) -> Path:  # noqa: ANN401  (the library's RepoSibling)
+        """Download a listed file of the commit, unless it is cached, and return the commit's folder.
+
+        The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
+
+        Raises:
+            ArtifactAccessError: it differs twice from what is listed, or the server answers another commit.
+        """
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        name, sha256 = file.rfilename, file.lfs and file.lfs.sha256
+        cached = try_to_load_from_cache(self.model_id, name, self.settings.cache_dir, commit)
+        is_new, arguments = not isinstance(cached, str), {**self.arguments, "revision": commit}
+        for again in (False, True):
+            path = Path(hf_hub_download(self.model_id, name, force_download=again, **arguments))
+            folder: Path = path.parents[name.count("/")]
+            size = path.stat().st_size
+            if folder.name != commit:
+                fault = f"is of the commit {folder.name}, but that of {commit} was requested"
+            elif file.size and size != file.size:
+                fault = f"has {size} bytes, but {file.size} are listed"
+            elif sha256 and (is_new or again) and sha256_of(path, Path("/")) != sha256:
+                fault = f"has another SHA-256 than the listed {shortened(sha256)}"
+            # The blob of a large file is named by its SHA-256: the Hub may have the same content, however damaged.
+            elif damage(path) and sha256_of(path, Path("/")) != path.resolve().name and not again:
+                fault = "is damaged"
+            else:
+                return folder
+            logger.warning(
+                "hub_file_damaged model=%s file=%s reason=%r", self.model_id, name, fault
+            )
+        path.unlink()  # the next start compares it again
+        msg = (
+            f"{name} of {self.settings.site}/{self.model_id} {fault}, twice in a row. Start again; if it "
+            "stays so, tell who runs the server."
+        )
+        raise ArtifactAccessError(msg)
+
+    def record(self, folder: Path) -> None:
+        """Note, as the library does, which commit the revision's name means: offline starts take it."""
+        ref = folder.parents[1] / "refs" / (self.revision or "main")
+        with suppress(OSError):  # a cache that is complete may be read-only
+            if ref.name != folder.name:
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(ref) as temporary:
+                    temporary.write_text(folder.name)
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments that all downloads of the library share."""
         return {
-            # The name, not the commit: the cache then records which commit the name means, for offline use.
             "revision": self.revision,
             "cache_dir": self.settings.cache_dir,
             "endpoint": self.settings.endpoint,
@@ -243,8 +366,6 @@ class _Request:
             messages = self._messages(what, failure, _reason(error))
             kind, msg = next(item for item in messages.items() if isinstance(error, item[0]))
             is_missing = kind.__name__ in _MISSING
-            if self.settings.token is False:
-                msg += f" No token was sent: see the warning about option.env, or {NO_HUB_TOKEN}."
             raise (ArtifactNotFoundError if is_missing else ArtifactAccessError)(msg) from None
 
     def _messages(self, what: str, failure: str, reason: str) -> dict[type[Exception], str]:
@@ -283,7 +404,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _connection_failure(url: str, token: str | bool | None) -> str:
+def _connection_failure(url: str, token: str | None) -> str:
     """Return the reason why the Hub cannot be reached; empty if it can.
 
     The library itself would retry for half a minute.
@@ -300,6 +421,8 @@ def _connection_failure(url: str, token: str | bool | None) -> str:
         if (status := _status(error)) < _SERVER_ERROR:
             raise
         return f"it answers {status}"
+    except ArtifactError:
+        raise
     except Exception as error:  # noqa: BLE001  (as in _translated)
         return type(error).__name__
     if (found.size or 0) > MAX_JSON_BYTES:

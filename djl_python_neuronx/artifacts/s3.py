@@ -10,12 +10,11 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
-from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.session import Session
@@ -30,11 +29,10 @@ from djl_python_neuronx.artifacts.cache import (
     RemoteFile,
     measure_transfer,
 )
-from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, some
+from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, check_names, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
 from djl_python_neuronx.artifacts.s3_checksums import is_intact
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
-from djl_python_neuronx.config.trust import NO_AWS_CREDENTIALS
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 ATTEMPTS = 8
@@ -317,32 +315,6 @@ def parse(uri: str) -> tuple[str, str]:
     return found["bucket"], f"{key}/" if key else ""
 
 
-def check_names(names: Iterable[str], where: str) -> None:
-    """Check that all names can be files below one folder.
-
-    Raises:
-        ArtifactError: one would leave the folder, or is a file and a folder; all such are listed.
-    """
-    names = list(names)
-    known = set(names)
-    problems = []
-    for name in names:
-        parts = name.split("/")
-        parents = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        if not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or not name.isprintable():
-            problems.append(f"{name!r} is not a plain path")
-        elif any(len(part.encode()) > 255 for part in parts):
-            problems.append(f"too long for a file's name: {name!r}")
-        elif both := known.intersection(parents):
-            problems.append(f"{sorted(both)[0]!r} is a file and a folder")
-    if problems:
-        msg = (
-            f"{where} has keys that cannot be files of one folder: {some(problems, limit=5)}. "
-            "Nothing was loaded; correct or remove them there."
-        )
-        raise ArtifactError(msg)
-
-
 def _is_marker(key: str, size: int) -> bool:
     """True for the objects by which consoles and Hadoop show folders. No file's name ends in a slash."""
     return key.endswith("/") or (size == 0 and key.endswith("_$folder$"))
@@ -351,17 +323,14 @@ def _is_marker(key: str, size: int) -> bool:
 def _connect(environ: Mapping[str, str], attempts: int) -> Any:  # noqa: ANN401  (botocore has no types)
     """A client of S3, for any thread."""
     env = {name: value for name, value in environ.items() if value}
-    session, signature = Session(profile=env.get("AWS_PROFILE")), None
+    session = Session(profile=env.get("AWS_PROFILE"))
     if "AWS_ACCESS_KEY_ID" in env and "AWS_SECRET_ACCESS_KEY" in env:
         session.set_credentials(
             env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN")
         )
-    elif NO_AWS_CREDENTIALS.items() <= env.items():
-        signature = UNSIGNED
     mode = env.get("AWS_RETRY_MODE") or session.get_config_variable("retry_mode")
     chosen = env.get("AWS_MAX_ATTEMPTS") or session.get_config_variable("max_attempts")
     config = Config(
-        signature_version=signature,
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=_READ_TIMEOUT_S,
         max_pool_connections=NUM_THREADS,

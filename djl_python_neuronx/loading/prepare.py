@@ -298,7 +298,6 @@ class Preparation:
             problems,
             inherited=inherited,
             trusts_code=settings.options.trust_remote_code,
-            cache_root=fetch.download_root(environ),
         )
         here = machine or machines.detect(environ=environ)
         return cls(here, environ, problems, named=machine is not None, **how)

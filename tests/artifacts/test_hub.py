@@ -21,7 +21,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
-from djl_python_neuronx.config.trust import NO_HUB_TOKEN
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 from tests.artifacts.folders import tensors
 
@@ -46,6 +45,7 @@ class Hub:
         self.tokens = []
         self.loaded = []
         self.cut_next = 0
+        self.twist = lambda _request, *answer: answer  # what a hostile one does to its answers
         outer = self
 
         class Handler(_Handler):
@@ -135,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
 
     def _send(self, status, body, headers):
+        status, body, headers = self.hub.twist(self, status, body, headers)
         self.send_response_only(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -203,19 +204,6 @@ def test_what_is_damaged_on_the_hub_is_fetched_once(server, environ, caplog):
         assert contents(folder).items() >= pointer.items()
     assert [name for name, _ in server.loaded].count("lfs.safetensors") == 1
     assert "hub_file_damaged" not in caplog.text
-
-
-@pytest.mark.parametrize("withheld", [True, False])
-def test_an_error_says_that_the_token_was_withheld(server, environ, withheld):
-    variables = {NO_HUB_TOKEN: "1"} if withheld else {"HF_TOKEN": "hf_mine"}
-    server.models["ours/gated"] = FILES
-    server.gated = {"ours/gated"}
-    for model in ("ours/gated", "ours/none"):
-        with pytest.raises((ArtifactAccessError, ArtifactNotFoundError)) as caught:
-            hub.fetch(model, environ={**environ, **variables})
-        assert (
-            "No token was sent: see the warning about option.env" in str(caught.value)
-        ) is withheld
 
 
 def test_a_revision_and_a_token(server, environ):
@@ -416,7 +404,7 @@ def test_a_hub_that_stops_to_answer_is_not_taken_for_offline_mode(server, enviro
     def stops(*_, **__):
         raise LocalEntryNotFoundError("away")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", stops)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", stops)
     with pytest.raises(ArtifactAccessError, match=f"{server.url} did not answer") as caught:
         hub.fetch("ours/llama", environ=environ)
     assert "OFFLINE" not in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from djl_python_neuronx.artifacts.folder import Selection
+from djl_python_neuronx.artifacts.folder import Selection, check_names
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import is_unfinished
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
@@ -123,7 +123,7 @@ def test_a_changed_remote_is_loaded_anew_and_what_stayed_is_not(proxy, bucket, t
 )
 def test_keys_that_would_leave_the_folder_are_refused(names, said):
     with pytest.raises(ArtifactError) as caught:
-        s3.check_names(names, URI)
+        check_names(names, URI)
     assert said in str(caught.value)
     assert URI in str(caught.value)
 

@@ -335,9 +335,10 @@ def test_flags_that_no_shell_takes_are_an_error(tmp_path, loader):
     assert "NEURON_CC_FLAGS" in printed(run(target, machine="inf2.xlarge", **settings))
 
 
-def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand):
+def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand, monkeypatch):
     """As DJL Serving gives them to the process that fetches the model; they are said to nobody."""
     at_hand(LAPTOP)
+    monkeypatch.setenv("DJL_NEURONX_TRUST_ENV", "HF_ENDPOINT,HF_HOME")
     gated, draft = "owner/gated", "owner/draft"
     config = (TINY / "config.json").read_bytes()
     models = {gated: config, draft: config}

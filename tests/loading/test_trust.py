@@ -1,4 +1,4 @@
-"""Credentials when a model folder's own `serving.properties` names the servers: what arrives there."""
+"""Servers that a model folder's own `serving.properties` names: what arrives there, and at the operator's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Servers:
     @staticmethod
     def _headers(servers):
         logs = [
-            {k.lower(): v for k, v in headers.items()} for _, log in servers for *_, headers in log
+            {k.lower(): v for k, v in headers.items()}
+            for _, log in servers
+            for _, path, headers in log
+            if path != "/api/agent-harnesses"  # of the library, for its own statistics
         ]
         return [
             headers.get("authorization", "") + headers.get("x-amz-security-token", "")
@@ -106,27 +109,18 @@ DOORS = ("check", "serve", "compile", "djl", "partition")
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_strangers_server_gets_no_credentials(door, model, tmp_path, servers, monkeypatch):
-    folder, added = stranger(tmp_path, servers, model)
-    environ = environment(servers, tmp_path)
+def test_a_strangers_server_is_not_asked(door, model, tmp_path, servers, monkeypatch):
+    folder, added = stranger(tmp_path, servers, model, f"HF_HOME={tmp_path}/evil")
+    if door in {"djl", "partition"}:  # Java has replaced the operator's value, the default counts
+        monkeypatch.setattr(constants, "ENDPOINT", servers.operators["HF_ENDPOINT"])
+    environ = environment(servers, tmp_path, AWS_MAX_ATTEMPTS="1")
     start(door, folder, environ, added, monkeypatch, model)
     told, own = servers.seen()
-    assert (set(told), own) == ({""}, [])
-
-
-@pytest.mark.parametrize("door", ["check", "djl"])
-def test_what_a_strangers_server_sends_is_not_taken_for_the_hubs(
-    door, tmp_path, servers, monkeypatch
-):
-    folder, added = stranger(tmp_path, servers, MODELS["hub"])
-    environ = environment(servers, tmp_path)
-    start(door, folder, environ, added, monkeypatch, MODELS["hub"])
-    assert servers.seen()[0]
-    assert not list((tmp_path / "hf").rglob("*owner*"))
-    offline = {**environ, "HF_HUB_OFFLINE": "1"}
-    check(str(folder), environ=environ, overrides={"env": "A=1"})  # fills the operator's cache
-    report = check(str(folder), environ=offline, overrides={})
-    assert report.prepared is not None
+    assert told == []
+    assert not (tmp_path / "evil").exists()
+    if model == MODELS["hub"] or door in {"check", "serve", "compile"}:
+        assert own
+        assert all("hf_operator" in value or "OPERATOR" in value for value in own)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -144,11 +138,11 @@ def test_they_arrive_where_the_operator_allows_it(door, model, tmp_path, servers
 def test_a_files_own_credentials_arrive(model, tmp_path, servers, monkeypatch):
     mine = ("HF_TOKEN=hf_mine", "AWS_ACCESS_KEY_ID=MINE", "AWS_SECRET_ACCESS_KEY=mine")
     folder, added = stranger(tmp_path, servers, model, *mine)
-    start("djl", folder, environment(servers, tmp_path), added, monkeypatch, model)
-    told, _ = servers.seen()
-    assert told
-    assert all("hf_mine" in value or "MINE" in value for value in told)
-    assert "session" not in "".join(told)
+    environ = environment(servers, tmp_path)
+    start("serve", folder, environ, added, monkeypatch, model)
+    _, own = servers.seen()
+    assert own
+    assert all("hf_mine" in value or "MINE" in value for value in own)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -172,13 +166,13 @@ def test_no_credentials_of_the_machine_or_a_login(model, tmp_path, servers, monk
     program.write_text(f"[profile x]\ncredential_process = touch {tmp_path}/ran\n")
     names = (f"AWS_CONFIG_FILE={program}", "AWS_PROFILE=x")
     folder, added = stranger(tmp_path, servers, model, *names)
-    environ = environment(servers, tmp_path)
+    environ = environment(servers, tmp_path, AWS_MAX_ATTEMPTS="1")
     for name in KEYS.keys() - {"AWS_REGION"}:
         monkeypatch.delenv(name)
         del environ[name]
     for door in ("djl", "check"):
         start(door, folder, environ, added, monkeypatch, model)
-    assert set(servers.seen()[0]) == {""}
+    assert servers.seen()[0] == []
     assert not (tmp_path / "ran").exists()
     allowed = {**environ, trust.TRUST: ",".join(added)}
     start("djl", folder, allowed, added, monkeypatch, model)
