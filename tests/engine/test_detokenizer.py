@@ -373,3 +373,13 @@ def test_top_tokens_come_with_each_token_and_have_their_own_text(tokenizers, nam
         assert own == token.logprob
     total = np.log(np.exp([1.0, 2.0, 3.0]).sum())
     assert [one.logprob for one in first.top] == pytest.approx([3 - total, 2 - total, 1 - total])
+
+
+@pytest.mark.parametrize("name", ["byte_level, window", "llama, window"])
+def test_a_window_stays_as_short_at_the_end_of_a_long_text(tokenizers, name, monkeypatch):
+    tokenizer, lens = tokenizers[name], []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: lens.append(len(ids)) or decode(ids))
+    ids = folders.continuation(MADE[name.split(",")[0]], " hello world" * 100)
+    feed_all(TextStream(request_for(ids[:50]), tokenizer), ids)
+    assert max(lens[len(lens) // 2 :]) <= max(lens[:20])

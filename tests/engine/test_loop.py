@@ -12,14 +12,22 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import orjson
 import pytest
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.link import SPEC, EngineState, Link, encode_request, encode_step
+from djl_python_neuronx.engine.link import (
+    SPEC,
+    EngineState,
+    Link,
+    decode_request,
+    encode_request,
+    encode_step,
+)
 from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
@@ -33,6 +41,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_tokenizer import TOKENIZER
@@ -808,6 +817,21 @@ def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
         hosts[0].receive("add")
         only(loop)._expire()  # as if the engine had become ready just then
         assert hosts[0].receive("abort") == "a"
+
+
+def test_the_engine_gets_the_request_that_the_front_has() -> None:
+    sampling = SamplingParams(
+        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=7
+    )
+    assert all(getattr(sampling, one.name) != one.default for one in fields(sampling))
+    asked = GenerationRequest(
+        "a", [5, 6], sampling, 9, frozenset({3}), ignore_eos=True, logprobs=True, top_logprobs=2,
+        adapter=1, client_id="theirs",
+    )  # fmt: skip
+    kind, content = orjson.loads(encode_request(asked, [4]))
+    got = decode_request(content)
+    assert kind == "add"
+    assert got == replace(asked, stop_token_ids=frozenset({3, 4}), arrived_s=got.arrived_s)
 
 
 def test_an_engine_waits_for_a_front_that_does_not_read() -> None:

@@ -198,6 +198,17 @@ def test_drafts_of_the_same_model_all_stand_greedy_or_sampled() -> None:
         assert steps <= 1 + 40 / NUM_DRAFTS
 
 
+def test_a_draft_that_does_not_stand_is_not_penalised() -> None:
+    params = SamplingParams(repetition_penalty=4.0)
+    for start in range(3, 11):
+        found = []
+        for proposer in (None, DraftModel(draft_toy(Unsure))):
+            engine = Engine(ToyBackend(SPEC), proposer=proposer)
+            engine.add(request("a", [start, 5], 100, sampling=params))
+            found.append(tokens(run(engine)["a"]))
+        assert found[0] == found[1]
+
+
 def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
     lookup = NgramProposer(SPEC, 3)
     cases = {
@@ -271,6 +282,19 @@ def test_the_device_that_verifies_may_fail_and_the_next_request_works() -> None:
     assert_clean(engine, backend)
 
 
+def test_a_verification_of_another_shape_fails_its_step() -> None:
+    class Narrow(ToyBackend):
+        def run(self, step: Step) -> StepOutput:
+            output = super().run(step)
+            assert isinstance(output, HostLogits)
+            return HostLogits(output.values[..., :-1]) if step.kind == "decode" else output
+
+    engine = Engine(Narrow(SPEC), proposer=DraftModel(draft_toy()))
+    engine.add(request("a", [5, 6], 20))
+    error = run(engine)["a"][-1].error
+    assert "answered with shape (1, 4, 299), expected (1, 4, 300)" in str(error)
+
+
 def test_stop_tokens_end_a_sequence_within_its_drafts() -> None:
     wanted = expected([5, 6, 7], 30)
     for place in range(1, 12):
@@ -336,6 +360,7 @@ def test_the_step_tells_what_was_drafted_and_stands() -> None:
         assert info.bucket == record.bucket
         taken = sum(len(output.token_ids) for output in outputs)
         if info.kind == "verification":
+            assert info.draft_s > 0
             assert info.drafted == sum(record.lens) - len(record.lens)
             assert info.accepted == taken - len(outputs)
         else:
