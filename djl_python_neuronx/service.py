@@ -104,7 +104,11 @@ class Service:
         """The threads that parse requests, which wait for template and tokenizer."""
         try:
             self.tokenizer = tokenizer()
-            self.custom = CustomFormatters(functions, self.tokenizer) if functions else None
+            self.custom = (
+                CustomFormatters(functions, self.tokenizer, options.text_timeout, self.threads)
+                if functions
+                else None
+            )
             """The formatters of `model.py`, if it has any."""
         except BaseException:
             self.loop.close()

@@ -355,8 +355,7 @@ async def parse(
     work = partial(
         service.parse, body, request_id=request_id, headers=headers, path=path, payload=payload
     )
-    thread = service.threads if service.custom is None else service.custom.thread
-    return await asyncio.get_running_loop().run_in_executor(thread, work)
+    return await asyncio.get_running_loop().run_in_executor(service.threads, work)
 
 
 async def generate(service: Serving, parsed: ParsedRequest) -> Generation:

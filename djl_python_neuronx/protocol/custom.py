@@ -3,6 +3,7 @@
 The input formatter changes the payload of a request, the output formatter its answer. What they get follows from their
 signatures (docs/protocols.md). DJL Serving's engine imports `model.py` and passes the functions with its first call; in
 the embedded server `load` imports it. As under DJL Serving they are called one at a time, but never in an event loop.
+Nothing in Python stops a call that hangs: its thread is left to itself, and the next call gets a new one.
 
 Source: djl-serving 0.29 to 0.36, python_sync_engine.py, input_parser.py, output_formatter.py, request.py,
 custom_formatter_handling.py, vllm_async_service.py.
@@ -13,17 +14,20 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -47,6 +51,8 @@ _MODULE = "djl_neuronx_model_py"
 _DOCUMENT = re.compile(rb"(?m)^(data: ?)?(\{.*\}|\[\{.*\}\])$")
 """An object of JSON, or a list of them: a whole answer, a line, or the data of an event."""
 
+MOST_HANGING = 8
+"""Calls that may hang at once: each has a thread, which shares the GIL with the streams if it does not sleep."""
 _Function = Callable[..., Any]
 _T = TypeVar("_T")
 
@@ -54,10 +60,20 @@ _T = TypeVar("_T")
 class CustomFormatters:
     """The functions of one model."""
 
-    def __init__(self, functions: Mapping[str, _Function], tokenizer: Tokenizer) -> None:
-        """`functions`: one or both of `KINDS`."""
-        self.thread = ThreadPoolExecutor(1, "djl-neuronx-model-py")
-        """The thread that calls them where there is an event loop."""
+    def __init__(
+        self,
+        functions: Mapping[str, _Function],
+        tokenizer: Tokenizer,
+        limit_s: float = math.inf,
+        threads: Executor | None = None,
+    ) -> None:
+        """`functions`: one or both of `KINDS`. `limit_s`: of a call. `threads`: those that wait for calls."""
+        self._threads, self._limit_s = threads, limit_s
+        self._turn = threading.Lock()
+        """Held during a call."""
+        self._hanging = 0
+        """Calls that were given up and still run."""
+        self._begin()
         self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
         self._takes_tokens = _takes_tokens(self._write)
@@ -87,12 +103,13 @@ class CustomFormatters:
             payload = decode(body, context)
         if self._read is not None:
             read = partial(self._read, payload, tokenizer=self._tokenizer)
-            payload, made = _guarded(READS, label, lambda: _payload(read()))
+            payload, made = self.guarded(READS, label, lambda: _payload(read()))
         parsed: ParsedRequest = parse(payload, context)
         if self._write is None:
             return parsed
         if not self._takes_tokens:
-            return replace(parsed, formatter=_Documents(parsed, self._write), thread=self.thread)
+            documents = _Documents(parsed, self._write, self)
+            return replace(parsed, formatter=documents, thread=self._threads)
         if len(parsed.requests) > 1:
             msg = (
                 f"the request has {len(parsed.requests)} sequences, and the output formatter of model.py takes the "
@@ -101,22 +118,80 @@ class CustomFormatters:
             raise UnsupportedParameterError(msg)
         request = replace(parsed.request, logprobs=context.has_logprobs)
         made = _request_input(payload) if made is None else made
-        formatter = _guarded(WRITES, label, partial(_Tokens, parsed, self._write, made))
-        return replace(parsed, requests=[request], formatter=formatter, thread=self.thread)
+        formatter = self.guarded(WRITES, label, partial(_Tokens, parsed, self._write, self, made))
+        return replace(parsed, requests=[request], formatter=formatter, thread=self._threads)
+
+    def guarded(self, kind: str, label: str, call: Callable[[], _T]) -> _T:
+        """Call a function of `model.py`. Whatever it raises becomes an error of this one request.
+
+        Raises:
+            ServingError: the function raised it.
+            FormatterError: it raised anything else, or takes more than the limit.
+        """
+        try:
+            return self._in_turn(kind, call)
+        except (ServingError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001  (sys.exit() would end the process)
+            name = type(error).__name__
+            places = "".join(traceback.format_tb(error.__traceback__))
+        # Without the message, and outside the except clause: it may quote the prompt.
+        logger.error(
+            "formatter_failed kind=%s request_id=%s error=%s\n%s", kind, label, name, places
+        )
+        msg = f"the {kind} of model.py failed ({name}); the server's log says where"
+        raise FormatterError(msg)
+
+    def _in_turn(self, kind: str, call: Callable[[], _T]) -> _T:
+        made = Future[_T]()
+        with self._turn:
+            if self._hanging >= MOST_HANGING:
+                msg = f"{self._hanging} calls of model.py hang; correct model.py, and start the server again"
+                raise FormatterError(msg)
+            self._calls.put((made, call))
+            ended, _ = wait([made], min(self._limit_s, threading.TIMEOUT_MAX))
+            if not ended:
+                self._hanging += 1
+                self._begin()
+                msg = (
+                    f"the {kind} of model.py takes more than {self._limit_s:g} s (option.text_timeout); correct it, or "
+                    "raise the option. Its thread cannot be stopped"
+                )
+                logger.error("formatter_hangs: %s", msg)
+                raise FormatterError(msg)
+        return made.result()
+
+    def _begin(self) -> None:
+        """Start the thread of the next calls."""
+        self._calls = SimpleQueue[Any]()
+        run = partial(self._run, self._calls)
+        threading.Thread(target=run, name="djl-neuronx-model-py", daemon=True).start()
+
+    def _run(self, calls: SimpleQueue[Any]) -> None:
+        while self._calls is calls:
+            made, call = calls.get()
+            try:
+                made.set_result(call())
+            except BaseException as error:  # noqa: BLE001  (it is raised in the thread that waits)
+                made.set_exception(error)
+            del made, call
+        with self._turn:
+            self._hanging -= 1
 
 
 class _Documents:
     """An output formatter that takes each object of the protocol's answer: the whole, or one of a stream."""
 
-    def __init__(self, parsed: ParsedRequest, write: _Function) -> None:
+    def __init__(self, parsed: ParsedRequest, write: _Function, custom: CustomFormatters) -> None:
         self.content_type = parsed.formatter.content_type
-        self._parsed, self._write = parsed, write
+        self._parsed, self._write, self._custom = parsed, write, custom
 
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`. An error has the protocol's own shape."""
         if delta.error is not None:
             return self._parsed.formatter.feed(delta)
-        return _guarded(WRITES, self._parsed.request.label, partial(self._write_all, delta))
+        label = self._parsed.request.label
+        return self._custom.guarded(WRITES, label, partial(self._write_all, delta))
 
     def _write_all(self, delta: Delta) -> bytes:
         return _DOCUMENT.sub(self._write_match, self._parsed.formatter.feed(delta))
@@ -131,10 +206,16 @@ class _Documents:
 class _Tokens(_Documents):
     """An output formatter that takes each token: in DJL's `RequestOutput`, or as the first of six arguments."""
 
-    def __init__(self, parsed: ParsedRequest, write: _Function, made: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        write: _Function,
+        custom: CustomFormatters,
+        made: Any,  # noqa: ANN401
+    ) -> None:
         from djl_python.request import Request
 
-        super().__init__(parsed, write)
+        super().__init__(parsed, write, custom)
         self.content_type = "text/plain; charset=utf-8"
         made.request_id, made.output_formatter = parsed.request.request_id, write
         self._request = Request(made)
@@ -238,23 +319,3 @@ def _check_type(kind: str, made: object, expected: type | tuple[type, ...]) -> N
     if not isinstance(made, expected):
         msg = f"the {kind} of model.py returned {type(made).__name__}; expected a dict"
         raise FormatterError(msg)
-
-
-def _guarded(kind: str, label: str, call: Callable[[], _T]) -> _T:
-    """Call a function of `model.py`. Whatever it raises becomes an error of this one request.
-
-    Raises:
-        ServingError: the function raised it.
-        FormatterError: it raised anything else.
-    """
-    try:
-        return call()
-    except (ServingError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # noqa: BLE001  (sys.exit() would end the process)
-        name = type(error).__name__
-        places = "".join(traceback.format_tb(error.__traceback__))
-    # Without the message, and outside the except clause: it may quote the prompt.
-    logger.error("formatter_failed kind=%s request_id=%s error=%s\n%s", kind, label, name, places)
-    msg = f"the {kind} of model.py failed ({name}); the server's log says where"
-    raise FormatterError(msg)

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from fcntl import ioctl
 from functools import cache
@@ -162,7 +163,22 @@ class Rejection:
         return Record.of(self.error, self.protocol)
 
 
-Row = Union[Reply, Rejection]
+@dataclass(frozen=True)
+class Admission:
+    """A request that is being parsed, with the attributes of a `Reply`."""
+
+    parsing: Future[ParsedRequest]
+    stream: bool = False
+    ready: bool = False
+    finished: bool = False
+    taken: bool = False
+
+    def take(self) -> Record:
+        """Nothing yet."""
+        return Record(b"", False, {})
+
+
+Row = Union[Reply, Rejection, Admission]
 """The answer to one row of a call."""
 
 
@@ -177,20 +193,34 @@ class Replies:
         self._inbox = BlockingQueue()
 
     def admit(self, row: Input) -> None:
-        """Submit a request. If it is invalid, the error is its answer."""
+        """Begin to parse a request, on a thread: a template or a tokenizer may take `option.text_timeout`."""
+        self.rows.append(Admission(self._service.threads.submit(self._parse, row)))
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Submit the requests that are parsed within the time. If one is invalid, the error is its answer."""
+        parsing = [row.parsing for row in self.rows if isinstance(row, Admission)]
+        wait(parsing, timeout_s)
+        for i, row in enumerate(self.rows):
+            if isinstance(row, Admission) and row.parsing.done():
+                self.rows[i] = self._submit(row.parsing)
+
+    def _parse(self, row: Input) -> ParsedRequest:
+        body, headers = read(row)
+        return self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
+
+    def _submit(self, parsing: Future[ParsedRequest]) -> Row:
         protocol = ""
         try:
-            body, headers = read(row)
-            parsed = self._service.parse(body, request_id=headers.get("requestid"), headers=headers)
+            parsed = parsing.result()
             protocol = parsed.request.protocol
             loop = self._service.loop
             loop.submit_all(loop.prepare(*parsed.requests), self._inbox)
-            self.rows.append(Reply(parsed, self._silence_s))
+            return Reply(parsed, self._silence_s)
         except ServingError as error:
-            self.rows.append(Rejection(error, protocol))
+            return Rejection(error, protocol)
         except Exception as error:
             logger.exception("request_failed")
-            self.rows.append(Rejection(unexpected(error), protocol))
+            return Rejection(unexpected(error), protocol)
 
     def collect(self, timeout_s: float) -> None:
         """Wait for deltas of unfinished requests, at most `timeout_s`, and feed them to their replies."""

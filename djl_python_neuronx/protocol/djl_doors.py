@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from djl_python import Input, Output
 
 logger = logging.getLogger(__name__)
+ADMIT_S = 0.01
+"""Most time that streams wait for new requests to be parsed."""
 
 
 class RollingBatchDoor:
@@ -100,6 +102,9 @@ class RollingBatchDoor:
 
     def _answer_rows(self) -> Output:
         replies = self._replies
+        # With running streams a slow template or tokenizer waits for them, not they for it.
+        runs = any(isinstance(row, Reply) and not row.finished for row in replies.rows)
+        replies.settle(ADMIT_S if runs else self._wait_s)
         replies.collect(0.0 if any(row.ready for row in replies.rows) else self._wait_s)
         output = new_output({})
         for i, row in enumerate(replies.rows):
@@ -139,6 +144,7 @@ class PlainDoor:
         rows = batch_rows(inputs)
         for row in [inputs] if rows is None else rows:
             replies.admit(row)
+        replies.settle()
         if rows is not None:
             return self._answer_batch(replies, deadline_s)
         reply = replies.rows[0]

@@ -8,7 +8,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import pytest
 
@@ -42,11 +44,12 @@ DOORS = ("embedded", "rolling", "plain", "async")
 
 
 @contextmanager
-def serving(backend=None, **functions):
+def serving(backend=None, settings=MappingProxyType({}), **functions):
     """A toy service with formatters: `read` for the input, `write` for the output."""
     names = {"read": READS, "write": WRITES}
     backend = backend or ToyBackend(TOY_SPEC)
-    service = toy_service(backend, functions={names[kind]: one for kind, one in functions.items()})
+    functions = {names[kind]: one for kind, one in functions.items()}
+    service = toy_service(backend, functions=functions, **settings)
     try:
         yield service
         assert not service.loop.streams
@@ -393,6 +396,36 @@ def test_a_slow_formatter_leaves_the_event_loop_alone(door, kind):
     assert [answer.lines for answer in found] == [[{"generated_text": text_of()}]] * 2
     assert len(threads) == 1
     assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_formatter_that_hangs_costs_its_request(door, kind, caplog):
+    go_on = threading.Event()
+
+    def hanging(payload, **_):
+        if payload.get("inputs", payload.get("generated_text")) in {"<7>", text_of("<7>")}:
+            assert go_on.wait(PATIENCE_S)
+        return payload
+
+    with serving(settings={"text_timeout": 0.5}, **{kind: hanging}) as service:
+        for _ in range(2):
+            found = ask(door, service, request(), request("<7>"), request("<6>"))
+            assert [found[0].lines, found[2].lines] == [
+                [{"generated_text": text_of()}],
+                [{"generated_text": text_of("<6>")}],
+            ]
+            assert found[1].status == 424
+            assert b"takes more than 0.5 s (option.text_timeout)" in found[1].content
+        assert caplog.text.count("formatter_hangs") == 2
+        service.custom._hanging = custom.MOST_HANGING
+        (refused,) = ask(door, service, request())
+        assert (refused.status, b"calls of model.py hang" in refused.content) == (424, True)
+        service.custom._hanging = 2
+        go_on.set()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while service.custom._hanging and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert service.custom._hanging == 0
 
 
 def test_a_formatter_has_a_tokenizer_of_its_own():

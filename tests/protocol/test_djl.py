@@ -24,7 +24,7 @@ from tests.djl_peer import PATIENCE_S, decode_record
 from tests.protocol.wire_schemas import SCHEMAS
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_service import toy_service
-from tests.toy_tokenizer import TOKENIZER, PanickingTokenizer
+from tests.toy_tokenizer import TOKENIZER, PanickingTokenizer, ToyTokenizer
 
 CROSSING_S = 0.02
 """A step that is so slow that an abort reaches the engine long before a sequence of a hundred tokens ends."""
@@ -217,6 +217,33 @@ def test_a_call_waits_for_a_step_but_not_for_ever(backend, service):
         assert backend.hanging.wait(PATIENCE_S)
     finally:
         door.close()
+
+
+class _Waiting(ToyTokenizer):
+    """Takes as long as the test wants for a prompt with <77>."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def encode(self, text, **how):
+        if "<77>" in text:
+            assert self.go_on.wait(PATIENCE_S)
+        return super().encode(text, **how)
+
+
+def test_a_row_that_is_being_tokenised_holds_up_no_other(door, service):
+    service.tokenizer = waiting = _Waiting()
+    caller = Caller(door)
+    caller.step([body([5], 30)])
+    caller.step([body([77], 2), body([6], 9)])
+    while len(caller.live) > 1:
+        caller.step()
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 30)}
+    assert json.loads(caller.data(2)) == {"generated_text": text([6], 9)}
+    waiting.go_on.set()
+    caller.finish()
+    assert json.loads(caller.data(1)) == {"generated_text": text([77], 2)}
 
 
 def test_reset_gives_up_before_new_rows_are_read(backend, door, service):
