@@ -1,8 +1,8 @@
 """The one rule for links in a model folder, and the way to open its files.
 
-A file of a model is in the model's folder, or in the blobs of a Hugging Face cache, where each file of a snapshot is a
-link. Any other place is refused: folders come from archives and buckets that others fill, and their files are copied
-and uploaded with the model, and quoted in messages. The folder itself may be a link.
+A file of a model is in the model's folder, or in the blobs of the Hugging Face cache that this folder is a part of:
+each file of a snapshot is a link there. Any other place is refused: folders come from archives and buckets that others
+fill, and their files are copied and uploaded with the model, and quoted in messages. The folder itself may be a link.
 """
 
 from __future__ import annotations
@@ -60,12 +60,17 @@ def opened(path: Path, root: Path) -> Iterator[BinaryIO]:
 
 
 def _judge(path: Path, target: Path, mode: int, root: Path, *, is_file: bool) -> None:
-    # Source: huggingface_hub, the guide "Understand caching": models--<organisation>--<name>/blobs/<digest>.
-    cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if not cached and not target.is_relative_to(root.resolve()):
+    root = root.resolve()
+    # Source: huggingface_hub, the guide "Understand caching": models--<organisation>--<name>/snapshots/<commit> links
+    # to its blobs/<digest>; 2.4, _shared_blobs.py: that one to the cache's own blobs/<two digits>/<digest>.
+    cache = next((one for one in root.parents if one.name.startswith("models--")), None)
+    is_blob = cache is not None and (
+        target.parent == cache / "blobs" or target.parent.parent == cache.parent / "blobs"
+    )
+    if not is_blob and not target.is_relative_to(root):
         msg = (
-            f"{path} is a link out of the model's folder, to {target}; expected a file of the model or of a "
-            "Hugging Face cache. If you trust it, put a copy in its place (cp -L)."
+            f"{path} is a link out of the model's folder, to {target}; expected a file of the model, or of the blobs "
+            "beside its snapshot in a Hugging Face cache. If you trust it, put a copy in its place (cp -L)."
         )
         raise ArtifactAccessError(msg)
     if not stat.S_ISREG(mode) and (is_file or not stat.S_ISDIR(mode)):

@@ -298,14 +298,15 @@ class _Request:
     def load(self, file: Any, commit: str) -> Path:  # noqa: ANN401  (the library's RepoSibling)
         """Download a listed file of the commit, unless it is cached, and return the commit's folder.
 
-        The library takes any file of its cache for whole: one that a crash of the machine cut, for example.
+        The library takes any file of its cache for whole: one that a crash of the machine cut, for example. The Hub
+        itself may have the same content, however damaged: that is for who reads it.
 
         Raises:
             ArtifactAccessError: it differs twice from what is listed, or the server answers another commit.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-        name, sha256 = file.rfilename, file.lfs and file.lfs.sha256
+        name, sha256, root = file.rfilename, file.lfs and file.lfs.sha256, Path("/")
         cached = try_to_load_from_cache(self.model_id, name, self.settings.cache_dir, commit)
         is_new, arguments = not isinstance(cached, str), {**self.arguments, "revision": commit}
         for again in (False, True):
@@ -316,13 +317,16 @@ class _Request:
                 fault = f"is of the commit {folder.name}, but that of {commit} was requested"
             elif file.size and size != file.size:
                 fault = f"has {size} bytes, but {file.size} are listed"
-            elif sha256 and (is_new or again) and sha256_of(path, Path("/")) != sha256:
+            elif sha256 and (is_new or again) and sha256_of(path, root) != sha256:
                 fault = f"has another SHA-256 than the listed {shortened(sha256)}"
-            # The blob of a large file is named by its SHA-256: the Hub may have the same content, however damaged.
-            elif damage(path) and sha256_of(path, Path("/")) != path.resolve().name and not again:
-                fault = "is damaged"
-            else:
+            elif (
+                again
+                or not damage(path)
+                or sha256_of(path, root) == (sha256 or path.resolve().name)
+            ):
                 return folder
+            else:
+                fault = "is damaged"
             logger.warning(
                 "hub_file_damaged model=%s file=%s reason=%r", self.model_id, name, fault
             )

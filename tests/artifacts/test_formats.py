@@ -442,16 +442,24 @@ def test_no_folder_of_graphs(tmp_path, make):
 # Links.
 
 
-def test_the_hubs_cache_is_followed(folder, tmp_path):
-    """snapshots/<revision>/* are links to ../../blobs/*."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_hubs_cache_is_followed(folder, tmp_path, shared):
+    """snapshots/<revision>/* are links to ../../blobs/*, which may be links to a store of all models."""
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "0a1b"
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
     for i, file in enumerate(folder.iterdir()):
-        shutil.move(file, repository / "blobs" / f"{i:040x}")
-        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{i:040x}")
+        blob = repository / "blobs" / f"{i:040x}"
+        shutil.move(file, blob)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+        if shared:
+            (tmp_path / "blobs" / "0a").mkdir(parents=True, exist_ok=True)
+            blob.rename(tmp_path / "blobs" / "0a" / f"{i:064x}")
+            blob.symlink_to(f"../../blobs/0a/{i:064x}")
     assert detect(snapshot).dtype == "bfloat16"
+    (tmp_path / "named").symlink_to(snapshot)
+    assert detect(tmp_path / "named").dtype == "bfloat16"
     shutil.rmtree(repository / "blobs")
     with pytest.raises(ArtifactNotFoundError, match="is a link to a file that is gone"):
         detect(snapshot)

@@ -12,6 +12,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
@@ -21,7 +22,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.folders import tensors
 
 FILES = {
@@ -95,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "id": model,
                 "sha": commit,
                 "siblings": [
-                    {"rfilename": name, "size": len(content), "blobId": _etag(content)}
+                    {"rfilename": name, "size": len(content), **_identity(name, content)}
                     for name, content in files.items()
                 ],
             }
@@ -147,6 +148,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cut_next -= 1
             body = body[: len(body) // 2]
         self.wfile.write(body)
+
+
+def _identity(name, content):
+    """As the hub describes small files, and large ones, which it keeps by their SHA-256."""
+    if not name.endswith(".safetensors"):
+        return {"blobId": _etag(content)}
+    lfs = {"sha256": _etag(content), "size": len(content), "pointerSize": 130}
+    return {"blobId": "0" * 40, "lfs": lfs}
 
 
 def _etag(content):
@@ -204,6 +213,65 @@ def test_what_is_damaged_on_the_hub_is_fetched_once(server, environ, caplog):
         assert contents(folder).items() >= pointer.items()
     assert [name for name, _ in server.loaded].count("lfs.safetensors") == 1
     assert "hub_file_damaged" not in caplog.text
+
+
+def flipped(request, status, body, headers):
+    if request.command == "GET" and request.path.endswith("model.safetensors"):
+        body = body[:-1] + bytes([body[-1] ^ 1])
+    return status, body, headers
+
+
+def shorter(request, status, body, headers):
+    """Consistent in itself, only the listing says otherwise."""
+    if request.path.endswith("model.safetensors"):
+        body = body[:1000]
+    return status, body, headers
+
+
+def of_another_commit(request, status, body, headers):
+    if "/resolve/" in request.path:
+        headers = {**headers, "X-Repo-Commit": "c" * 40}
+    return status, body, headers
+
+
+@pytest.mark.parametrize(
+    ("twist", "said"),
+    [
+        (flipped, "has another SHA-256 than the listed "),
+        (shorter, "has 1000 bytes, but 256"),
+        (of_another_commit, "is of the commit ccc"),
+    ],
+)
+def test_what_differs_twice_from_the_listing_ends_the_fetch(server, environ, twist, said):
+    server.twist = twist
+    for _ in range(2):  # nor does the next start take it from the cache
+        server.loaded.clear()
+        with pytest.raises(ArtifactAccessError, match=f"of {server.url}/ours/llama {said}"):
+            hub.fetch("ours/llama", environ=environ)
+        assert [name for name, _ in server.loaded].count("model.safetensors") <= 2
+    server.twist = lambda _request, *answer: answer
+    assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
+
+
+def test_what_differs_once_is_fetched_again(server, environ):
+    def once(request, *answer):
+        is_first = not [name for name, _ in server.loaded].count("model.safetensors") > 1
+        return flipped(request, *answer) if is_first else answer
+
+    server.twist = once
+    assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
+
+
+def test_a_revision_leaves_no_folder(server, environ):
+    with pytest.raises(ArtifactError, match=r"option\.revision .*'\.\./x' is not a plain path"):
+        hub.fetch("ours/llama", revision="../x", environ=environ)
+    assert server.tokens == []
+
+
+def test_a_library_that_cannot_be_guarded_is_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(__version__="0.1"))
+    with pytest.raises(ArtifactAccessError, match=r"0\.1 cannot be checked: it has neither"):
+        hub._guard_client.__wrapped__()
 
 
 def test_a_revision_and_a_token(server, environ):

@@ -76,8 +76,28 @@ def endless(path, _secret):
     path.symlink_to("/dev/zero")
 
 
+def another_cache(path, secret):
+    blob(path, secret, "models--priv--secret/blobs/0a1b")
+
+
+def not_a_cache(path, secret):
+    blob(path, secret, "blobs/0a1b")
+
+
+def not_a_shared_cache(path, secret):
+    blob(path, secret, "blobs/0a/1b")
+
+
+def blob(path, secret, name):
+    target = secret.parent / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(secret, target)
+    path.symlink_to(target)
+
+
 NEVER_READ = ("runs", "original", "logs", "checkpoint-100", "LICENSE", "events.out.tfevents.1.x")
-BAD = (out, out_by_dots, out_through_a_folder, gone, loop, pipe, listening, endless)
+CACHES = (another_cache, not_a_cache, not_a_shared_cache)
+BAD = (out, out_by_dots, out_through_a_folder, *CACHES, gone, loop, pipe, listening, endless)
 PLACES = (
     "chat_template.jinja",
     "modeling_x.py",

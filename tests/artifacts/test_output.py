@@ -194,8 +194,11 @@ def test_weights_are_left_out_linked_or_copied(model, tmp_path, weights, links):
 
 
 def test_a_hugging_face_cache_s_links_become_files(model, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
     blob = tmp_path / "models--a--b" / "blobs" / "0123"
-    blob.parent.mkdir(parents=True)
+    for folder in (snapshot.parent, blob.parent):
+        folder.mkdir(parents=True)
+    model = model.rename(snapshot)
     (model / "model.safetensors").rename(blob)
     (model / "model.safetensors").symlink_to(blob)
     write(model, tmp_path / "out")

@@ -335,10 +335,9 @@ def test_flags_that_no_shell_takes_are_an_error(tmp_path, loader):
     assert "NEURON_CC_FLAGS" in printed(run(target, machine="inf2.xlarge", **settings))
 
 
-def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand, monkeypatch):
+def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand):
     """As DJL Serving gives them to the process that fetches the model; they are said to nobody."""
     at_hand(LAPTOP)
-    monkeypatch.setenv("DJL_NEURONX_TRUST_ENV", "HF_ENDPOINT,HF_HOME")
     gated, draft = "owner/gated", "owner/draft"
     config = (TINY / "config.json").read_bytes()
     models = {gated: config, draft: config}
@@ -346,7 +345,8 @@ def test_option_env_gives_the_hub_s_variables(tmp_path, at_hand, monkeypatch):
         variables = f"HF_TOKEN=s3cret,HF_ENDPOINT={url},HF_HOME={tmp_path / 'hf'}"
         text = f"option.env={variables}\noption.model_id={gated}\n"
         (tmp_path / "serving.properties").write_text(text)
-        report = run(tmp_path, speculative_draft_model=draft)
+        trusted = {"DJL_NEURONX_TRUST_ENV": "HF_ENDPOINT,HF_HOME"}
+        report = run(tmp_path, trusted, speculative_draft_model=draft)
     assert report.findings.messages("error") == ()
     assert report.prepared.draft is not None
     told = [{name.lower(): value for name, value in headers.items()} for _, _, headers in log]
