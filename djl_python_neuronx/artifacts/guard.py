@@ -103,28 +103,22 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 def _kill_tree() -> None:
     """Kill all descendants, and those that they start meanwhile; return when none is left."""
-    while found := _descendants():
+    while found := _children():
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
-            # At least one ends now; its orphans become our children and are found in the next turn.
+            # At least one ends now; its own children become ours and are found in the next turn.
             os.waitpid(-1, 0)
 
 
-def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
+def _children() -> list[int]:
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # Source: proc(5): pid (name) state ppid …; the name may hold anything.
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found: list[int] = []
-    left = [os.getpid()]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
     return found
 
 

@@ -276,7 +276,7 @@ def test_the_remotes_own_errors_pass(shelf, tmp_path):
         fetch(shelf, tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "manifest", "crashed machine"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "link", "manifest", "crashed machine"])
 def test_a_damaged_version_is_loaded_again(shelf, tmp_path, damage):
     folder = fetch(shelf, tmp_path)
     manifest = folder.parent / "manifest.json"
@@ -287,13 +287,18 @@ def test_a_damaged_version_is_loaded_again(shelf, tmp_path, damage):
             os.truncate(folder / "weights", 5)
         case "gone":
             (folder / "weights").unlink()
+        case "link":
+            (folder / "weights").rename(tmp_path / "elsewhere")
+            (folder / "weights").symlink_to(tmp_path / "elsewhere")
         case "manifest":
             manifest.write_text(manifest.read_text()[:-5])
         case "crashed machine":
             durable.unlink()
             (folder / "weights").write_bytes(bytes(35))
             manifest.write_text(manifest.read_text().replace(boot_id(), "another boot"))
-    assert contents(fetch(shelf, tmp_path)) == shelf.files
+    again = fetch(shelf, tmp_path)
+    assert contents(again) == shelf.files
+    assert not (again / "weights").is_symlink()
 
 
 def test_what_did_not_reach_the_disk_is_loaded_again(shelf, tmp_path, monkeypatch):

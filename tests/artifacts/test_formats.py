@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts.compiled_formats import graphs_in, with_graphs
 from djl_python_neuronx.artifacts.folder import SERVING, file_names
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header, torch_name
-from djl_python_neuronx.artifacts.weights import check_tensors
+from djl_python_neuronx.artifacts.weights import check_tensors, num_layers
 from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
@@ -567,6 +567,23 @@ def test_no_tensor_is_asked_of_a_model_that_transformers_does_not_save(tmp_path,
     for lost in (name for name in names if re.search(r"(layers|h)\.1\.", name)):
         with pytest.raises(ArtifactError, match=rf"lack 1 tensors .*: {re.escape(lost)}\."):
             check_tensors(names - {lost}, config, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neo", "mpt"])
+def test_the_number_of_layers_has_the_name_that_its_family_gives_it(model_type):
+    config = pytest.importorskip("transformers").AutoConfig.for_model(model_type)
+    assert num_layers(config.to_dict()) == config.num_hidden_layers
+    # Around a language model the outer number is another one, as of a vision tower.
+    whole = {"text_config": config.to_dict(), "num_layers": 99}
+    assert num_layers(whole) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [["float16"], {"default": "float16"}, 16])
+def test_a_dtype_that_is_no_name_is_none(tmp_path, dtype):
+    path = folders.split(tmp_path)
+    assert detect(path).dtype == "float16"
+    folders.edit_json(path / "config.json", torch_dtype=dtype)
+    assert detect(path).dtype is None
 
 
 def test_layers_of_an_unknown_family_may_differ_but_not_be_missing(folder):

@@ -163,6 +163,20 @@ def test_of_a_folder_that_nobody_has_looked_at_a_bounded_part_is_hashed(folder, 
         manifests.verify(folder, read, hashes="without weights")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a.safetensors", "sub/b.bin", "c.pt", "pytorch_model.bin/p1", "sub/pytorch_model.bin/p1"],
+)
+def test_weights_are_hashed_only_with_all(folder, name):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"x" * 9)
+    read = make(folder)
+    (folder / name).write_bytes(b"y" * 9)
+    manifests.verify(folder, read, hashes="without weights")
+    with pytest.raises(ArtifactError, match=f"changed {name}"):
+        manifests.verify(folder, read, hashes="all")
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_what_is_no_file_is_refused(folder, kind):
     if kind == "link":

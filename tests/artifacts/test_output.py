@@ -175,10 +175,18 @@ def test_every_value_reads_back(tmp_path_factory, options):
 
 def test_java_s_spelling_of_values():
     lines = properties_file(
-        {"a": True, "b": (1, 2), "c": {"top_k": 1}, "d": None, "e": 0.5, "f": [], "g": 2400.0}
+        {
+            "a": True,
+            "b": (1, 2),
+            "c": {"top_p": 1, "top_k": 1},
+            "d": None,
+            "e": 0.5,
+            "f": [],
+            "g": 2400.0,
+        }
     ).decode()
     assert "option.a=true\noption.b=1,2\n" in lines
-    assert 'option.c={"top_k"\\: 1}\n' in lines
+    assert 'option.c={"top_k"\\: 1, "top_p"\\: 1}\n' in lines
     assert "option.d" not in lines
     assert "option.e=0.5\n" in lines
     assert "option.g=2400\n" in lines

@@ -239,6 +239,13 @@ def test_a_damaged_compile_does_not_hide_a_whole_one(place, tmp_path):
         find_or_fail(store, make_facts())
 
 
+def test_only_the_damage_of_what_was_asked_for_is_its_own(place):
+    root, journal = place
+    (build(root, journal, role="model") / GRAPH).unlink()
+    assert "missing" in str(CompileStore(root).look(make_facts("model")).damage)
+    assert CompileStore(root).look(make_facts("draft")).damage is None
+
+
 def content_with_one_bit_less(path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

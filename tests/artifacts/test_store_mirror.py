@@ -161,6 +161,19 @@ def test_a_remote_place_that_may_only_be_read_is_told_and_does_not_stop(
     assert events == ["compile_will_not_be_pushed", "compile_not_pushed"]
 
 
+def test_what_was_not_fetched_whole_is_no_compile(tmp_path, transport, monkeypatch):
+    build(tmp_path / "one", tmp_path / "journal", mirror=mirror(transport))
+
+    def lose_the_network(*_, **__):
+        msg = "connection lost"
+        raise ArtifactAccessError(msg)
+
+    monkeypatch.setattr(transport, "fetch", lose_the_network)
+    with pytest.raises(ArtifactAccessError, match="connection lost"):
+        find_or_fail(CompileStore(tmp_path / "two", mirror=mirror(transport)), make_facts())
+    assert not finished(tmp_path / "two")
+
+
 def test_a_push_that_fails_is_made_up_for_at_the_next_start(tmp_path, transport, caplog):
     root, journal = tmp_path / "one", tmp_path / "journal"
 

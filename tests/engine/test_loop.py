@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 import random
 import socket
 import threading
@@ -832,6 +833,23 @@ def test_the_engine_gets_the_request_that_the_front_has() -> None:
     got = decode_request(content)
     assert kind == "add"
     assert got == replace(asked, stop_token_ids=frozenset({3, 4}), arrived_s=got.arrived_s)
+
+
+def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
+    front, end = socket.socketpair()
+    link, descriptor = Link(front), front.fileno()
+
+    def load() -> Engine:
+        msg = "told to"
+        raise StepError(msg)
+
+    assert not work(worker_link(end), load, WorkerSettings())
+    assert end.fileno() == -1
+    messages = iter(link.receive, None)
+    assert "told to" in str([*messages][-1])
+    link.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_an_engine_waits_for_a_front_that_does_not_read() -> None:

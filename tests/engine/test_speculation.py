@@ -306,6 +306,15 @@ def test_stop_tokens_end_a_sequence_within_its_drafts() -> None:
         assert found[-1].finish_reason is FinishReason.EOS
 
 
+@pytest.mark.parametrize("ends", [(32, 64, 128), (40, 43, 128), (128,)])
+def test_warm_up_runs_every_graph_that_may_verify(ends: tuple[int, ...]) -> None:
+    spec = replace(SPEC, token_buckets=ends)
+    engine = Engine(ToyBackend(spec), proposer=DraftModel(draft_toy()))
+    assert warm_up(engine) == ()
+    graphs = {graph.bucket for graph in engine.runner.graphs_run if graph.kind == "verification"}
+    assert graphs == {*ends}
+
+
 @pytest.mark.parametrize("kind", ["the same model", "prompt lookup"])
 def test_warm_up_runs_every_graph_that_verifies_and_drafts(kind: str) -> None:
     draft = draft_toy()
