@@ -153,10 +153,10 @@ def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
             f"top_p is {sampling.top_p:g}; this deployment samples on a device that would leave out the token with "
             f"which the sum reaches it. Leave top_p out, or {_ON_HOST}"
         )
-    hottest = spec.largest_temperature
-    if hottest is not None and row[2] > hottest:
+    lowest, highest = spec.temperatures
+    if not greedy and not lowest <= row[2] <= highest:
         return (
-            f"temperature is {sampling.temperature:g}; this deployment samples on the device with at most {hottest:g}. "
-            f"Lower it, or {_ON_HOST}"
+            f"temperature is {row[2]:g}; this deployment samples on the device with {lowest:g} to {highest:g}, or "
+            f"greedily (0). Change it, or {_ON_HOST}"
         )
     return None

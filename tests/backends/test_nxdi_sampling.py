@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
 from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
-from djl_python_neuronx.backends.nxdi.batching import _NO_TOP_P, LARGEST_TEMPERATURE  # noqa: E402
+from djl_python_neuronx.backends.nxdi.batching import _NO_TOP_P, TEMPERATURES  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
-from djl_python_neuronx.engine.limits import check  # noqa: E402
+from djl_python_neuronx.engine.limits import check, sampled_on_host  # noqa: E402
 from djl_python_neuronx.errors import StepError, UnsupportedParameterError  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
@@ -35,6 +35,11 @@ ROWS = [
 ]
 """Of requests that the device samples."""
 FIXED = SamplingParams(temperature=3.0, top_k=5)
+MIXED = {
+    "output_logits": "true",
+    "rolling_batch_strategy": "naive_rolling_batch",  # 16 draws in a call
+    "max_rolling_batch_size": "16",
+}
 
 
 @pytest.fixture
@@ -77,9 +82,10 @@ def test_each_row_is_drawn_as_its_own_parameters_say(
             backend.acquire(slot, PROMPT, 0)
             prompt = make_rows({slot: PROMPT}, wants=Want.TOKENS)
             prompt.sampling[0] = values[slot]
-            runs = DRAWS if slot == 1 else 1
+            drawn = (start, slot) == (4, 1)
+            runs = DRAWS if drawn else 1
             found = [backend.run(Step(prefill=prompt)).ids.item() for _ in range(runs)]
-            if slot == 1:
+            if drawn:
                 wanted = hugging_face(logits_of(model, *PROMPT), four[slot])
                 draws["prefill", four[slot]] = found, wanted
         rows = make_rows(
@@ -108,7 +114,7 @@ def test_a_row_with_top_p_is_refused(backend: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("backend", [{"output_logits": "true"}], indirect=True)
+@pytest.mark.parametrize("backend", [MIXED], indirect=True)
 def test_requests_are_drawn_alike_with_log_probabilities_and_without(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +130,11 @@ def test_requests_are_drawn_alike_with_log_probabilities_and_without(
             for name in range(DRAWS):
                 request = GenerationRequest(str(name), PROMPT, params, 1, logprobs=logprobs)
                 check(request, backend.spec)
+                on_host = logprobs or top_p < 1 or min_p > 0 or not top_k
+                assert sampled_on_host(request, backend.spec) == on_host
                 engine.add(request)
-                while engine.has_work:
-                    found += [token for one in engine.step().outputs for token in one.token_ids]
+            while engine.has_work:
+                found += [token for one in engine.step().outputs for token in one.token_ids]
             draws[params, logprobs] = found, hugging_face(logits, params)
     assert_followed(draws)
 
@@ -144,7 +152,7 @@ def test_the_device_draws_from_exactly_what_hugging_face_does() -> None:
     for _ in range(300):
         logits = torch.from_numpy(random.normal(size=(5, 97)).astype(np.float32))
         logits *= torch.from_numpy(random.uniform(0.1, 20, (5, 1)).astype(np.float32))
-        temperatures = random.choice([1e-30, 0.01, 0.5, 1.0, 3.0, LARGEST_TEMPERATURE], 5)
+        temperatures = random.choice([1e-30, 0.01, 0.5, 1.0, 3.0, TEMPERATURES[1]], 5)
         rows = [
             SamplingParams(temperature=float(temperature), top_k=int(top_k))
             for temperature, top_k in zip(temperatures, random.integers(1, 65, 5), strict=True)

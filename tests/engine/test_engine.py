@@ -487,12 +487,18 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
             SamplingParams(temperature=1.0, top_k=3, top_p=0.5),
             "top_p is 0.5.*with option.output_logits=true",
         ),
-        ({"largest_temperature": 9.0}, SamplingParams(temperature=9.0, top_k=3), None),
-        ({"largest_temperature": 9.0}, SamplingParams(temperature=99.0, top_k=1), None),
+        ({"temperatures": (0.01, 9.0)}, SamplingParams(temperature=9.0, top_k=3), None),
+        ({"temperatures": (0.01, 9.0)}, SamplingParams(temperature=99.0, top_k=1), None),
+        ({"temperatures": (0.01, 9.0)}, SamplingParams(temperature=0.01, top_k=3), None),
         (
-            {"largest_temperature": 9.0},
+            {"temperatures": (0.01, 9.0)},
+            SamplingParams(temperature=0.009, top_k=3),
+            r"temperature is 0.009.*greedily \(0\). Change it",
+        ),
+        (
+            {"temperatures": (0.01, 9.0)},
             SamplingParams(temperature=9.5, top_k=3),
-            "temperature is 9.5; this deployment samples on the device with at most 9. Lower it",
+            "temperature is 9.5; this deployment samples on the device with 0.01 to 9,",
         ),
         ({"largest_top_k": 64, "default_top_k": 64}, SamplingParams(temperature=1.0), None),
         (

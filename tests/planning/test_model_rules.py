@@ -579,6 +579,13 @@ BATCHES = [
     ),
     (
         "on_device_generation",
+        "warning",
+        "16 bits",
+        {"on_device_generation": PER_ROW},
+        {"dtype": "float32"},
+    ),
+    (
+        "on_device_generation",
         "note",
         "most probable token",
         {"on_device_generation": {"top_k": 1}},

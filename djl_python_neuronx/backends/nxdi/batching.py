@@ -29,7 +29,7 @@ from djl_python_neuronx.backends.shapes import check_top_k, choose_bucket, refus
 from djl_python_neuronx.backends.slots import DeviceBackend, record
 
 _GREEDY = (1.0, 1.0, 1.0)
-LARGEST_TEMPERATURE = 100.0
+TEMPERATURES = 0.0, 100.0
 """The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
 drawn (modules/generation/sampling.py, 0.9)."""
 _NO_TOP_P = 2.0
@@ -357,8 +357,8 @@ def _make_spec(application: Any, plan: LoadPlan) -> ModelSpec:  # noqa: ANN401
         decode_slots=batches if len(batches) > 1 else (),
         outputs=outputs,
         largest_top_k=largest,
-        largest_temperature=LARGEST_TEMPERATURE if dynamic else None,
-        applies_top_p=not dynamic,
+        temperatures=TEMPERATURES,
+        applies_top_p=False,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
     )

@@ -25,7 +25,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import refuse
 from djl_python_neuronx.backends.slots import DeviceBackend
 from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
-from djl_python_neuronx.backends.tnx.sampling import DeviceSampling
+from djl_python_neuronx.backends.tnx.sampling import TEMPERATURES, DeviceSampling
 
 _PIECE = 8192
 
@@ -152,6 +152,7 @@ def _make_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> M
         outputs=outputs | Want.ALL_LOGITS if plan.num_speculative_tokens else outputs,
         num_speculative_tokens=plan.num_speculative_tokens,
         largest_top_k=largest,
+        temperatures=TEMPERATURES,
         default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=sampling.fixed if sampling else None,
     )
