@@ -230,10 +230,11 @@ def require_space(what: str, folder: Path, num_bytes: int, remedy: str) -> None:
     """
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        msg = (
-            f"{what} needs {num_bytes / _GIB:.2f} GiB in {folder}, {free / _GIB:.2f} GiB are free there. "
-            f"Make room, or {remedy}."
+        needed, there = (
+            f"{size / _GIB:.2f} GiB" if size >= _GIB / 100 else f"{size:,} bytes"
+            for size in (num_bytes, free)
         )
+        msg = f"{what} needs {needed} in {folder}, {there} are free there. Make room, or {remedy}."
         raise ArtifactAccessError(msg)
 
 

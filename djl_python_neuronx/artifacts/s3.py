@@ -31,8 +31,9 @@ from djl_python_neuronx.artifacts.cache import (
 )
 from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, check_names, some
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
-from djl_python_neuronx.artifacts.s3_checksums import is_intact
+from djl_python_neuronx.artifacts.s3_checksums import is_intact, require_algorithms
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 
 ATTEMPTS = 8
@@ -43,6 +44,8 @@ _CONNECT_TIMEOUT_S = 10
 _MAX_READ_BYTES = 64 * 2**20
 _BODY_ATTEMPTS = 4
 _NUM_LISTED = 20
+_MAX_LISTED = 100_000
+"""Objects of a folder: no model has so many. A page, however empty, counts as 100 of them, so that a listing ends."""
 
 # Source: Amazon S3 user guide, "Access points": the ARN stands where a bucket's name does.
 _URI = re.compile(
@@ -59,7 +62,8 @@ _ANSWERS = {
     "machine's role": "InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken InvalidToken",
     "the bucket is in another region{region} ({code}). Set AWS_REGION to the bucket's region": "301 400 "
     "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException",
-    "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept": "500 503 "
+    "the server fails, or its answer is not S3's XML ({code}). Start again later, or correct AWS_ENDPOINT_URL": "500",
+    "S3 stays too busy ({code}). Start again later, or raise AWS_MAX_ATTEMPTS; finished parts are kept": "503 "
     "SlowDown ServiceUnavailable InternalError RequestTimeout",
     "this machine's clock is wrong by more than S3 allows ({code}). Set it, for example by NTP": "RequestTimeTooSkewed",
     "an object is in an archive class ({code}). Restore it to a class that can be read at once": "InvalidObjectState",
@@ -84,6 +88,7 @@ class S3Folder:
         self.bucket, self.prefix = parse(uri)
         self.uri = f"s3://{self.bucket}/{self.prefix}"
         self._selection = selection
+        require_algorithms()
         with translated(self.uri):
             self.client = _connect(environ, attempts)
         endpoint: str = self.client.meta.endpoint_url
@@ -108,7 +113,18 @@ class S3Folder:
             pages = self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.prefix
             )
-            listed = [item for page in pages for item in page.get("Contents", ())]
+            listed: list[dict[str, Any]] = []
+            for number, page in enumerate(pages):
+                listed += page.get("Contents", ())
+                if max(len(listed), 100 * number) > _MAX_LISTED:
+                    msg = f"{self.uri} has more than {_MAX_LISTED:,} objects; expected a model. Name its own folder."
+                    raise ArtifactAccessError(msg)
+        if odd := [one for one in listed if one.get("Size", -1) < 0 or not one.get("ETag")]:
+            msg = (
+                f"{self.uri} lists {shortened(odd[0])}; expected a size from 0 on and an ETag. The server does not "
+                "answer as S3 does: correct AWS_ENDPOINT_URL."
+            )
+            raise ArtifactAccessError(msg)
         files = {
             name: RemoteFile(name, item["Size"], item["ETag"])
             for item in listed
@@ -366,10 +382,14 @@ def translated(uri: str, *, action: str = "s3:GetObject") -> Iterator[None]:
     except boto.BotoCoreError as error:
         msg = f"{uri}: {_explain(error)}."
         raise ArtifactAccessError(msg) from None
-    except ValueError as error:
-        # Source: botocore 1.34 to 1.44, endpoint.py and utils.py: malformed endpoints are plain ValueErrors.
+    except (ValueError, RecursionError) as error:
+        # Source: botocore 1.34 to 1.44, endpoint.py, utils.py and parsers.py: malformed endpoints and numbers are plain
+        # ValueErrors, and S3RegionRedirectorv2 follows redirects without a limit.
         name = type(error).__name__
-        msg = f"{uri}: {name}. Expected a URL such as https://host:port; correct AWS_ENDPOINT_URL."
+        msg = (
+            f"{uri}: {name}. Expected a URL such as https://host:port and a server there that answers as S3 does, "
+            "without redirects in a circle; correct AWS_ENDPOINT_URL."
+        )
         raise ArtifactAccessError(msg) from None
 
 

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-Kind = Literal["reset", "error", "cut", "lie", "stall", "flip", "call", "trickle"]
+Kind = Literal["reset", "error", "cut", "lie", "stall", "flip", "call", "trickle", "answer"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Fault:
     * trickle: everything, but slowly: `seconds` between quarters
     * flip: one bit of the body is wrong
     * error: `status` and S3's `code` instead of an answer
+    * answer: `status`, `headers` in place of the answer's own, and `body` if it is not None
     * call: `action` is called, then all goes on as usual
     """
 
@@ -60,6 +61,8 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     action: Callable[[], object] = lambda: None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: Callable[[Request], bytes] | None = None
     done: int = 0
 
 
@@ -130,6 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>No.</Message></Error>"
             self._reply(fault.status, [("Content-Type", "application/xml")], text.encode())
             return
+        if fault and fault.body is not None:
+            self._reply(fault.status, list(fault.headers.items()), fault.body(request))
+            return
         if fault and fault.kind == "call":
             fault.action()
         headers = {
@@ -147,6 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
             for name, value in answer.getheaders()
             if name.lower() not in {"connection", "transfer-encoding", "content-length"}
         ]
+        if fault and fault.kind == "answer":
+            others = [(n, v) for n, v in kept if n.title() not in map(str.title, fault.headers)]
+            kept = [*others, *fault.headers.items()]
         if self.command == "HEAD":
             kept.append(("Content-Length", answer.headers.get("Content-Length", "0")))
             self._reply(answer.status, kept, b"", announced=None)

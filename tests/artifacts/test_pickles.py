@@ -293,6 +293,7 @@ ODD = {
     + bytes(16)
     + b"PK\5\6"
     + bytes(18),
+    "a comment that is not there": archive(HARMLESS)[:-2] + b"\5\0",
     "four pickles": b"".join([HARMLESS] * 4),
     "text": b"weights",
 }

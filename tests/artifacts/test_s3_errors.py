@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from djl_python_neuronx.artifacts import fetch as remotes
+from djl_python_neuronx.artifacts import s3_checksums
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
 from tests.artifacts.s3_proxy import Fault
 from tests.artifacts.s3_rig import (
@@ -12,6 +16,7 @@ from tests.artifacts.s3_rig import (
     fetch,
     published,
     put,
+    settings,
 )
 
 pytest_plugins = ["tests.artifacts.s3_fixtures"]
@@ -50,3 +55,76 @@ def test_what_s3_refuses_says_what_to_do(proxy, bucket, tmp_path, when, status, 
     assert URI in str(caught.value)
     assert caught.value.__cause__ is not None
     assert published(tmp_path) == []
+
+
+def listing(*items, more=""):
+    """S3's answer to a request for a list; `items`: key, size, ETag."""
+    told = "".join(
+        f"<Contents><Key>{key}</Key><Size>{size}</Size>{etag and f'<ETag>{etag}</ETag>'}</Contents>"
+        for key, size, etag in items
+    )
+    return f"<ListBucketResult>{more}{told}</ListBucketResult>".encode()
+
+
+def endless(*items):
+    numbers = itertools.count()
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>{}</NextContinuationToken>"
+    return lambda _request: listing(*items, more=more.format(next(numbers)))
+
+
+FILE = ("llama/config.json", 2, '"x"')
+REDIRECT = b"<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, lambda _: b"<a", "or its answer is not S3's XML"),
+        (
+            200,
+            lambda _: listing(("llama/config.json", "x", '"x"')),
+            "a server there that answers as S3",
+        ),
+        (200, lambda _: listing(("llama/config.json", -5, '"x"')), "'Size': -5.* expected a size"),
+        (200, lambda _: listing(("llama/config.json", 5, "")), "expected a size from 0 on and an"),
+        (200, endless(), "has more than 100,000 objects"),
+        (200, endless(*[FILE] * 1000), "has more than 100,000 objects"),
+        (301, lambda _: REDIRECT, "RecursionError.* without redirects in a"),
+    ],
+    ids=["no XML", "no size", "size below 0", "no ETag", "endless", "endless and full", "circle"],
+)
+def test_a_server_that_is_not_s3(proxy, tmp_path, status, body, said):
+    headers = {"Content-Type": "application/xml", "Location": "/models?x"}
+    proxy.rules = [Fault("answer", lambda _: True, 10**6, 0, status, body=body, headers=headers)]
+    environ = settings(proxy, AWS_MAX_ATTEMPTS="2")
+    with pytest.raises(ArtifactAccessError, match=f"{URI}/?:?.*{said}") as caught:
+        remotes.fetch(URI, root=tmp_path, environ=environ)
+    assert "AWS_ENDPOINT_URL" in str(caught.value) or "Name its own folder" in str(caught.value)
+    assert "HF_" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({"ETag": '"another"'}, "differed twice .* last: generation_config.json"),
+        ({"Content-Range": "bytes 7-9/10"}, "requested from byte 0, got 'bytes 7-9/10'"),
+    ],
+)
+def test_an_answer_that_is_not_the_requested_one(proxy, bucket, tmp_path, headers, said):
+    """Of a server that knows neither If-Match nor Range."""
+    put(bucket, {"config.json": b"{}", "generation_config.json": b"ab" * 3 * 2**20})
+    ranged = Fault(
+        "answer", lambda r: r.is_data and bool(r.range), 10**6, status=206, headers=headers
+    )
+    proxy.rules = [ranged]
+    with pytest.raises(ArtifactAccessError, match=said):
+        fetch(proxy, tmp_path)
+    assert published(tmp_path) == []
+
+
+def test_checksums_that_cannot_be_computed_are_an_error(proxy, bucket, tmp_path, monkeypatch):
+    put(bucket, SMALL)
+    monkeypatch.setattr(s3_checksums, "_ALGORITHMS", {})
+    with pytest.raises(ArtifactAccessError, match=r"botocore [\d.]+ has no httpchecksum"):
+        fetch(proxy, tmp_path)
+    assert proxy.seen == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import os
 import random
@@ -89,8 +90,9 @@ def test_a_wrong_bit_in_a_range_is_found_and_the_file_fetched_again(
     assert len(again) == (0 if times > 1 else len([c for c in SMALL.values() if c]))
 
 
-def test_objects_without_a_checksum_are_counted(proxy, bucket, tmp_path, caplog):
-    plain = boto3.client(
+def without_checksums(bucket):
+    """A client that uploads as those before 2025 did."""
+    return boto3.client(
         "s3",
         endpoint_url=bucket.meta.endpoint_url,
         region_name="us-east-1",
@@ -98,9 +100,25 @@ def test_objects_without_a_checksum_are_counted(proxy, bucket, tmp_path, caplog)
         aws_secret_access_key="testing",
         config=Config(request_checksum_calculation="when_required"),
     )
+
+
+def test_a_wrong_bit_is_found_by_the_md5_sum_that_an_etag_is(proxy, bucket, tmp_path, caplog):
+    put(without_checksums(bucket), {"config.json": b"{}", NAME: LARGE})
+    proxy.rules = [Fault("flip", when=is_second_piece)]
+    caplog.set_level(logging.INFO, "djl_python_neuronx")
+    assert contents(fetch(proxy, tmp_path))[NAME] == LARGE
+    assert proxy.rules[0].done == 1
+    assert "differs from its checksum" in caplog.text
+    assert "fetch_unverified" not in caplog.text
+
+
+def test_objects_without_a_checksum_are_counted(proxy, bucket, tmp_path, caplog):
+    plain = without_checksums(bucket)
     put(bucket, SMALL)
     put(plain, {NAME: LARGE})
     caplog.set_level(logging.INFO, "djl_python_neuronx")
+    large = Fault("error", lambda r: r.method == "HEAD" and NAME in r.path, 99, status=403)
+    proxy.rules = [large]  # its ETag may be an MD5 sum or not
     assert contents(fetch(proxy, tmp_path)) == {**SMALL, NAME: LARGE}
     counted = [r.getMessage() for r in caplog.records if "fetch_unverified" in r.msg]
     assert counted == [
@@ -189,6 +207,37 @@ def test_the_checksums_of_parts(tmp_path):
     client.head = {"ChecksumCRC64NVME": "AAAAAAAAAAA=", "ChecksumType": "FULL_OBJECT"}
     if "crc64nvme" not in s3_checksums._ALGORITHMS:
         assert intact(client) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "bucket", "etag", "verdict"),
+    [
+        ({}, "b", None, False),
+        ({"ServerSideEncryption": "AES256"}, "b", None, False),
+        ({"ServerSideEncryption": "aws:kms"}, "b", None, None),
+        ({"ServerSideEncryption": "aws:kms:dsse"}, "b", None, None),
+        ({"SSECustomerAlgorithm": "AES256"}, "b", None, None),
+        ({}, "b--use1-az4--x-s3", None, None),
+        ({}, "b", '"0123456789abcdef0123456789abcdef-1"', None),
+        ({}, "b", '"a word"', None),
+    ],
+)
+def test_which_etags_are_md5_sums(tmp_path, head, bucket, etag, verdict):
+    """Amazon S3 API reference, "Object", ETag; the user guide on directory buckets."""
+    content, path = b"weights", tmp_path / "file"
+    file = cache.RemoteFile("file", len(content), etag or f'"{hashlib.md5(content).hexdigest()}"')
+
+    class Client:
+        def head_object(self, **_):
+            return head
+
+        def get_object_attributes(self, **_):
+            return {}
+
+    path.write_bytes(content)
+    assert is_intact(Client(), bucket, "k", file, path) is (None if verdict is None else True)
+    path.write_bytes(b"weighty")
+    assert is_intact(Client(), bucket, "k", file, path) is verdict
 
 
 @pytest.mark.parametrize("kind", ["cut", "flip"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx.artifacts import atomic
-from djl_python_neuronx.artifacts.atomic import flock, is_writable, temporary_folder
+from djl_python_neuronx.artifacts.atomic import flock, is_writable, temporary_folder, whole_file
 
 ROOT = Path(__file__).parents[2]
 PREFIX = ".a[b]*.output-"
@@ -26,6 +26,27 @@ with temporary_folder(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "new" / "weights").write_bytes(b"x" * 1000)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And the name is there before anybody goes on: a crash of the machine cuts neither."""
+    done, fsync, replace = [], os.fsync, Path.replace
+
+    def recorded(descriptor):
+        fsync(descriptor)
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append((place, place.is_dir() or place.read_bytes(), (tmp_path / "file").exists()))
+
+    def named(path, target):
+        done.append((path, "renamed"))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(Path, "replace", named)
+    with whole_file(tmp_path / "file") as temporary:
+        temporary.write_bytes(b"whole")
+    expected = [(temporary, b"whole", False), (temporary, "renamed"), (tmp_path, True, True)]
+    assert done == expected
 
 
 def names(folder):
