@@ -197,6 +197,8 @@ def _is_text(node: ast.AST) -> bool:
             value=ast.Constant() | ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))
         ):
             return True
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return True
         case (
             ast.Call(func=ast.Name(id="cast" | "TypeVar"))
             | ast.If(test=ast.Name(id="TYPE_CHECKING"))
@@ -327,17 +329,23 @@ class Bench:
         return ""
 
     def choose(self, mutant: Mutant, source: str) -> list[str]:
-        """The tests to run: the nearest and fastest that take no longer than the bound, file by file."""
+        """The tests to run, file by file: the nearest and fastest that take no longer than the bound.
+
+        After those that run the line come the others of their files: what a fixture of a module runs counts as its
+        first test's.
+        """
         stem = Path(mutant.file).stem
-        tests = [test for test in self._candidates(mutant, source) if self.good.get(test, True)]
-        file_of = {test: test.partition("::")[0] for test in tests}
-        tests.sort(key=lambda test: (stem not in file_of[test], self.known.seconds[test]))
-        spent = [*accumulate(self.known.seconds[test] + 0.01 for test in tests)]
-        chosen = [
-            test for test, until in zip(tests, spent, strict=True) if until < self.bound_s
-        ] or tests[:1]
-        order = list(dict.fromkeys(file_of[test] for test in chosen))
-        return sorted(chosen, key=lambda test: order.index(file_of[test]))
+        direct = {*self._candidates(mutant, source)}
+        files = {file_of(test) for test in direct}
+        tests = [test for test in self.known.seconds if file_of(test) in files]
+        tests = [test for test in tests if self.good.get(test, True)]
+        seconds = self.known.seconds
+        tests.sort(key=lambda test: (test not in direct, stem not in file_of(test), seconds[test]))
+        spent = accumulate(seconds[test] + 0.01 for test in tests)
+        chosen = [test for test, until in zip(tests, spent, strict=True) if until < self.bound_s]
+        chosen = chosen or tests[:1]
+        order = list(dict.fromkeys(map(file_of, chosen)))
+        return sorted(chosen, key=lambda test: order.index(file_of(test)))
 
     def _candidates(self, mutant: Mutant, source: str) -> list[str]:
         lines = self.known.tests.get(mutant.file, {})
@@ -356,9 +364,9 @@ class Bench:
                 return tests
         # Run by other processes, if at all: the tests whose files name the module.
         named = re.compile(rf"\b{Path(mutant.file).stem}\b")
-        files = {test.partition("::")[0] for test in self.known.seconds}
+        files = set(map(file_of, self.known.seconds))
         near = {file for file in files if named.search((self.tree / file).read_text("utf-8"))}
-        return [test for test in self.known.seconds if test.partition("::")[0] in near]
+        return [test for test in self.known.seconds if file_of(test) in near]
 
     def run(self, tests: Sequence[str]) -> str:
         """The first test that fails; "hangs"; "import" if pytest came to none; "" if all pass."""
@@ -378,6 +386,11 @@ class Bench:
         self.good.update({line[5:]: True for line in outcomes if line.startswith("good ")})
         failed = [line[5:] for line in outcomes if line.startswith("fail ")]
         return failed[0] if failed else "import" if ended[1] else ""
+
+
+def file_of(test: str) -> str:
+    """The file of a test's id."""
+    return test.partition("::")[0]
 
 
 def _write(path: Path, content: bytes, time_s: int) -> None:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1}
+BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1, "U32": 4, "C64": 8}
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -97,6 +97,8 @@ def test_there_and_back(tmp_path, whole, split):
     assert same(
         load_file(tmp_path / "back" / "model.safetensors"), load_file(whole / "model.safetensors")
     )
+    # The library writes headers of such lengths too, so that tensors can be mapped.
+    assert (tmp_path / "back" / "model.safetensors").read_bytes()[0] % 8 == 0
     beside = {"config.json", "generation_config.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "back").iterdir()} == {*beside, "model.safetensors"}
 
@@ -249,6 +251,21 @@ def test_a_pickle_of_something_else(tmp_path, whole, value, message):
     torch.save(value, whole / "pytorch_model.bin")
     with pytest.raises(ArtifactError, match=message):
         convert(whole, tmp_path / "made", "safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["U32", "C64"])
+def test_a_type_that_torch_has_not_is_named(tmp_path, whole, dtype):
+    tensors = {name: ("F32", [2]) for name in folders.tensor_names()}
+    folders.safetensors(whole / "model.safetensors", {**tensors, "lm_head.weight": (dtype, [2])})
+    with pytest.raises(ArtifactError, match=f"lm_head.weight as {dtype}; expected a dense tensor"):
+        convert(whole, tmp_path / "made", "split")
+
+
+def test_a_file_that_has_gone_is_named(whole):
+    files = module.TensorFiles(detect(whole).weights[0])
+    (whole / "model.safetensors").unlink()
+    with pytest.raises(ArtifactNotFoundError, match=r"model\.safetensors disappeared"):
+        files.load("scale")
 
 
 def test_damage_inside_a_file_is_an_artifact_error(tmp_path, split):

@@ -448,7 +448,7 @@ def nxdi_with_cut_graphs(path):
 
 def nxdi_rank_missing(path):
     (folders.nxdi(path) / "weights" / "tp1_sharded_checkpoint.safetensors").unlink()
-    return "tp1_sharded_checkpoint.safetensors", ArtifactNotFoundError
+    return "weight files of the ranks", ArtifactNotFoundError
 
 
 def nxdi_without_weights(path):

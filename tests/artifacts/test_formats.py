@@ -586,6 +586,28 @@ def test_a_dtype_that_is_no_name_is_none(tmp_path, dtype):
     assert detect(path).dtype is None
 
 
+def test_the_dtype_is_the_one_of_most_bytes(folder):
+    names = folders.tensor_names()
+    tensors = {name: ("BF16", [500]) for name in names[:1]} | {n: ("F32", [2]) for n in names[1:]}
+    folders.safetensors(folder / "model.safetensors", tensors)
+    assert detect(folder).dtype == "bfloat16"
+
+
+def test_pickles_with_an_index_have_all_tensors_of_the_configuration(tmp_path):
+    path = folders.huggingface(tmp_path)
+    (path / "model.safetensors").unlink()
+    folders.pickled(path / "one.bin")
+    names = folders.tensor_names()
+    write_json(
+        path / "pytorch_model.bin.index.json", {"weight_map": dict.fromkeys(names, "one.bin")}
+    )
+    assert detect(path).kind == "pickle"
+    some = dict.fromkeys(names[:-1], "one.bin")
+    write_json(path / "pytorch_model.bin.index.json", {"weight_map": some})
+    with pytest.raises(ArtifactError, match=f"lack 1 tensors .*: {re.escape(names[-1])}"):
+        detect(path)
+
+
 def test_layers_of_an_unknown_family_may_differ_but_not_be_missing(folder):
     folders.edit_json(folder / "config.json", model_type="new_family")
     names = [

@@ -1,5 +1,6 @@
 """Manifests, facts and digests: what they prove, and what they refuse."""
 
+import hashlib
 import json
 import os
 import random
@@ -46,6 +47,12 @@ def test_keys_are_equal_if_and_only_if_nothing_differs(first, second):
         for one in (first, second)
     ]
     assert (facts[0].key == facts[1].key) == (not differences(*facts))
+
+
+def test_the_key_of_a_model_is_the_one_of_before_roles():
+    text = json.dumps(make_facts("model").model_dump(exclude={"role"}), sort_keys=True)
+    assert make_facts("model").key == hashlib.sha256(text.encode()).hexdigest()[:32]
+    assert make_facts("draft").key != make_facts("model").key
 
 
 @given(_OPTIONS)

@@ -74,6 +74,17 @@ def test_it_has_each_route(document: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(document).validate()
 
 
+def test_each_body_has_a_schema(document: dict[str, Any]) -> None:
+    for operations in document["paths"].values():
+        for method, operation in operations.items():
+            assert ("requestBody" in operation) == (method == "post")
+            assert operation["summary"]
+            for body in [operation.get("requestBody", {}), *operation["responses"].values()]:
+                for media in body.get("content", {}).values():
+                    schema = media["schema"]
+                    assert schema.get("contentSchema", {"items": schema})["items"]
+
+
 def test_defaults_are_values_of_their_parameters(document: dict[str, Any]) -> None:
     def with_default(schema: Any) -> Iterator[dict[str, Any]]:
         if isinstance(schema, dict) and "default" in schema:
