@@ -64,6 +64,8 @@ DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
 MOST_IDS = 2**22
 """Most ids of one text: to make a list of as many holds the front's GIL for 50 ms."""
+MOST_TEXT = 2**24
+"""Most bytes of the text of all tokens of a vocabulary (one of 256,000 has 2 MB), and characters of ids decoded."""
 MOST_BYTES = 2**28
 """Longest message to the front."""
 SLOW_S = 0.1
@@ -388,6 +390,12 @@ def _load(front: Connection) -> None:
         tokenizer = load_tokenizer(Path(folder), **{**how, "needs_torch": False})
         assert isinstance(tokenizer, PythonTokenizer)  # noqa: S101
         pieces = tokenizer.pieces
+        if pieces is not None and (num_bytes := sum(map(len, pieces))) > MOST_TEXT:
+            msg = (
+                f"the tokenizer in {folder} cannot be loaded: its tokens have {num_bytes} bytes of text, more than "
+                f"{MOST_TEXT}. Correct the decoder in its tokenizer.json."
+            )
+            raise ArtifactError(msg)
         facts = {
             "special": tokenizer.special,
             "special_ids": [*tokenizer.special_ids],
@@ -425,7 +433,11 @@ def _work(tokenizer: PythonTokenizer, front: Connection) -> None:
 
 def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
     if kind == "decode":
-        return tokenizer.decode(given)
+        text = tokenizer.decode(given)
+        if len(text) > MOST_TEXT:
+            msg = f"the model's tokenizer makes {len(text)} characters of these ids; expected at most {MOST_TEXT}"
+            raise TextLimitError(msg)
+        return text
     if kind == "encode":
         ids = tokenizer.encode(given, special=how)
     else:
