@@ -283,7 +283,7 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.loading.check import check_all
+    from djl_python_neuronx.loading.check import check_all, try_texts
     from djl_python_neuronx.loading.report import all_as_json, render
 
     placement = check_all(
@@ -292,6 +292,7 @@ def _check(arguments: argparse.Namespace) -> int:
         overrides=dict(arguments.option),
         machine=arguments.instance,
     )
+    try_texts(placement)
     if arguments.json:
         sys.stdout.write(json.dumps(all_as_json(placement), indent=2) + "\n")
     else:

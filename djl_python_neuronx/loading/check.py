@@ -1,19 +1,23 @@
 """Dry run of a start: resolve the settings, plan graphs and memory, and report every problem without loading anything.
 
-No weights are read or downloaded, and neither torch nor transformers is imported.
+No weights are read or downloaded, and neither torch nor transformers is imported into this process.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
+from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.options import ServerOptions
@@ -24,6 +28,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     ConfigError,
     ServingError,
+    UnsupportedParameterError,
     redacted,
 )
 from djl_python_neuronx.loading.compiled import foresee
@@ -34,6 +39,11 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
+
+TRY_S = 30.0
+"""Most time that `check` gives a tokenizer to load; each text gets `option.text_timeout`."""
+_TRIED = ("Hello, 42 worlds! \u4f60\u597d", "a" * 200 + "!", " " * 200 + "\n")
+"""What backtracks does so on what repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +365,40 @@ def _long_answers(prepared: Prepared) -> Iterator[Finding]:
             "n_positions"
         )
         yield Finding(("n_positions",), problem, "note")
+
+
+def try_texts(placement: Placement) -> None:
+    """Report where tokenizer or chat template fail, or go too far, on short texts. They run in processes of their own.
+
+    Nothing of a tokenizer with code of its own, or without the library, is tried.
+    """
+    for report in placement.reports:
+        prepared = report.prepared
+        if prepared is None or not report.ok or prepared.options.trust_remote_code:
+            continue
+        folder = prepared.artifact.path
+        here = folder.is_dir() and has_vocabulary(entry.name for entry in folder.iterdir())
+        if not here or find_spec("transformers") is None:
+            continue
+        with report.findings.catch(), closing(prepared.start_tokenizer(TRY_S)) as tokenizer:
+            for text in _TRIED:
+                messages = [{"role": "user", "content": text}]
+                failures = (
+                    _failure(lambda text: tokenizer.decode(tokenizer.encode(text)), text),
+                    _failure(tokenizer.encode_chat, messages),
+                )
+                for error in filter(None, failures):
+                    report.findings.add("warning", f"tried with {len(text)} characters: {error}")
+
+
+def _failure(call: Callable[[Any], object], given: object) -> ServingError | None:
+    try:
+        call(given)
+    except UnsupportedParameterError:  # no template
+        return None
+    except ServingError as error:
+        return error
+    return None
 
 
 def _lacking(prepared: Prepared) -> Iterator[str]:

@@ -1320,3 +1320,46 @@ def test_host_memory_is_printed(tmp_path):
     # 16.06 GB of weights twice, and half a GiB
     assert "a load takes up to 32.42 GiB of the host's memory" in printed(report)
     assert as_json(report)["plan"]["host_bytes"] == report.prepared.host_bytes
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer", "options", "level", "expected"),
+    [
+        ("{{ messages[0].content }}", None, (), None, ""),
+        (
+            ENDLESS,
+            None,
+            (),
+            "warnings",
+            "20 characters: the model's chat template takes more than 1 s",
+        ),
+        ("{{ raise_exception('Never') }}", None, (), "warnings", "refuses these messages: Never"),
+        (None, "{", (), "errors", "cannot be loaded"),
+        (ENDLESS, "{", ("-o", "trust_remote_code=true"), None, ""),
+    ],
+)
+def test_tokenizer_and_template_are_tried(
+    process, laptop, capsys, tmp_path, template, tokenizer, options, level, expected
+):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    if tokenizer is not None:
+        (tmp_path / "model" / "tokenizer.json").write_text(tokenizer)
+    arguments = ["check", str(tmp_path / "model"), "--json", "-o", "text_timeout=1", *options]
+    status = cli.main(arguments)
+    found = json.loads(capsys.readouterr().out)
+    tried = {
+        name: [one for one in found[name] if "tried with" in str(one) or "tokenizer" in str(one)]
+        for name in ("errors", "warnings")
+    }
+    assert status == (1 if level == "errors" else 0)
+    if level is None:
+        assert tried == {"errors": [], "warnings": []}
+    else:
+        assert any(expected in str(one) for one in tried[level]), tried
