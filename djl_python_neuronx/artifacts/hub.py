@@ -169,10 +169,13 @@ def fetch(
             loads = [pool.submit(request.load, file, commit) for file in files]
             try:
                 (folder,) = {load.result() for load in loads}
-            except BaseException:
+            finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        request.record(folder)
+        ref = folder.parents[1] / "refs" / (revision or "main")
+        with suppress(OSError):  # a cache that is complete may be read-only
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(ref) as temporary:  # the library's note for offline starts
+                temporary.write_text(commit)
         return folder
 
 
@@ -215,9 +218,8 @@ def _guard_client() -> None:
     if hasattr(library, "set_client_factory"):  # from 1.0
         client = library.get_session()
         kind, hooks = type(client), {**client.event_hooks, "response": [_check_answer]}
-        library.set_client_factory(
-            lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=None)
-        )
+        options = {"event_hooks": hooks, "follow_redirects": True, "timeout": None}
+        library.set_client_factory(lambda: kind(**options))
     elif hasattr(library, "configure_http_backend"):
         kind = type(library.get_session())
 
@@ -313,38 +315,20 @@ class _Request:
             path = Path(hf_hub_download(self.model_id, name, force_download=again, **arguments))
             folder: Path = path.parents[name.count("/")]
             size = path.stat().st_size
-            if folder.name != commit:
-                fault = f"is of the commit {folder.name}, but that of {commit} was requested"
-            elif file.size and size != file.size:
-                fault = f"has {size} bytes, but {file.size} are listed"
-            elif sha256 and (is_new or again) and sha256_of(path, root) != sha256:
-                fault = f"has another SHA-256 than the listed {shortened(sha256)}"
-            elif (
-                again
-                or not damage(path)
-                or sha256_of(path, root) == (sha256 or path.resolve().name)
-            ):
+            digest = sha256_of(path, root) if sha256 and (is_new or again) else sha256
+            found, listed = (folder.name, size, digest), (commit, file.size or size, sha256)
+            blob = sha256 or path.resolve().name
+            is_whole = again or not damage(path) or sha256_of(path, root) == blob
+            if found == listed and is_whole:
                 return folder
-            else:
-                fault = "is damaged"
-            logger.warning(
-                "hub_file_damaged model=%s file=%s reason=%r", self.model_id, name, fault
-            )
+            logger.warning("hub_file_damaged model=%s file=%s", self.model_id, name)
         path.unlink()  # the next start compares it again
+        place = f"{self.settings.site}/{self.model_id}/resolve/{commit}/{name}"
         msg = (
-            f"{name} of {self.settings.site}/{self.model_id} {fault}, twice in a row. Start again; if it "
-            "stays so, tell who runs the server."
+            f"{place} differs twice from what is listed: commit, size and SHA-256 are {found}, listed are "
+            f"{shortened(repr(listed))}. Start again; if it stays so, tell who runs the server."
         )
         raise ArtifactAccessError(msg)
-
-    def record(self, folder: Path) -> None:
-        """Note, as the library does, which commit the revision's name means: offline starts take it."""
-        ref = folder.parents[1] / "refs" / (self.revision or "main")
-        with suppress(OSError):  # a cache that is complete may be read-only
-            if ref.name != folder.name:
-                ref.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(ref) as temporary:
-                    temporary.write_text(folder.name)
 
     @property
     def arguments(self) -> dict[str, Any]:

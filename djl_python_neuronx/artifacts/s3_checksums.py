@@ -72,12 +72,7 @@ def _is_md5(bucket: str, head: Mapping[str, Any]) -> bool:
     return own_key and "SSECustomerAlgorithm" not in head and not bucket.endswith("--x-s3")
 
 
-def _parts(
-    client: Any,  # noqa: ANN401
-    key: Mapping[str, str],
-    file: RemoteFile,
-    head: Mapping[str, Any],
-) -> Iterator[dict[str, Any]]:
+def _parts(client: Any, key: Any, file: RemoteFile, head: Any) -> Iterator[Any]:  # noqa: ANN401
     """Size and checksum of an object or, where S3 has only theirs, of the parts that it was uploaded in."""
     # Source: Amazon S3 user guide, "Checking object integrity": the ETag of an upload in parts ends in their number.
     if head.get("ChecksumType") == "FULL_OBJECT" or "-" not in file.etag:

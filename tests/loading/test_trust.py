@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +106,44 @@ def start(door, folder, environ, added, monkeypatch, model):
     }
     with nullcontext() if door == "check" else pytest.raises(ServingError):
         calls[door]()
+
+
+FORGOTTEN = """
+import os
+from pathlib import Path
+from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.service import Service
+folder = os.environ["FOLDER"]
+try:
+    Service.load({"model_dir": folder, "model_id": "owner/model"}, Path(folder), environ=environment())
+except ServingError:
+    from huggingface_hub import constants
+    print(constants.ENDPOINT, constants.HF_HUB_CACHE, {*os.environ} & {"https_proxy", "SSL_CERT_FILE"})
+"""
+
+
+def test_libraries_are_imported_without_what_java_has_set(tmp_path):
+    """They read the process's variables once, at their import."""
+    added = {"HF_ENDPOINT": "http://evil", "HF_HOME": f"{tmp_path}/evil", "https_proxy": "evil"}
+    added["SSL_CERT_FILE"] = "/evil"
+    line = ",".join(f"{name}={value}" for name, value in added.items())
+    (tmp_path / "serving.properties").write_text(f"option.env={line}\n")
+    told = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN],
+        env={
+            **{n: os.environ[n] for n in ("PATH", "PYTHONPATH") if n in os.environ},
+            **added,
+            "FOLDER": str(tmp_path),
+            "HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+        },
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert told == f"https://huggingface.co {tmp_path}/.cache/huggingface/hub set()\n"
 
 
 DOORS = ("check", "serve", "compile", "djl", "partition")
