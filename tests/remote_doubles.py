@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _RESOLVE = re.compile(r"/(?P<model>.+)/resolve/(?P<revision>[^/]+)/(?P<file>[^?]+)")
 
 
-class _Quiet(BaseHTTPRequestHandler):
+class Quiet(BaseHTTPRequestHandler):
     """Speaks HTTP 1.0: no connection outlives its answer, so a server that was stopped answers no more."""
 
     requests: ClassVar[list[tuple[str, str, dict[str, str]]]]
@@ -33,7 +33,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def _serving(handler: type[_Quiet]) -> Iterator[str]:
+def serving(handler: type[Quiet]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -52,7 +52,7 @@ def hub(models, *, gated=(), tokens=()):
     `gated` ones want a token of `tokens`. The log lists (method, path, headers).
     """
 
-    class Handler(_Quiet):
+    class Handler(Quiet):
         requests: ClassVar = []
 
         def refuse(self, status, code):
@@ -75,7 +75,7 @@ def hub(models, *, gated=(), tokens=()):
 
         do_HEAD = do_GET  # noqa: N815  (http.server's name)
 
-    with _serving(Handler) as url:
+    with serving(Handler) as url:
         yield url, Handler.requests
 
 
@@ -83,7 +83,7 @@ def hub(models, *, gated=(), tokens=()):
 def s3(objects, *, denied=()):
     """S3 with `objects` ("bucket/key" to bytes); reading one of `denied` buckets is refused. Gives URL and log."""
 
-    class Handler(_Quiet):
+    class Handler(Quiet):
         requests: ClassVar = []
 
         def refuse(self, status, code):
@@ -101,5 +101,5 @@ def s3(objects, *, denied=()):
                 return self.refuse(404, "NoSuchKey")
             return self.answer(200, {"ETag": '"x"'}, objects[name])
 
-    with _serving(Handler) as url:
+    with serving(Handler) as url:
         yield url, Handler.requests

@@ -6,16 +6,19 @@ import json
 import re
 from collections import Counter
 from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
 
+from djl_python_neuronx.artifacts.convert import convert
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.artifacts.folders import tensors
 from tests.artifacts.test_hub import Hub
+from tests.remote_doubles import Quiet, serving
 
 MODEL = "evil/m"
 PAYLOAD = b"import os; os.system('touch pwned')"
@@ -238,3 +241,83 @@ def test_a_hub_cannot_choose_where_files_are_written(kind, place):
         assert {name: after.get(name) for name in before} == before
         new = after.keys() - before.keys()
         assert [name for name in sorted(new) if not WRITTEN.fullmatch(name)] == []
+
+
+OBJECTS = {f"bucket/m/{name}": content for name, content in FILES.items()}
+LIST = "<ListBucketResult>{}</ListBucketResult>"
+OBJECT = "<Contents><Key>{key}</Key><Size>{size}</Size><ETag>&quot;{etag}&quot;</ETag></Contents>"
+S3_KINDS = {
+    # What is listed of the tokenizer, and the headers of answers with content.
+    "good": ({}, {}),
+    "key relative": ({"key": f"m/../{UP}/tokenizer.json"}, {}),
+    "key absolute": ({"key": "m//{site}/tokenizer.json"}, {}),
+    "key of another folder": ({"key": "../../site/tokenizer.json"}, {}),
+    "key with a backslash": ({"key": "m/..\\..\\tokenizer.json"}, {}),
+    "key in a file": ({"key": "m/config.json/tokenizer.json"}, {}),
+    "ETag a path": ({"etag": "{site}/pwn.pth"}, {"ETag": '"{site}/pwn.pth"'}),
+    "ETag relative": ({"etag": UP}, {"ETag": f'"{UP}"'}),
+    "ETag another": ({}, {"ETag": f'"{UP}/pwn.pth"'}),
+    "size below 0": ({"size": -1}, {}),
+    "size too small": ({"size": 3}, {}),
+    "ranges of another place": ({}, {"Content-Range": "bytes 9-99/100"}),
+    "redirect to a file": ({}, {"Location": "file:///etc/hostname"}),
+}
+
+
+@pytest.mark.parametrize("kind", S3_KINDS)
+def test_an_s3_cannot_choose_where_files_are_written(kind, place):
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    site = str(place / "site")
+    told, sent = json.loads(json.dumps(S3_KINDS[kind]).replace("{site}", site))
+
+    class Handler(Quiet):
+        requests: ClassVar = []
+
+        def do_GET(self):  # noqa: N802
+            name = self.path.partition("?")[0].lstrip("/")
+            if "list-type" in self.path:
+                listed = [
+                    {"key": key[7:], "size": len(content), "etag": "x"}
+                    for key, content in OBJECTS.items()
+                ]
+                listed[1] |= told
+                body = LIST.format("".join(OBJECT.format(**one) for one in listed))
+                return self.answer(200, {"Content-Type": "application/xml"}, body.encode())
+            if "Location" in sent:
+                return self.answer(307, sent)
+            # Any key has content.
+            return self.answer(200, {"ETag": '"x"', **sent}, OBJECTS.get(name, PAYLOAD))
+
+        do_HEAD = do_GET  # noqa: N815
+
+    (place / "model" / "serving.properties").write_text("option.model_id=s3://bucket/m\n")
+    before = state(place)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    with serving(Handler) as url:
+        environ = {**keys, "AWS_ENDPOINT_URL": url, "AWS_MAX_ATTEMPTS": "1"}
+        environ |= {"SERVING_DOWNLOAD_DIR": str(place / "home" / "got")}
+        for door in ("check", "serve", "compile"):
+            start(door, place, environ)
+            after = state(place)
+            assert Handler.requests
+            assert {name: after.get(name) for name in before} == before
+            new = after.keys() - before.keys()
+            form = r"home/got(/djl-neuronx(/m-[0-9a-f]{16}(/(lock|partial|versions).*)?)?)?"
+            assert [name for name in sorted(new) if not re.fullmatch(form, name)] == []
+            if kind == "good" and door != "check":
+                assert set(FILES.values()) <= set(after.values())
+
+
+@pytest.mark.parametrize("target", ["{site}/package.py", f"{UP}/package.py", "/etc/hostname"])
+def test_a_conversion_takes_nothing_from_elsewhere(target, place):
+    """It reads a local folder only: what chooses places there are links."""
+    source = place / "a" / "b" / "c" / "source"
+    source.mkdir(parents=True)
+    for name, content in FILES.items():
+        (source / name).write_bytes(content)
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(target.replace("{site}", str(place / "site")))
+    before = state(place)
+    with pytest.raises(ServingError):
+        convert(source, place / "work" / "out", "split")
+    assert state(place) == before
