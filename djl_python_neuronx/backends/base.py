@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag
-from math import inf
 from typing import Literal, Protocol, Union
 
 import numpy as np
@@ -59,8 +58,9 @@ class ModelSpec:
     """Largest top_k of a device that samples each row with its own parameters, else None."""
     default_top_k: int | None = None
     """The top_k of a request that sets none (0), at most `largest_top_k`, or None if the device cannot sample it."""
-    temperatures: tuple[float, float] = (0.0, inf)
-    """Smallest and largest temperature of a request that a device draws rightly; greedy ones have none."""
+    temperatures: tuple[float, float | None] = (0.0, None)
+    """Smallest and largest temperature of a request that a device draws rightly, None without a largest; greedy ones
+    have none."""
     applies_top_p: bool = True
     """A device that samples keeps the tokens of a top_p below 1 that `in_nucleus` of the host's sampler keeps."""
     fixed_sampling: tuple[float, float, float] | None = None

@@ -154,9 +154,10 @@ def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
             f"which the sum reaches it. Leave top_p out, or {_ON_HOST}"
         )
     lowest, highest = spec.temperatures
-    if not greedy and not lowest <= row[2] <= highest:
+    if not greedy and (row[2] < lowest or (highest is not None and row[2] > highest)):
+        bounds = f"{lowest:g} {'or more' if highest is None else f'to {highest:g}'}"
         return (
-            f"temperature is {row[2]:g}; this deployment samples on the device with {lowest:g} to {highest:g}, or "
+            f"temperature is {row[2]:g}; this deployment samples on the device with {bounds}, or "
             f"greedily (0). Change it, or {_ON_HOST}"
         )
     return None

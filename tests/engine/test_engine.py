@@ -500,6 +500,12 @@ def test_device_sampling_gives_the_devices_tokens_and_refuses_what_it_cannot() -
             SamplingParams(temperature=9.5, top_k=3),
             "temperature is 9.5; this deployment samples on the device with 0.01 to 9,",
         ),
+        (
+            {"temperatures": (0.01, None)},
+            SamplingParams(temperature=0.009, top_k=3),
+            r"samples on the device with 0.01 or more, or greedily",
+        ),
+        ({"temperatures": (0.01, None)}, SamplingParams(temperature=1e9, top_k=3), None),
         ({"largest_top_k": 64, "default_top_k": 64}, SamplingParams(temperature=1.0), None),
         (
             {"largest_top_k": 64, "default_top_k": 64},

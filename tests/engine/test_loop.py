@@ -820,6 +820,13 @@ def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
         assert hosts[0].receive("abort") == "a"
 
 
+@pytest.mark.parametrize("facts", [{}, {"temperatures": (0.01, None)}, {"eos_ids": frozenset()}])
+def test_the_front_gets_the_facts_of_the_model(facts: dict[str, Any]) -> None:
+    spec = replace(TOY_SPEC, **facts)
+    sent = orjson.dumps(SPEC.dump_python(spec, mode="json"))
+    assert SPEC.validate_python(orjson.loads(sent)) == spec
+
+
 def test_the_engine_gets_the_request_that_the_front_has() -> None:
     sampling = SamplingParams(
         temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=7

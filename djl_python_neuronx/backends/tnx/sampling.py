@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from djl_python_neuronx.backends.tnx.model import import_library
 
 _GREEDY = (1.0, 1.0, 1.0)
 _UNBOUNDED_TOP_K = 256
-TEMPERATURES = 0.01, inf
+TEMPERATURES = 0.01, None
 """The library divides logits by the temperature, then drops tokens by a logit of -30000: of a model whose best logit is
 -70 they would be drawn from a temperature of 0.0023 down (hlo.py, `topk_masked`). In float16 the quotients overflow."""
 
