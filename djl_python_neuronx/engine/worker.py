@@ -196,7 +196,6 @@ class _Worker:
         engine, now_s = self._engine, time.monotonic()
         if not engine.num_waiting or now_s - self._expired_s < self._expire_every_s:
             return None
-        self._send()
         self._expired_s = now_s
         outputs = engine.expire(self._queue_timeout_s)
         return StepResult(outputs) if outputs else None

@@ -20,6 +20,7 @@ from djl_python_neuronx.artifacts import convert as module  # noqa: E402
 from djl_python_neuronx.artifacts.atomic import flock  # noqa: E402
 from djl_python_neuronx.artifacts.convert import convert  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
+from djl_python_neuronx.artifacts.tensor_files import DTYPES  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactAccessError,
     ArtifactError,
@@ -251,6 +252,11 @@ def test_a_pickle_of_something_else(tmp_path, whole, value, message):
     torch.save(value, whole / "pytorch_model.bin")
     with pytest.raises(ArtifactError, match=message):
         convert(whole, tmp_path / "made", "safetensors")
+
+
+def test_types_have_the_names_and_sizes_of_torch():
+    for num_bits, name in DTYPES.values():
+        assert not name or getattr(torch, name).itemsize * 8 == num_bits
 
 
 @pytest.mark.parametrize("dtype", ["U32", "C64"])

@@ -468,8 +468,17 @@ def test_close_drains_all_copies_in_one_time() -> None:
         assert copies.deaths == []
 
 
+def test_an_engine_that_does_not_end_is_told() -> None:
+    with rig(2) as copies:
+        copies.hosts[0][0].ended.set()
+        assert not copies.loop.close(join_s=0.1)
+        copies.hosts[1][0].ended.set()
+        assert copies.loop.close(join_s=PATIENCE_S)
+
+
 def test_a_stop_ends_what_a_retired_copy_still_answers() -> None:
     with rig(2) as copies:
+        retired = copies.loop.copies[0].loop
         inbox = copies.submit("a")
         copies.where("a")
         copies.hosts[0][0].ended.set()
@@ -481,6 +490,7 @@ def test_a_stop_ends_what_a_retired_copy_still_answers() -> None:
         assert isinstance(inbox.drain(PATIENCE_S)[-1].error, BackendUnavailableError)
         retiring.join(PATIENCE_S)
         assert not retiring.is_alive()
+        assert copies.loop.copies[0].loop is retired, "after the stop nothing is made ready again"
 
 
 def test_the_state_is_that_of_all_copies() -> None:

@@ -209,6 +209,19 @@ def test_a_draft_that_does_not_stand_is_not_penalised() -> None:
         assert found[0] == found[1]
 
 
+def test_a_draft_that_did_not_stand_spoils_none_that_follow() -> None:
+    """Two of three steps of the draft model are right."""
+    engine = Engine(ToyBackend(SPEC), proposer=DraftModel(draft_toy(Unsure)))
+    engine.add(request("a", [5, 6, 7], 100, ignore_eos=True))
+    infos = []
+    while engine.has_work:
+        infos.append(engine.step().info)
+    drafted, accepted = (
+        sum(getattr(info, name) for info in infos if info) for name in ("drafted", "accepted")
+    )
+    assert accepted > drafted / 4
+
+
 def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
     lookup = NgramProposer(SPEC, 3)
     cases = {
