@@ -12,6 +12,9 @@ process of its own, on the same cores:
 * body: bodies of 5 MB, one after the other. They are refused after parsing.
 * idle: 2,000 connections that send nothing.
 * metrics: `/metrics` ten times a second.
+* chat: conversations of 80 bytes at `/tokenize`, one after the other.
+* endless: four clients send conversations on which the chat template never ends. Each is refused after 2 s. `/ping`
+  is asked twenty times a second, and must answer within one.
 
 A row for each load and server, which take turns:
 
@@ -29,6 +32,7 @@ import contextlib
 import http.client
 import itertools
 import multiprocessing
+import os
 import resource
 import selectors
 import shutil
@@ -37,6 +41,7 @@ import statistics
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -56,6 +61,11 @@ LONGEST_PROMPT = 4096
 """Prompts of more tokens are refused after tokenising, those of 64 times as many characters before."""
 WARM_S = 0.5
 QUIET_S = 1.0
+ENDLESS = "endless"
+TEMPLATE = (
+    "{% if messages[0].content == 'endless' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+)
 SO_TIMESTAMPNS = 35
 """Linux, asm-generic/socket.h."""
 LINE = "a line of some text, as documents have them; it is the 1st of many\n"
@@ -99,12 +109,44 @@ def read_metrics(port: int, counter: Any) -> None:  # noqa: ANN401
         time.sleep(0.1)
 
 
+def ask(port: int, content: str, counter: Any) -> None:  # noqa: ANN401
+    """Send a conversation again and again."""
+    messages = [{"role": "user", "content": content}]
+    body = orjson.dumps({"messages": messages})
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    while True:
+        connection.request("POST", "/tokenize", body)
+        response = connection.getresponse()
+        answer = response.read()
+        if (b"chat template takes more than 2 s" in answer) != (content == ENDLESS):
+            sys.stderr.write(f"unexpected: {response.status} {answer!r}\n")
+            os._exit(1)
+        counter.value += 1
+
+
+def send_chats(port: int, counter: Any) -> None:  # noqa: ANN401
+    ask(port, "hello", counter)
+
+
+def send_endless(port: int, counter: Any) -> None:  # noqa: ANN401
+    for _ in range(4):
+        threading.Thread(target=ask, args=(port, ENDLESS, counter), daemon=True).start()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    while True:
+        connection.request("GET", "/ping")
+        if connection.getresponse().read() != b'{"status":"healthy"}':
+            sys.exit("/ping has failed")
+        time.sleep(0.05)
+
+
 LOADS: dict[str, Callable[[int, Any], None] | None] = {
     "quiet": None,
     "prompts": send_prompts,
     "body": send_bodies,
     "idle": keep_idle,
     "metrics": read_metrics,
+    "chat": send_chats,
+    "endless": send_endless,
 }
 
 
@@ -163,6 +205,8 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
     length = max(length, LONGEST_PROMPT + 1)
     sleep_device.save_model(work / "model", vocab=VOCAB, step_s=STEP_MS / 1e3, length=length)
     sleep_device.Stamps(work / "model")
+    path = work / "model" / "tokenizer_config.json"
+    path.write_bytes(orjson.dumps({**orjson.loads(path.read_bytes()), "chat_template": TEMPLATE}))
     modes = ["true", "false"] if options.engine_process == "both" else [options.engine_process]
     cases = list(itertools.product(options.loads, modes))
     gaps: dict[tuple[str, str], list[list[float]]] = {case: [] for case in cases}
@@ -172,9 +216,12 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
             mode: stack.enter_context(
                 sleep_device.sleep_server(
                     shutil.copytree(work / "model", work / mode),
-                    sleep_device.options(
-                        mode, rows=STREAMS, length=length, longest_prompt=LONGEST_PROMPT
-                    ),
+                    {
+                        "text_timeout": 2,
+                        **sleep_device.options(
+                            mode, rows=STREAMS, length=length, longest_prompt=LONGEST_PROMPT
+                        ),
+                    },
                 )
             )
             for mode in modes
