@@ -25,7 +25,7 @@ TRUST = "DJL_NEURONX_TRUST_ENV"
 
 _HARMLESS = re.compile(
     # Of names with these words the value is a server, a place of files, or code.
-    r"(?!.*(ENDPOINT|PROXY|COMM_ID|CACHE$|DIRS?(_|$)|DUMP|_DEST$|PATHS?$|_FILES?$"
+    r"(?!.*(ENDPOINT|PROXY|COMM_ID|CACHE$|DIRS?(_|$)|DUMP|PATHS?$|_FILES?$"
     r"|MODULE|PLUGIN|PRELOAD|WRAPPER|OMP_TOOL|LIB(RAR|S|_|$)|_D?SO$))("
     r"(NEURON|CCOM|XLA|FI|OMP|KMP|MKL|OPENBLAS|MALLOC|TOKENIZERS|TRANSFORMERS|HF_HUB|OPTION|LC)_\w+"
     r"|HF_XET_(HIGH|NUM|CHUNK|SHARD|RECONSTRUCT)\w+"

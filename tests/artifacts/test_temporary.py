@@ -4,15 +4,24 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from djl_python_neuronx.artifacts import atomic
-from djl_python_neuronx.artifacts.atomic import flock, is_writable, temporary_folder, whole_file
+from djl_python_neuronx.artifacts.atomic import (
+    flock,
+    is_writable,
+    require_space,
+    temporary_folder,
+    whole_file,
+)
+from djl_python_neuronx.errors import ArtifactAccessError
 
 ROOT = Path(__file__).parents[2]
 PREFIX = ".a[b]*.output-"
@@ -47,6 +56,21 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         temporary.write_bytes(b"whole")
     expected = [(temporary, b"whole", False), (temporary, "renamed"), (tmp_path, True, True)]
     assert done == expected
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "said"),
+    [
+        (2 << 30, 1 << 30, r"needs 2\.00 GiB in .*, 1\.00 GiB are free"),
+        (5 << 20, 4_194_303, r"needs 5,242,880 bytes in .*, 4,194,303 bytes are free"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_numbers_that_differ(
+    tmp_path, monkeypatch, needed, free, said
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(ArtifactAccessError, match=said):
+        require_space("a model", tmp_path, needed, "name another")
 
 
 def names(folder):
