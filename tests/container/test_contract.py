@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -141,8 +142,8 @@ def test_the_machine_is_sagemakers(container):
     for folder in ("opt/ml/model", "usr"):
         with pytest.raises(OSError, match="Read-only file system"):
             (root / folder / "new").touch()
-    (root / "tmp/new").touch()
-    (root / "tmp/new").unlink()
+    with tempfile.NamedTemporaryFile(dir=root / "tmp"):
+        """It can be made."""
 
 
 def test_boto3(container):

@@ -737,6 +737,16 @@ def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
         assert waiting.drain(PATIENCE_S)[-1].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(("seconds_ago", "is_given_up"), [(590, True), (610, False)])
+def test_deaths_count_for_ten_minutes(seconds_ago: float, is_given_up: bool) -> None:
+    with in_parts(restarts=2) as (loop, hosts, _):
+        only(loop)._deaths = [time.monotonic() - seconds_ago] * 2
+        hosts[0].ended.set()
+        hosts[0].engine.close()
+        wait_until(lambda: (loop.error is not None) if is_given_up else len(hosts) == 2)
+        assert (loop.error is not None) == is_given_up
+
+
 def test_everyone_is_answered_when_the_engine_cannot_be_killed_at_once() -> None:
     with in_parts(restarts=1, step_timeout_s=0.4) as (loop, hosts, log):
         inbox = BlockingQueue()
