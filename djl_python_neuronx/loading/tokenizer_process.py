@@ -147,7 +147,11 @@ class TokenizerProcess(TokenTable):
 
     def _start(self) -> tuple[Connection, Any]:
         """A new loader and the facts that it tells."""
-        loader = _library_process().fork()
+        try:
+            loader = _new_loader()
+        except OSError as error:
+            msg = f"the tokenizer's process cannot be started: {error}; free memory or processes"
+            raise BackendUnavailableError(msg) from error
         try:
             loader.send_bytes(self._job)
             made = loader.poll(self._load_s + GRACE_S) and _received(loader)
@@ -210,8 +214,14 @@ class TokenizerProcess(TokenTable):
             except (EOFError, OSError):
                 logger.warning("tokenizer_lost folder=%r: it is loaded again", self._folder.name)
             self._loader.close()
-            self._loader, _ = self._start()
-            return _Worker(self._loader)
+            try:
+                self._loader, _ = self._start()
+                return _Worker(self._loader)
+            except (EOFError, OSError, ArtifactError) as error:
+                msg = (
+                    "the tokenizer's process cannot be started again; retry later, or read the log"
+                )
+                raise BackendUnavailableError(msg) from error
 
     def _give(self, worker: _Worker) -> None:
         worker.is_new = False
@@ -249,47 +259,29 @@ class _Worker:
         return _received(self.connection)
 
 
-class _Library:
-    """The process that has imported the library."""
-
-    def __init__(self) -> None:
-        self._connection, end = Pipe()
-        level = logging.getLogger("djl_python_neuronx").getEffectiveLevel()
-        with end:
-            # A session of its own: Ctrl-C in a terminal is for the front.
-            self._process = subprocess.Popen(  # noqa: S603
-                python_command(__name__),
-                stdin=end.fileno(),
-                env={**environment(), **_ENVIRON},
-                start_new_session=True,
-            )
-        self._connection.send_bytes(logging.getLevelName(level).encode())
-        self.lock = threading.Lock()
-
-    @property
-    def alive(self) -> bool:
-        """False if it has ended."""
-        return self._process.poll() is None
-
-    def fork(self) -> Connection:
-        """The connection to a new loader."""
-        with self.lock:
-            return _fork(self._connection)
-
-
-_started: list[_Library] = []
+_library: list[tuple[subprocess.Popen[bytes], Connection]] = []
+"""The process that has imported the library, once it is started, and the connection to it."""
 _starting = threading.Lock()
 
 
-def _library_process() -> _Library:
+def _new_loader() -> Connection:
+    """The connection to a new loader. Starts the library process if there is none."""
     with _starting:
-        try:
-            if not _started or not _started[-1].alive:
-                _started[:] = [_Library()]
-        except OSError as error:
-            msg = f"the tokenizer's process cannot be started: {error}"
-            raise BackendUnavailableError(msg) from error
-        return _started[-1]
+        if not _library or _library[0][0].poll() is not None:
+            connection, end = Pipe()
+            environ = {**environment(), **_ENVIRON}
+            with end:
+                # A session of its own: Ctrl-C in a terminal is for the front.
+                process = subprocess.Popen(  # noqa: S603
+                    python_command(__name__),
+                    stdin=end.fileno(),
+                    env=environ,
+                    start_new_session=True,
+                )
+            level = logging.getLogger("djl_python_neuronx").getEffectiveLevel()
+            connection.send_bytes(logging.getLevelName(level).encode())
+            _library[:] = [(process, connection)]
+        return _fork(_library[0][1])
 
 
 def _fork(parent: Connection) -> Connection:

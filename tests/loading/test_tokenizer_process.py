@@ -19,6 +19,7 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.errors import (
     ArtifactError,
+    BackendUnavailableError,
     PromptTooLongError,
     ServingError,
     TextLimitError,
@@ -138,7 +139,7 @@ def gone(pids):
 def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
     tokenizer = start(write(tmp_path))
     ids = tokenizer.encode("The fox")
-    library = tokenizer_process._started[-1]._process
+    library = tokenizer_process._library[0][0]
     for level in range(3):  # the worker, its loader, and the library process
         pid = library.pid
         for _ in range(2 - level):
@@ -147,7 +148,7 @@ def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
         if level:
             assert gone([pid]) or level == 2
         assert tokenizer.encode("The fox") == ids
-        library = tokenizer_process._started[-1]._process
+        library = tokenizer_process._library[0][0]
     assert caplog.text.count("tokenizer_lost") == 2
     tokenizer.close()
 
@@ -155,7 +156,7 @@ def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
 def test_close_leaves_no_process_and_no_descriptor(tmp_path):
     folder = write(tmp_path)
     start(folder).close()  # which starts the library process
-    library = tokenizer_process._started[-1]._process.pid
+    library = tokenizer_process._library[0][0].pid
     gc.collect()  # of tests that failed
     before, open_files = descendants(library), sum(1 for _ in Path("/proc/self/fd").iterdir())
     tokenizer = start(folder)
@@ -190,3 +191,21 @@ def test_they_end_with_the_front(tmp_path):
         assert len(started) == 3
         front.kill()
         assert gone(started)
+
+
+def test_a_process_that_cannot_be_started_is_an_error(tmp_path, monkeypatch):
+    tokenizer = start(write(tmp_path))
+
+    def refuse(*_):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer_process, "_fork", refuse)
+        with pytest.raises(BackendUnavailableError, match="cannot be started"):
+            tokenizer.encode("The fox")
+        with pytest.raises(BackendUnavailableError, match="free memory or processes"):
+            start(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
+    tokenizer.close()
+    with pytest.raises(BackendUnavailableError, match="is being replaced"):
+        tokenizer.encode("The fox")
