@@ -29,7 +29,7 @@ from djl_python_neuronx.engine.link import (
     encode_request,
     encode_step,
 )
-from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings
+from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings, end_engine
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings, work, worker_link
@@ -735,6 +735,27 @@ def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
         assert hosts[2].receive("add")["request_id"] == "waiting"
         hosts[2].step(TokenOutput("waiting", (8,), FinishReason.LENGTH), running=0)
         assert waiting.drain(PATIENCE_S)[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("ends", "killed"), [(True, []), (False, ["killed"])])
+def test_an_engine_is_killed_only_if_it_does_not_end(ends: bool, killed: list[str]) -> None:
+    log: list[str] = []
+    host = Parts(log)
+    if ends:
+        host.ended.set()
+    end_engine(host)
+    assert log == ["started", *killed]
+
+
+def test_after_the_first_call_of_a_graph_the_engine_has_the_time_of_a_step() -> None:
+    with in_parts(restarts=0, step_timeout_s=0.2) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        hosts[0].receive("add")
+        hosts[0].engine.send("first_call")
+        hosts[0].step(TokenOutput("a", (7,)))
+        deltas = collect(inbox, "a")["a"]
+        assert "the engine has not answered for 0.2 s" in str(deltas[-1].error)
 
 
 @pytest.mark.parametrize(("seconds_ago", "is_given_up"), [(590, True), (610, False)])
