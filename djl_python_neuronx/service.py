@@ -6,9 +6,10 @@ import itertools
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -102,6 +103,9 @@ class Service:
         started = ThreadPoolExecutor(1).submit(start)
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "djl-neuronx-text")
         """The threads that parse requests, which wait for template and tokenizer."""
+        # All from the start: a full address space refuses new ones.
+        present = threading.Barrier(TEXT_THREADS)
+        wait([self.threads.submit(present.wait, 10.0) for _ in range(TEXT_THREADS)])
         try:
             self.tokenizer = tokenizer()
             self.custom = (
