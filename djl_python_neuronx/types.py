@@ -62,6 +62,11 @@ class GenerationRequest:
     """The prompt's name in errors, which tells those of a list apart."""
 
     @property
+    def group(self) -> str:
+        """The id of what the client sent: further sequences of an answer add a dot and their number."""
+        return self.request_id.partition(".")[0]
+
+    @property
     def label(self) -> str:
         """The request's name in logs: the client's id if it sent one."""
         return self.client_id or self.request_id

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -58,6 +58,49 @@ class Batch:
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
 
 
+class WaitingQueue:
+    """The sequences that wait for a slot. Requests take turns: after each of its sequences one goes behind all others.
+
+    So a request of many sequences delays each of the others by one of them at a time.
+    """
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order in which they get slots, if no request comes or leaves meanwhile."""
+        turns = deque(map(iter, self._requests.values()))
+        while turns:
+            sequences = turns.popleft()
+            for sequence in sequences:
+                yield sequence
+                turns.append(sequences)
+                break
+
+    @property
+    def head(self) -> Sequence:
+        """The sequence that gets the next slot."""
+        return next(iter(self._requests.values()))[0]
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence behind those of its request, or its request behind all others."""
+        self._requests.setdefault(sequence.request.group, deque()).append(sequence)
+        self._num_sequences += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence: this was its request's turn."""
+        group = sequence.request.group
+        self._requests[group].remove(sequence)
+        self._num_sequences -= 1
+        self._requests.move_to_end(group)
+        if not self._requests[group]:
+            del self._requests[group]
+
+
 class SlotPool:
     """Free slots, lowest first: rows then ascend by slot with no reordering, and small batches stay dense."""
 
@@ -99,7 +142,7 @@ _by_slot = attrgetter("held_slot")
 
 
 class Scheduler:
-    """First come, first served; prefill before decode, but with a cap.
+    """First come, first served, by turns (`WaitingQueue`); prefill before decode, but with a cap.
 
     After a prefill the running sequences get `decode_interleave` decode steps before the next one, so that a
     burst of arrivals never silences the running streams.
@@ -119,7 +162,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots = SlotPool(spec.num_slots)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """Ascending by slot. The list is replaced, never changed in place: the same list means the same batch."""
         self._spec = spec
@@ -133,7 +176,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def schedule(self) -> Batch:
         """The next device call; empty if there is nothing to do. `advance` must follow once it has run."""
@@ -175,7 +218,8 @@ class Scheduler:
             return True
         if not self._reprefills or len(self.waiting) >= self.slots.num_free:
             return False
-        return self._clock() - self.waiting[0].arrived_s < self._max_join_wait_s
+        oldest_s = min(sequence.arrived_s for sequence in self.waiting)
+        return self._clock() - oldest_s < self._max_join_wait_s
 
     def _admit(self) -> list[Sequence]:
         """Give slots to the head of the queue and those behind it that share its call.
@@ -184,7 +228,7 @@ class Scheduler:
         is left for it: another sequence in the same call costs it nothing, losing its slot would.
         """
         buckets = self._spec.prefill_buckets
-        head_bucket = choose_bucket(self.waiting[0].prompt_len, buckets)
+        head_bucket = choose_bucket(self.waiting.head.prompt_len, buckets)
         most = min(self._spec.max_prefill_batch, self.slots.num_free)
         chosen: list[Sequence] = []
         passed_over = 0
@@ -202,7 +246,7 @@ class Scheduler:
 
 
 class ChunkScheduler(Scheduler):
-    """First come, first served, a token budget for every step, and a token for every running sequence in it.
+    """First come, first served, by turns; a token budget for every step, and a token for every running sequence in it.
 
     Running streams are never silent: the budget that their tokens leave goes to the prompts, the oldest first. So the
     largest bucket bounds how much an arrival can add to the time between two tokens.
@@ -220,7 +264,8 @@ class ChunkScheduler(Scheduler):
                 chunks.append(_chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
         while budget > 0 and self.waiting and self.slots.num_free:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.head
+            self.waiting.remove(sequence)
             sequence.slot = self.slots.take()
             self._entered.append(sequence)
             chunks.append(_chunk(sequence, budget))

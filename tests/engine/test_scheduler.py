@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.engine.scheduler import Batch, Scheduler, SlotPool
+from djl_python_neuronx.engine.scheduler import (
+    Batch,
+    ChunkScheduler,
+    Scheduler,
+    SlotPool,
+    WaitingQueue,
+)
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.types import GenerationRequest
 from tests.toy_backend import TOY_SPEC
@@ -79,6 +86,51 @@ def test_first_come_first_served_one_prefill_at_a_time() -> None:
     assert names(decode) == ["a"]
     assert names(run(scheduler)) == ["b"]
     assert names(run(scheduler)) == ["a", "b"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_requests_take_turns_over_their_sequences(data: st.DataObject) -> None:
+    """The oracle goes round a list of lists."""
+    queue, expected = WaitingQueue(), dict[str, list[Sequence]]()
+    for i in range(30):
+        everyone = [one for each in expected.values() for one in each]
+        action = data.draw(st.sampled_from(["add", "add", "enter", "leave"]), "action")
+        if action == "add":
+            one = sequence(f"{data.draw(st.sampled_from('abcd'), 'request')}.{i}", 4)
+            queue.add(one)
+            expected.setdefault(one.request_id[0], []).append(one)
+        elif everyone:
+            one = next(iter(queue)) if action == "enter" else data.draw(st.sampled_from(everyone))
+            assert action == "leave" or one is next(iter(expected.values()))[0]
+            queue.remove(one)
+            left = expected.pop(one.request_id[0])
+            left.remove(one)
+            if left:
+                expected[one.request_id[0]] = left
+        rounds = zip_longest(*expected.values())
+        assert list(queue) == [one for turn in rounds for one in turn if one is not None]
+        assert len(queue) == len(list(queue))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_six_requests_of_many_sequences_do_not_starve_the_seventh(mixed: bool) -> None:
+    spec = replace(TOY_SPEC, num_slots=4, prefill_buckets=(8,), mixed_steps=mixed)
+    scheduler = (ChunkScheduler if mixed else Scheduler)(spec)
+    for request in "abcdef":
+        for i in range(128):
+            scheduler.add(sequence(f"{request}.{i}" if i else request, 4))
+    entered: list[str] = []
+    while "seventh" not in entered:
+        batch = scheduler.schedule()
+        entered += [one.request_id for one in batch.entering]
+        scheduler.advance(batch)
+        if len(entered) == 40:
+            scheduler.add(sequence("seventh", 4))
+        if not scheduler.slots.num_free:
+            scheduler.remove(scheduler.running[0])
+        assert len(entered) < 50
+    assert len(scheduler.waiting) > 700
 
 
 @pytest.mark.parametrize("interleave", [1, 2, 5])

@@ -568,6 +568,21 @@ def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert application.body_bytes == 0
 
 
+def test_six_requests_of_128_sequences_do_not_starve_the_seventh() -> None:
+    with serving(ToyBackend(replace(TOY_SPEC, num_slots=2), step_s=0.005)) as server:
+        loop = server.application.models[0].service.loop  # type: ignore[union-attr]
+        many = json.dumps(body([5, 6], parameters={"n": 128, "do_sample": True})).encode()
+        greedy = [connect(server) for _ in range(6)]
+        for client in greedy:
+            client.sendall(post(many))
+        wait_until(lambda: len(loop.streams) > 5 * 128)
+        assert answer([7]).encode() in talk(server, post(json.dumps(body([7])).encode(), CLOSE))
+        assert len(loop.streams) > 3 * 128
+        for client in greedy:
+            client.close()
+        wait_until(lambda: not loop.streams)
+
+
 def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
     backend.hang_at = {2}
