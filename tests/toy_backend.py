@@ -370,11 +370,15 @@ def expected(
     num_tokens: int,
     stop_ids: Collection[int] = (),
     vocab_size: int = TOY_SPEC.vocab_size,
+    window: int = 0,
 ) -> list[int]:
-    """The greedy tokens of a prompt alone: `num_tokens`, or up to and with one of `stop_ids`."""
+    """The greedy tokens of a prompt alone: `num_tokens`, or up to and with one of `stop_ids`.
+
+    `window`: the tokens that each follows from; 0: all.
+    """
     seen = list(prompt_ids)
     while len(seen) < len(prompt_ids) + num_tokens:
-        seen.append(int(toy_logits(np.asarray(seen, np.int64), vocab_size).argmax()))
+        seen.append(int(toy_logits(np.asarray(seen[-window:], np.int64), vocab_size).argmax()))
         if seen[-1] in stop_ids:
             break
     return seen[len(prompt_ids) :]

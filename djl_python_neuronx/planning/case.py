@@ -116,7 +116,8 @@ class Case:
 
         A library that gets one nevertheless fails while it builds its graphs, hours later, or computes nonsense.
         """
-        return usable_options(self.options, self.capability)
+        usable = usable_options(self.options, self.capability)
+        return usable.model_copy(update={"async_execution": None}) if self.rolling_cache else usable
 
     @cached_property
     def device(self) -> DeviceInfo:

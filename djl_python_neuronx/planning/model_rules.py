@@ -393,10 +393,13 @@ def _window(case: Case) -> Iterator[Finding]:
     prompts, least = case.options.context_length_estimate, case.shortest_prompt_graph
     if prompts and prompts[0] < least:
         problem = (
-            f"a prefill graph of {case.library} fills a KV cache as long as the model's sliding window ({window} "
-            f"tokens): the first must be at least {least}; leave it out, or set n_positions={window} at most"
+            f"each prefill graph fills a KV cache as long as the model's sliding window ({window} tokens): the first "
+            f"must be at least {least}; leave it out, or set n_positions={window} at most"
         )
         yield Finding(("context_length_estimate", "n_positions"), problem)
+    if case.rolling_cache and case.options.async_execution:
+        problem = f"left out: a step ahead overwrites what the sliding window holds; set n_positions={window} at most"
+        yield Finding(("async_execution",), problem, "note")
     if case.backend == "nxdi" and window is not None and size not in {None, window}:
         problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
         yield Finding(("windowed_context_encoding_size",), problem)

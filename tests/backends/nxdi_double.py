@@ -168,6 +168,8 @@ class NeuronLlamaForCausalLM:
     """The token that is not a number. Its values are not in any layer; those that read it, masked or not, are not from
     the next layer on. `spoiled` has the first such layer of each column."""
     layers: ClassVar[int] = 3
+    windowed: ClassVar[bool] = False
+    """Whether the cache is a ring of a column less than the window: position p is at p modulo its length."""
 
     @classmethod
     def get_config_cls(cls):
@@ -195,7 +197,9 @@ class NeuronLlamaForCausalLM:
         self.async_mode = own.async_mode
         if self.async_mode:
             os.environ["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = "2"
-        shape = (own.kv_cache_batch_size, own.max_length + 1)
+        window = getattr(self.config, "sliding_window", None) if self.windowed else None
+        self.ring = window - 1 if window else 0
+        shape = (own.kv_cache_batch_size, (self.ring or own.max_length) + 1)
         self.cache, self.spoiled = np.full(shape, -1, np.int64), np.full(shape, self.layers)
         self.calls: list[tuple[str, int, list[list[int]], list[int], list[int]]] = []
         self.fail: Exception | None = None
@@ -346,9 +350,15 @@ class NeuronLlamaForCausalLM:
             for row, line in enumerate(lines):
                 end = int(where[row].argmax()) + 1
                 bad = tokens[row] == self.poison
-                self.cache[line, : bucket[1]] = tokens[row]
-                self.spoiled[line, : bucket[1]] = np.where(bad, 0, 1) if bad.any() else self.layers
-                answers.append(self._logits(tokens[row, :end], bool(bad.any())))
+                kept = np.arange(bucket[1])
+                if self.ring:
+                    kept = np.arange(max(end, self.ring) - self.ring, max(end, self.ring))
+                column = kept % (self.ring or bucket[1])
+                self.cache[line, column] = tokens[row, kept]
+                spoiled = np.where(bad, 0, 1) if bad.any() else np.full(bad.shape, self.layers)
+                self.spoiled[line, column] = spoiled[kept]
+                seen = tokens[row, max(end - self.ring - 1, 0) if self.ring else 0 : end]
+                answers.append(self._logits(seen, bool(bad.any())))
         return self._answer(np.stack(answers), params)
 
     def _decode(self, ids, mask, positions, seq_ids, params, strategy):
@@ -379,13 +389,15 @@ class NeuronLlamaForCausalLM:
         read = np.pad(read, ((0, 0), (0, bucket[1] - read.shape[1]))).astype(bool)
         answers, cache, spoiled = [], self.cache.copy(), self.spoiled.copy()
         for row, line in enumerate(lines):
-            layer = (
-                0 if tokens[row] == self.poison else int(self.spoiled[line, : bucket[1]].min()) + 1
-            )
-            seen = np.append(self.cache[line, : bucket[1]][read[row]], tokens[row])
+            width, column, columns = bucket[1], where[row], np.flatnonzero(read[row])
+            if self.ring:
+                width, column = self.ring, where[row] % self.ring
+                columns = np.arange(max(where[row] - self.ring, 0), where[row]) % self.ring
+            layer = 0 if tokens[row] == self.poison else int(self.spoiled[line, :width].min()) + 1
+            seen = np.append(self.cache[line, columns], tokens[row])
             answers.append(self._logits(seen, layer <= self.layers))
             if order[row] < count or not own.apply_seq_ids_mask:
-                cache[row, where[row]], spoiled[row, where[row]] = (
+                cache[row, column], spoiled[row, column] = (
                     tokens[row],
                     min(layer, self.layers),
                 )
@@ -420,6 +432,10 @@ class NeuronLlamaForCausalLM:
         return tokens, logits[:, None].astype(np.float32), tokens[:, None]
 
 
+class NeuronMistralForCausalLM(NeuronLlamaForCausalLM):
+    windowed = True
+
+
 def _inferred(positions):
     """What the library makes of positions where it gets no mask."""
     if positions.shape[1] > 1:
@@ -439,6 +455,8 @@ def install(monkeypatch: pytest.MonkeyPatch, poison: int = -1) -> list[NeuronLla
         "models.config": [*CONFIGS, HybridShardingConfig, InferenceConfig],
         "models.llama": [],
         "models.llama.modeling_llama": [NeuronLlamaForCausalLM],
+        "models.mistral": [],
+        "models.mistral.modeling_mistral": [NeuronMistralForCausalLM],
         "utils": [],
         "utils.constants": [],
         "utils.hf_adapter": [load_pretrained_config],

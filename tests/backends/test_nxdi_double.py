@@ -31,9 +31,10 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
-from tests.backends.test_tnx_double import assert_expected, folder_of
+from tests.backends.test_tnx_double import VOCAB_SIZE, assert_expected, folder_of
 from tests.device_driver import make_rows
 from tests.tiny_models import poison, save_tiny_model
+from tests.toy_backend import expected
 
 POISON = 95
 """No prompt of these tests makes the model choose it: a step ahead would write it."""
@@ -262,6 +263,60 @@ def test_a_slot_in_doubt_costs_few_calls(
         calls = len(made[-1].calls)
         backend.acquire(1, [5, 6, 7], 0)
         assert [tag for tag, *_ in made[-1].calls[calls:]] == [nxdi_double.TKG] * 2
+
+
+WINDOW = 7
+
+
+@pytest.fixture
+def ring(tmp_path: Path, made: list[Any]) -> Path:
+    """A mistral whose cache is a ring: a step that is run again would read its own key in place of the oldest."""
+    (tmp_path / "model.safetensors").write_text("")
+    return folder_of(tmp_path, "mistral", sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_any_traffic_in_a_ring_gives_what_each_gets_alone(ring: Path, name: str) -> None:
+    with loaded(nxdi_plan(ring, **SAMPLED[name])) as backend:
+        warm_up(Engine(backend))
+        assert_expected(backend, 3, WINDOW)
+
+
+def answer_of(prompt: list[int], count: int) -> list[int]:
+    return expected(prompt, count, vocab_size=VOCAB_SIZE, window=WINDOW)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_slot_in_doubt_costs_no_neighbour_its_oldest_key(ring: Path, name: str) -> None:
+    """A answers throughout; B ends with a token that comes twice, as with NaN, and C takes its slot."""
+    draw, twice = random.Random(5), -1
+    while twice < 8:  # beyond the columns of C's prompt
+        second = draw.choices(range(1, VOCAB_SIZE), k=9)
+        answer = answer_of(second, 12)
+        twice = max((i for i in range(1, 12) if answer[i] == answer[i - 1]), default=-1)
+    asked = {"a": ([5, 6, 7], 40), "b": (second, twice + 1), "c": ([8, 9], 20)}
+    with loaded(nxdi_plan(ring, **SAMPLED[name])) as backend:
+        engine, found = Engine(backend), dict[str, list[int]]()
+        for turn in range(100):
+            for request_id, after in (("a", 0), ("b", 3), ("c", 25)):
+                if turn == after:
+                    prompt, count = asked[request_id]
+                    engine.add(GenerationRequest(request_id, prompt, max_new_tokens=count))
+            for output in engine.step().outputs:
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+    assert found == {name: answer_of(*one) for name, one in asked.items()}
+
+
+@pytest.mark.usefixtures("made")
+def test_a_decode_in_a_ring_leaves_no_live_slot_out(ring: Path) -> None:
+    with loaded(nxdi_plan(ring)) as backend:
+        for slot in (0, 2):
+            backend.acquire(slot, [5, 6, 7], 0)
+            backend.run(Step(prefill=make_rows({slot: [5, 6, 7]})))
+        with pytest.raises(StepError, match=r"a decode of slots \[2\]; expected all that hold"):
+            backend.run(Step(decode=make_rows({2: [8]}, {2: 3})))
+        backend.release([0])
+        backend.run(Step(decode=make_rows({2: [8]}, {2: 3})))
 
 
 @pytest.mark.nxdi

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ import pytest
 
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
+import torch
+
 from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput, Want
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.types import GenerationRequest
 from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
-from tests.backends.tnx_engine import assert_like_alone
+from tests.backends.tnx_engine import assert_greedy, assert_like_alone
 from tests.tiny_models import load_reference
 
 pytestmark = pytest.mark.nxdi
@@ -50,6 +56,119 @@ def test_tokens_that_the_device_chooses_are_transformers_too(
     with loaded(made.plan, made.folder) as backend:
         assert backend.spec.outputs == Want.TOKENS
         assert assert_like_alone(backend, load_reference(folder), seed=5, num_requests=40) > 400
+
+
+RING: dict[str, Any] = {
+    "sliding_window": 24,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+}
+"""A mistral whose cache is a ring: what a step writes lies over a key that the same step, repeated, has to read."""
+LENGTHS = {
+    "far": ("64,160", "32,128"),
+    # as Mistral 7B v0.1: a window of 4096, served with 8192
+    "twice": ("48", "24,48"),
+}
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_variant("mistral", tmp_path_factory.mktemp("ring") / "model", **RING)
+
+
+PLACES: dict[str, dict[str, str]] = {
+    "host": {},
+    "device": {"on_device_generation": "true"},
+    "both": {"on_device_generation": "true", "output_logits": "true"},
+    "device ahead": {"on_device_generation": "true", "async_execution": "true"},
+    "both ahead": {
+        "on_device_generation": "true",
+        "output_logits": "true",
+        "async_execution": "true",
+    },
+}
+
+
+@cache
+def generated(folder: Path, limit: int, longest: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what transformers generates: of every other one until a token comes twice."""
+    model, draw, wanted = load_reference(folder), random.Random(24), []
+    sizes = [
+        draw.choice([draw.randint(1, longest - 1), draw.randint(20, min(30, longest - 1))])
+        for _ in range(64)
+    ]
+    prompts = [draw.choices(range(3, 90), k=size) for size in sizes]
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    columns, lens = torch.arange(longest), torch.tensor(sizes)[:, None]
+    ids = model.generate(
+        padded,
+        attention_mask=(columns >= longest - lens).int(),
+        max_new_tokens=limit,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    doubled = 0
+    for number, (prompt, row) in enumerate(zip(prompts, ids[:, longest:].tolist(), strict=True)):
+        answer = row[: limit - len(prompt)]
+        twice = [i for i in range(1, len(answer)) if answer[i] == answer[i - 1]]
+        end = draw.randint(1, len(answer))
+        if number % 2 and twice:
+            end, doubled = draw.choice(twice) + 1, doubled + 1
+        assert_greedy(model, prompt, answer)
+        wanted.append((prompt, answer[:end]))
+    assert doubled > 15
+    return wanted
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_sequences_that_outgrow_a_sliding_window_get_what_transformers_generates(
+    tmp_path: Path, ring: Path, lengths: str, way: str, place: str
+) -> None:
+    """Joins, slots that are taken again, aborts, and rows for the host where both places sample."""
+    positions, prompts = LENGTHS[lengths]
+    made = obtained(
+        ring,
+        tmp_path,
+        n_positions=positions,
+        context_length_estimate=prompts,
+        **WAYS[way],
+        **PLACES[place],
+    )
+    wanted = generated(ring, *(int(text.split(",")[-1]) for text in LENGTHS[lengths]))
+    draw, found = random.Random(7), defaultdict[str, list[int]](list)
+    arrivals = [draw.randint(0, 10 * len(wanted)) for _ in wanted]
+    aborts = {i: arrivals[i] + draw.randint(1, 60) for i in range(3, len(wanted), 8)}
+    with loaded(made.plan, made.folder) as backend:
+        engine = Engine(backend)
+        for turn in range(20_000):
+            for i, (prompt, answer) in enumerate(wanted):
+                if arrivals[i] == turn:
+                    on_host = "both" in place and i % 5 == 0
+                    engine.add(
+                        GenerationRequest(
+                            str(i),
+                            prompt,
+                            max_new_tokens=len(answer),
+                            ignore_eos=True,
+                            logprobs=on_host,
+                        )
+                    )
+                if aborts.get(i) == turn:
+                    engine.abort(str(i))
+            if turn > max(arrivals) and not engine.has_work:
+                break
+            for output in engine.step().outputs:
+                assert output.error is None, output.error
+                found[output.request_id] += output.token_ids
+    for i, (_, answer) in enumerate(wanted):
+        got = found[str(i)]
+        assert got == (answer[: len(got)] if i in aborts else answer), i
 
 
 @dataclass

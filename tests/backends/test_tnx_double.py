@@ -46,13 +46,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tnx_double.Model]:
     return tnx_double.install(monkeypatch)
 
 
-def folder_of(directory: Path, model_type: str) -> Path:
-    config = {"model_type": model_type, "vocab_size": VOCAB_SIZE}
+def folder_of(directory: Path, model_type: str, **settings: object) -> Path:
+    config = {"model_type": model_type, "vocab_size": VOCAB_SIZE, **settings}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def assert_expected(backend: Backend, seed: int) -> None:
+def assert_expected(backend: Backend, seed: int, window: int = 0) -> None:
     """Random traffic; the tokens of each request are those that it gets alone."""
     draw, engine = random.Random(seed), Engine(backend)
     prompts = [draw.choices(range(1, VOCAB_SIZE), k=draw.randint(1, 20)) for _ in range(40)]
@@ -67,7 +67,8 @@ def assert_expected(backend: Backend, seed: int) -> None:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
     for i, prompt in enumerate(prompts):
-        assert found[str(i)] == expected(prompt, lengths[i], vocab_size=VOCAB_SIZE)
+        alone = expected(prompt, lengths[i], vocab_size=VOCAB_SIZE, window=window)
+        assert found[str(i)] == alone
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -547,12 +547,25 @@ BATCHES = [
     (
         "n_positions",
         "error",
-        "fills a KV cache as long as the model's sliding window (2048 tokens)",
+        "each prefill graph fills a KV cache as long as the model's sliding window (2048 tokens)",
         {
             "loader": "nxdi",
             "facts": of("mistral", **WINDOW),
             "n_positions": 2049,
             "context_length_estimate": (128, 2048),
+        },
+        {"n_positions": 2048},
+    ),
+    (
+        "async_execution",
+        "note",
+        "left out: a step ahead overwrites",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "context_length_estimate": (4096,),
+            "on_device_generation": PER_ROW,
+            "async_execution": True,
         },
         {"n_positions": 2048},
     ),

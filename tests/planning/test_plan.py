@@ -184,6 +184,13 @@ def test_what_the_host_does_with_nxdis_graphs_is_none_of_them():
         ) != library_arguments(Case(plain, facts("llama-3-8b"), INF2, "nxdi"))
 
 
+@pytest.mark.parametrize(("positions", "ahead"), [(4096, True), (4097, None)])
+def test_no_step_runs_ahead_where_the_cache_is_a_ring(positions, ahead):
+    options = options_with(n_positions=positions, on_device_generation=True, async_execution=True)
+    found = library_arguments(Case(options, facts("mistral-7b-v0.1"), INF2, "nxdi"))
+    assert found.neuron_config.get("async_mode") == ahead
+
+
 def test_no_graph_is_told_before_lengths_are_known():
     options = ServingOptions(n_positions=None)
     assert list(graphs(Case(options, facts("llama-3-8b"), INF2, "tnx"))) == []

@@ -23,6 +23,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.nxdi.ahead import StepAhead
+from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.backends.nxdi.nan import Doubts
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_top_k, choose_bucket, refuse
@@ -51,6 +52,13 @@ class ContinuousBackend(DeviceBackend):
     each slot's last token and position, which are written again unchanged; a free slot's go to a position that its next
     sequence overwrites.
 
+    In a cache that is a ring (`model.rolls`) no live position is written twice: it lies over the oldest key that its
+    own step reads, so the step again would miss that key and read itself. What is written there:
+    - by a prompt the whole ring of its slot, padding included, and nothing else. So no doubt is left to a later
+      sequence, and `acquire` writes nothing;
+    - by a decode the next position of every live slot (`_check`), and one of each free slot;
+    - by a step ahead, which the library itself may drop, nothing: planning leaves `async_mode` out.
+
     The library takes the smallest bucket that is longer than the attention mask. The masks here are one column shorter
     than the bucket that is meant: a prompt's is not read if it is padded on the right, and the token of a decode is not
     in it.
@@ -70,6 +78,7 @@ class ContinuousBackend(DeviceBackend):
         self._slots = torch.arange(plan.num_slots, dtype=torch.int32)
         self._columns = np.arange(plan.max_model_len, dtype=np.int32)
         self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
+        self._rolls = rolls(application.config)
         self._doubts = Doubts(plan.num_slots)
         # It refuses `_NO_TOP_P`; `_check` has looked at the rows.
         application.validate_sampling_params = lambda _: None
@@ -88,7 +97,7 @@ class ContinuousBackend(DeviceBackend):
         self._forget([slot])
         length = min(len(prompt_ids), self._prompt_buckets[-1])
         bucket = choose_bucket(length, self._prompt_buckets)
-        if doubtful := self._doubts.of(slot, bucket):
+        if (doubtful := self._doubts.of(slot, bucket)) and not self._rolls:
             try:
                 with torch.inference_mode():
                     self._mend(slot, doubtful)
@@ -112,6 +121,8 @@ class ContinuousBackend(DeviceBackend):
         super()._check(kind, rows)
         if kind == "decode" and rows.input_ids.shape[1] != 1:
             refuse(f"a decode of {rows.input_ids.shape[1]} columns", "one for each row")
+        if self._rolls and rows.starts.any() and np.count_nonzero(self._filled) > len(rows.slots):
+            refuse(f"a decode of slots {rows.slots.tolist()}", "all that hold tokens, in a ring")
         if self.spec.largest_top_k is not None:
             check_top_k(rows, self.spec.largest_top_k)
             if (rows.sampling[:, 1] < 1).any():
