@@ -703,6 +703,15 @@ def test_warm_up_runs_every_graph_that_a_prompt_reaches(
     assert_clean(engine, backend)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_warm_up_tells_of_a_device_that_is_lost(at: int) -> None:
+    backend = ToyBackend()
+    backend.fail_at[at] = error = StepError("told to")
+    error.fatal = True
+    with pytest.raises(StepError, match="told to"):
+        warm_up(Engine(backend))
+
+
 def test_warm_up_of_static_batches_prefills_a_sequence_as_long_as_its_slot() -> None:
     backend = ToyBackend(replace(TOY_SPEC, joins="reprefill", max_prefill_batch=4))
     engine = Engine(backend)

@@ -890,6 +890,18 @@ def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
         os.fstat(descriptor)
 
 
+def test_an_error_of_the_engine_itself_reaches_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, end = socket.socketpair()
+    link, engine = Link(front), Engine(ToyBackend())
+    monkeypatch.setattr(engine, "step", lambda: {}["told to"])
+    link.send_encoded(encode_request(request("a", [5, 6])))
+    assert not work(worker_link(end), lambda: engine, WorkerSettings())
+    *_, (kind, code, reason) = iter(link.receive, None)
+    assert (kind, code) == ("dead", BackendUnavailableError.code)
+    assert "the engine failed (KeyError: 'told to')" in reason
+    link.close()
+
+
 def test_an_engine_waits_for_a_front_that_does_not_read() -> None:
     front, end = socket.socketpair()
     backend = ToyBackend(replace(LONG, vocab_size=30_000))
