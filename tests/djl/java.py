@@ -271,6 +271,14 @@ def children(pid):
     return found
 
 
+def engine_processes(worker):
+    """Ids of the engine processes of a worker. Between each and the worker is a guard."""
+    guards = [
+        pid for pid in children(worker) if any("guard.py" in one for one in command_line(pid))
+    ]
+    return [pid for guard in guards for pid in children(guard) if is_alive(pid)]
+
+
 def tree(pid):
     """The id of a process and those of its descendants."""
     return [pid, *(each for child in children(pid) for each in tree(child))]

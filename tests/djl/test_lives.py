@@ -10,7 +10,15 @@ import time
 import pytest
 
 from tests.djl.conftest import MODEL, MODES, write_model, write_toy
-from tests.djl.java import PATIENCE_S, LoadError, children, is_alive, tree, wait_gone, wait_until
+from tests.djl.java import (
+    PATIENCE_S,
+    LoadError,
+    engine_processes,
+    is_alive,
+    tree,
+    wait_gone,
+    wait_until,
+)
 from tests.djl.test_modes import CHECKS, body, generated
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -106,13 +114,8 @@ LONG = body(num_tokens=400, ignore_eos=True, stream=True)
 
 
 def engine_of(worker):
-    """The id of the engine process, whose parent is the guard, whose parent is the worker."""
-
-    def engines():
-        guards = filter(is_alive, children(worker))
-        return [pid for guard in guards for pid in children(guard) if is_alive(pid)]
-
-    return wait_until(engines)[0]
+    """The id of the engine process."""
+    return wait_until(lambda: engine_processes(worker))[0]
 
 
 def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(mortal):

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.djl.conftest import write_model
-from tests.djl.java import children, is_alive, tree, wait_gone, wait_until
+from tests.djl.java import engine_processes, tree, wait_gone, wait_until
 from tests.djl.test_lives import LONG, ask
 from tests.djl.test_modes import CHECKS, body, generated
 
@@ -39,9 +39,8 @@ def java(start_java, tmp_path_factory):
 
 
 def engines(java, name):
-    """Ids of a model's engine processes. Between each and its worker is a guard."""
-    guards = [guard for worker in java.workers(java.folders[name]) for guard in children(worker)]
-    return [pid for guard in guards for pid in children(guard) if is_alive(pid)]
+    """Ids of a model's engine processes."""
+    return [pid for worker in java.workers(java.folders[name]) for pid in engine_processes(worker)]
 
 
 def test_every_worker_of_every_model_gives_right_answers(java):
