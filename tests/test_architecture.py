@@ -1,8 +1,11 @@
 """Promises about the code itself: import directions, import cost, generated pages, the error tree."""
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,67 @@ def test_the_environment_is_read_in_two_places_only():
         if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
     }
     assert readers <= allowed
+
+
+@pytest.mark.parametrize(
+    ("package", "place", "names", "use"),
+    [
+        (
+            "h11",
+            "h11:Connection",
+            {"_receive_buffer"},
+            "empty lines before a request are skipped in it",
+        ),
+        ("h11", "h11._receivebuffer:ReceiveBuffer", {"maybe_extract_at_most"}, "it skips them"),
+        (
+            "uvicorn",
+            "uvicorn.protocols.http.h11_impl:H11Protocol",
+            {
+                "_get_upgrade",
+                "_unset_keepalive_if_required",
+                "timeout_keep_alive_task",
+                "cycle",
+                "flow",
+            },
+            "upgrades are ignored, and limits of time replace its own",
+        ),
+        (
+            "uvicorn",
+            "uvicorn.protocols.http.h11_impl:RequestResponseCycle",
+            {"disconnected", "message_event"},
+            "a refused request ends as if its client had left",
+        ),
+        ("uvicorn", "uvicorn:Config", {"loaded_app"}, "the second port has its own app"),
+        (
+            "uvicorn",
+            "uvicorn:Server",
+            {"servers", "server_state"},
+            "the second port ends with the first",
+        ),
+        ("boto3", "botocore:httpchecksum", {"_CHECKSUM_CLS"}, "downloads are verified with these"),
+    ],
+)
+def test_private_names_of_libraries_are_there_and_bounded(package, place, names, use):
+    module, _, name = place.partition(":")
+    pytest.importorskip(module)
+    owner = getattr(importlib.import_module(module), name)
+    codes = [one.__code__ for one in vars(owner).values() if inspect.isfunction(one)]
+    gone = names - set(dir(owner)) - {word for code in codes for word in code.co_names}
+    assert not gone, f"{package} has changed: {place} has no {gone} ({use}); do this in another way"
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf'"{package}>=[\d.]+,<[\d.]+"', pyproject)
+    assert not re.search(rf'"{package}>=[\d.]+"', pyproject)
+
+
+def test_private_arguments_of_asyncios_tls_are_there():
+    """server/http.py makes this object itself: `start_tls` loses what comes behind the keys."""
+    expected = ["loop", "app_protocol", "sslcontext", "waiter", "server_side", "server_hostname"]
+    expected += ["call_connection_made", "ssl_handshake_timeout"]
+    if sys.version_info >= (3, 11):
+        expected.append("ssl_shutdown_timeout")
+    given = list(inspect.signature(SSLProtocol).parameters)
+    changed = set(given) ^ set(expected) or given[:4] != expected[:4]
+    assert not changed, f"this Python's asyncio.sslproto.SSLProtocol takes other arguments: {given}"
 
 
 def error_tree(parent, depth=1):

@@ -278,7 +278,7 @@ class PythonTokenizer(TokenTable):
         except MemoryError:
             raise
         except ImportError as error:
-            msg = "chat templates need jinja2 3.1 or newer; expected it installed. Run `pip install 'jinja2>=3.1'`."
+            msg = "chat templates need jinja2 3.1.6 or newer; expected it installed. Run `pip install 'jinja2>=3.1.6'`."
             raise ArtifactError(msg) from error
         except Exception as error:
             # Only a sentence of the template itself is quoted: other messages may quote the prompt.
