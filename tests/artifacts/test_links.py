@@ -128,6 +128,30 @@ def test_compile_writes_nothing_with_it(model, secret, tmp_path, name, make):
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.fixture
+def snapshot(model, tmp_path):
+    """The model in the Hugging Face cache `hub`."""
+    folder = tmp_path / "hub" / "models--me--m" / "snapshots" / "0a"
+    shutil.copytree(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_a_snapshot_leads_nowhere_else_either(snapshot, secret, tmp_path, make):
+    place(snapshot, "modeling_x.py", make, secret)
+    with pytest.raises(ArtifactError, match=r"modeling_x\.py"):
+        write(snapshot, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["models--me--m/blobs/0a1b", "blobs/0a/1b"])
+def test_a_snapshot_leads_to_the_blobs_of_its_cache(snapshot, secret, tmp_path, name):
+    shutil.copy(secret, tmp_path / "hub" / "secret")
+    blob(snapshot / "modeling_x.py", tmp_path / "hub" / "secret", name)
+    write(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "modeling_x.py").read_bytes() == secret.read_bytes()
+
+
 @pytest.mark.parametrize("make", BAD)
 def test_no_template_of_another_place_is_served(model, secret, make):
     place(model, "additional_chat_templates/tools.jinja", make, secret)
