@@ -141,7 +141,7 @@ def test_the_machine_is_sagemakers(container):
     assert (root / "opt/ml/model/config.json").is_file()
     for folder in ("opt/ml/model", "usr"):
         with pytest.raises(OSError, match="Read-only file system"):
-            (root / folder / "new").touch()
+            (root / folder / f"new-{os.getpid()}").touch()
     with tempfile.NamedTemporaryFile(dir=root / "tmp"):
         """It can be made."""
 
