@@ -212,12 +212,11 @@ def test_padding_may_reach_beyond_the_last_position(
 
 def test_more_than_one_thread_gives_the_same(checkpoint: Callable[[str], Path]) -> None:
     directory = checkpoint("llama")
-    one, two = (
-        Driver(backends.get("cpu").load(plan_for(directory, num_threads=threads)))
-        for threads in (1, 2)
-    )
     prompt = prompts_of(30)[0]
-    assert_same(one.alone(prompt, 20), two.alone(prompt, 20))
+    wanted = generate(load_reference(directory), prompt, 20)
+    for threads in (1, 2):
+        driver = Driver(backends.get("cpu").load(plan_for(directory, num_threads=threads)))
+        assert_same(driver.alone(prompt, 20), wanted)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +348,7 @@ def test_a_window_that_is_not_used_is_told_once(
 def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path) -> None:
     """Token 96 and the padding give NaN: a rejected draft, a failed prompt and padding harm nobody."""
     save_tiny_model(model_type, tmp_path)
-    wanted = Driver(backends.get("cpu").load(plan_for(tmp_path))).alone([5, 6, 7], 6)
+    wanted = generate(load_reference(tmp_path), [5, 6, 7], 6)
     poison(tmp_path / "model.safetensors", 0, 96)
     driver = Driver(backends.get("cpu").load(plan_for(tmp_path)))
     driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})

@@ -16,7 +16,7 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
-from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Text, assert_same, make_rows  # noqa: E402
 from tests.mixed_driver import MixedDriver, assert_like_alone_in_chunks  # noqa: E402
@@ -59,11 +59,11 @@ def test_any_chunks_give_what_transformers_gives(
 def test_what_is_not_a_number_stays_with_its_sequence(tmp_path: Path) -> None:
     """The library lets all sequences of a step attend to one another, with weights of 0."""
     save_tiny_model("llama", tmp_path)
+    good, long, model = [5, 6, 7], list(range(10, 40)), load_reference(tmp_path)
+    wanted, wanted_long = reference(model, good, 20), reference(model, long[:15], 8)
     poison(tmp_path / "model.safetensors", POISON)
     backend = backends.get("tnx").load(tnx_plan(tmp_path, block_size=8))
     driver = MixedDriver(backend)
-    good, long = [5, 6, 7], list(range(10, 40))
-    wanted, wanted_long = driver.alone(good, 20), driver.alone(long[:15], 8)
     driver.join({0: good})
     driver.begin(1, [8, POISON, *long])
     driver.begin(2, long[:15])
@@ -84,6 +84,7 @@ def test_what_is_not_a_number_stays_with_its_sequence(tmp_path: Path) -> None:
 
 def test_so_it_does_where_the_device_samples(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
+    wanted = reference(load_reference(tmp_path), [5, 6, 7], 8).tokens
     poison(tmp_path / "model.safetensors", POISON)
     plan = tnx_plan(tmp_path, block_size=8, on_device_generation={"do_sample": False})
     backend = backends.get("tnx").load(plan)
@@ -105,7 +106,7 @@ def test_so_it_does_where_the_device_samples(tmp_path: Path) -> None:
         backend.release(list(ids))
         return found
 
-    wanted = tokens_beside()
+    assert tokens_beside() == wanted
     assert tokens_beside(POISON, 9) == wanted
     assert tokens_beside(9, 10) == wanted
     backend.close()
@@ -118,7 +119,7 @@ def test_the_blocks_of_others_are_never_read(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     backend: Any = backends.get("tnx").load(tnx_plan(tmp_path, tp=2, block_size=8))
     driver = MixedDriver(backend)
-    wanted = driver.alone([5, 6, 7], 20)
+    wanted = reference(load_reference(tmp_path), [5, 6, 7], 20)
     for layer in backend._model.decoder_lm_head.layers:
         for caches in (layer.attn_k_cache, layer.attn_v_cache):
             for cache in caches.values():

@@ -22,7 +22,7 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
 )
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
-from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.device_driver import Driver, assert_same, logits_of, make_rows  # noqa: E402
 from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
@@ -107,8 +107,9 @@ def test_sampled_texts_keep_the_models_distribution(tmp_path: Path) -> None:
     other = save_tiny_model("llama", tmp_path / "other", seed=1)
     backend = backends.get("tnx").load(verifying(target))
     engine = Engine(backend, proposer=proposer_of("other model", backend, target, other))
-    count, params = 1200, SamplingParams(temperature=1.0, top_k=3)
+    count = 1200
     for i in range(count):
+        params = SamplingParams(temperature=1.0, top_k=3, seed=i)
         engine.add(GenerationRequest(str(i), [7, 8, 9], params, max_new_tokens=4))
     found = Counter(tuple(text[1:3]) for text in finished(engine).values())
     wanted = pairs(load_reference(target), [7, 8, 9], top_k=3)
@@ -163,7 +164,8 @@ def test_slots_that_verify_are_found_as_they_are_by_plain_decodes(tmp_path: Path
     target = save_tiny_model("llama", tmp_path)
     backend = backends.get("tnx").load(verifying(target))
     driver = Driver(backend)
-    wanted = {slot: driver.alone([5, 6, 7 + slot], 12, slot) for slot in (0, 2)}
+    model = load_reference(target)
+    wanted = {slot: reference(model, [5, 6, 7 + slot], 12) for slot in (0, 2)}
     driver.join({0: [5, 6, 7], 2: [5, 6, 9]})
     for _ in range(4):
         starts = {s: len(t.prompt) + len(t.tokens) - 1 for s, t in driver.live.items()}

@@ -115,10 +115,10 @@ def test_positions_beyond_128_are_right(tmp_path: Path, name: str, sizes: str) -
 def test_a_free_row_spoils_nothing(tmp_path: Path) -> None:
     """What a slot was fed last is not what its row is fed once it is free: here, a token that is not a number."""
     save_tiny_model("llama", tmp_path)
+    wanted = reference(load_reference(tmp_path), [5, 6, 7], 20)
     poison(tmp_path / "model.safetensors", 96)
     backend = backends.get("tnx").load(tnx_plan(tmp_path, continuous=False))
     driver = Driver(backend)
-    wanted = driver.alone([5, 6, 7], 20, slot=3)
     driver.join({1: [8, 9], 2: [9, 8]})
     for text in driver.live.values():
         text.tokens[-1] = 96
