@@ -196,9 +196,13 @@ def test_java_s_spelling_of_values():
     ("weights", "links"), [("none", None), ("link", 2), ("copy", 1)], ids=["none", "link", "copy"]
 )
 def test_weights_are_left_out_linked_or_copied(model, tmp_path, weights, links):
+    (model / "adapters" / "a").mkdir(parents=True)
+    (model / "adapters" / "a" / "adapter_config.json").write_text("{}")
     write(model, tmp_path / "out", weights=weights)
     there = tmp_path / "out" / "model.safetensors"
     assert (there.stat().st_nlink if there.exists() else None) == links
+    adapter = tmp_path / "out" / "adapters" / "a" / "adapter_config.json"
+    assert adapter.stat().st_nlink == 1, "weights alone are linked"
 
 
 def test_a_hugging_face_cache_s_links_become_files(model, tmp_path):
