@@ -24,7 +24,7 @@ from djl_python_neuronx.artifacts.weights import (
     read_ranks,
     read_whole,
 )
-from djl_python_neuronx.config.values import long_dtype, shortened
+from djl_python_neuronx.config.values import long_dtype, make_buckets, shortened
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.links import AGAIN
 from djl_python_neuronx.planning.nxdi.recorded import as_options
@@ -38,6 +38,8 @@ _GRAPH_FOLDERS = frozenset({_VLLM, "compiled"})
 _MAX_RANKS = 4096
 
 _TP = "tensor_parallel_degree"
+_OWN_CLASS = "it compiles this model_type with a class of its own"
+_NO_PREFILL = "it compiles no graphs for prompts of a gpt2"
 # A library's name of a setting -> ours.
 # Source: LMI before djl-serving 1132e3ab, model_loader.py, update_model_config_to_neuron; Optimum Neuron 0.0.16 to
 # 0.1, modeling_decoder.py: the section "neuron" of config.json.
@@ -48,6 +50,16 @@ _SECTION = {
     "auto_cast_type": "dtype",
     "compiler_version": "compiler_version",
 }
+# What the section leaves out follows from the release, which is known by the transformers that it installs.
+# Least version of transformers -> releases, fuse_qkv, and model types whose graphs are not used, with the reason.
+# Source: Optimum Neuron 0.0.17 to 0.0.28, setup.py, modeling_decoder.py, exporters/neuron/model_configs.
+_OPTIMUM: dict[tuple[int, ...], tuple[str, bool, dict[str, str]]] = {
+    (4, 48): ("0.0.28", True, dict.fromkeys(("granite", "llama", "qwen2"), _OWN_CLASS)),
+    (4, 43): ("0.0.25 to 0.0.27", True, {"qwen2": _OWN_CLASS}),
+    (4, 41): ("0.0.23 and 0.0.24", False, {"mixtral": "the two compile it in different ways"}),
+}
+_CONTINUOUS = frozenset({"llama", "mistral"})
+"""Model types that Optimum Neuron compiles for continuous batching, with one length, if there are several slots."""
 _SAME_MODEL = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
@@ -193,8 +205,9 @@ class LmiAot(Format):
 class OptimumTnx(Format):
     """Optimum Neuron on transformers-neuronx (to 0.2): `checkpoint/` holds whole weights, `compiled/` graphs.
 
-    From 0.1 on it had its own copy of that library, whose graphs the original does not find by their digest: of
-    those folders (neuron_config.json) only the weights are used.
+    From 0.1 on (neuron_config.json) it had its own copy of that library, whose graphs the original does not find by
+    their digest. Of those folders, and of those in `_OPTIMUM` that are compiled in another way than this package
+    does, only the weights are used.
     """
 
     name = "optimum_tnx"
@@ -216,17 +229,19 @@ class OptimumTnx(Format):
         config, compiled = read_config(folder), _require_graphs(folder.sub("compiled"))
         recorded = folder.json(_NEURON_CONFIG)
         own = _is_hlo(recorded)
-        weights, source = _read_checkpoint(folder, config, recorded if own else config["neuron"])
+        section = recorded if own else config["neuron"]
+        weights, source = _read_checkpoint(folder, config, section)
+        compiled_for, reason = (
+            ({}, "it did so with its own copy of transformers-neuronx") if own else _optimum(config)
+        )
+        unused = f"what Optimum Neuron compiled in {folder.path} is not used, but compiled again: {reason}"
         return self.artifact(
             folder,
             config,
             weights,
-            compiled=None if own else compiled,
-            compiled_for={} if own else _compiled_for(config["neuron"], _SECTION),
-            unused=f"what Optimum Neuron compiled in {folder.path} with its own copy of transformers-neuronx is not "
-            "used: the original does not find those graphs"
-            if own
-            else "",
+            compiled=None if reason else compiled,
+            compiled_for=compiled_for,
+            unused=unused if reason else "",
             weights_source=source,
         )
 
@@ -347,6 +362,38 @@ class OptimumNxd(Format):
 
 def _is_hlo(recorded: Mapping[str, Any]) -> bool:
     return recorded.get("_serialized_key") == "HloNeuronConfig"
+
+
+def _optimum(config: Mapping[str, Any]) -> tuple[dict[str, object], str]:
+    """The options that Optimum Neuron to 0.0.28 compiled for, and why its graphs are not used; empty if they are.
+
+    Where it gives the library a single length, that doubles from 128 on for tokens and from 64 on for prompts.
+    """
+    section, kind = config["neuron"], config["model_type"]
+    version = str(config.get("transformers_version"))
+    found = re.match(r"(\d{1,3})\.(\d{1,3})", version)
+    made_by = tuple(map(int, found.groups())) if found else ()
+    row = next((row for least, row in _OPTIMUM.items() if made_by >= least), None)
+    if row is None:
+        return {}, (
+            f"transformers_version is {shortened(version)!r} in config.json, expected 4.41 or later: releases before "
+            "0.0.23 do not record whether they compile for continuous batching, nor the attention layout"
+        )
+    releases, fused, others = row
+    if reason := {**others, "gpt2": _NO_PREFILL}.get(kind):
+        return {}, f"{reason} (release {releases}, by transformers {shortened(version)})"
+    compiled_for = _compiled_for(section, _SECTION)
+    compiled_for |= {"attention_layout": "BSH" if kind == "llama" else "HSB", "fuse_qkv": fused}
+    longest = section.get("sequence_length")
+    if type(longest) is int and longest > 1:
+        joins = kind in _CONTINUOUS and section.get("batch_size") != 1
+        lengths = (longest,) if joins else make_buckets(longest)
+        compiled_for |= {
+            "n_positions": lengths,
+            "context_length_estimate": lengths if joins else tuple(n // 2 for n in lengths),
+            "rolling_batch_strategy": "continuous_batching" if joins else "naive_rolling_batch",
+        }
+    return compiled_for, ""
 
 
 def _is_optimum(recorded: Mapping[str, Any]) -> bool:

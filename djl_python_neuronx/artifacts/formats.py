@@ -129,10 +129,12 @@ class OwnOutput(Format):
             format=self.name,
             backend=backend if isinstance(backend, str) else artifact.backend,
             compiled=artifact.compiled or graphs,
-            # The manifest has the options themselves, and NxD Inference's own record follows from them.
+            # The manifest has the options themselves; NxD Inference's own record follows from them, and Optimum
+            # Neuron's is of the graphs that the model had before.
             compiled_for=recorded
-            if artifact.neuron_config
+            if artifact.neuron_config or artifact.format == OptimumTnx.name
             else {**artifact.compiled_for, **recorded},
+            unused="",
         )
 
 

@@ -11,10 +11,12 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.compiled_formats import OptimumTnx
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -97,8 +99,14 @@ def find_mismatch(
         recorded = {name: recorded.get(name) for name in names}
         wanted = {name: wanted.get(name) for name in names}
     else:
-        # Foreign formats record one length, the longest.
-        wanted["n_positions"] = case.options.max_model_len
+        longest = case.options.max_model_len or 1
+        if isinstance(recorded.get("n_positions"), tuple):
+            wanted["n_positions"] = case.options.token_buckets or make_buckets(longest)
+        else:
+            wanted["n_positions"] = longest  # all that most formats record
+        if artifact.format == OptimumTnx.name and recorded:
+            # All that it sets is known.
+            recorded = dict.fromkeys(wanted.keys() - surroundings.keys()) | recorded
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in wanted.items()}
     try:
         replace(artifact, compiled_for=recorded).check_fit(wanted)

@@ -165,8 +165,8 @@ def lmi_aot(path: Path) -> Path:
     return path
 
 
-def optimum_tnx(path: Path) -> Path:
-    """Optimum Neuron up to 0.0.28: a section of config.json, split weights."""
+def optimum_tnx(path: Path, **config: object) -> Path:
+    """Optimum Neuron 0.0.25 to 0.0.27, of a folder with split weights; `config` changes config.json."""
     section = {
         "task": "text-generation",
         "batch_size": 4,
@@ -178,7 +178,8 @@ def optimum_tnx(path: Path) -> Path:
         "checkpoint_id": "org/model",
         "checkpoint_revision": "0a1b",
     }
-    write_json(path / "config.json", {**CONFIG, "neuron": section})
+    written = {**CONFIG, "transformers_version": "4.43.2", "neuron": section}
+    write_json(path / "config.json", {**written, **config})
     split(path / "checkpoint")
     (path / "compiled").mkdir()
     (path / "compiled" / "0123456789abcdef0123.neff").write_bytes(NEFF)
@@ -288,15 +289,15 @@ def neff_cache(path: Path) -> Path:
     return path
 
 
-def own_output(path: Path) -> Path:
-    """What this package's compilation writes: here over the LMI container's layout."""
-    lmi_aot(path)
+def own_output(path: Path, layout: str = "lmi_aot", **config: object) -> Path:
+    """What this package's compilation writes, here over the layout of another program."""
+    BUILDERS[layout](path, **config)
     files = {
         file.relative_to(path).as_posix(): file_entry(file)
         for file in path.rglob("*")
         if file.is_file()
     }
-    write_manifest(path, "lmi_aot", files, {"n_positions": 64, "context_length_estimate": [32, 64]})
+    write_manifest(path, layout, files, {"n_positions": 64, "context_length_estimate": [32, 64]})
     return path
 
 

@@ -101,7 +101,15 @@ RECORDED = {
     "tnx_presharded": {"tensor_parallel_degree": 2},
     "lmi_compile_only": without("max_rolling_batch_size", "n_positions", "dtype"),
     "lmi_aot": COMPILED_FOR,
-    "optimum_tnx": {**COMPILED_FOR, "dtype": "float16"},
+    "optimum_tnx": {
+        **COMPILED_FOR,
+        "dtype": "float16",
+        "n_positions": (64,),
+        "context_length_estimate": (64,),
+        "rolling_batch_strategy": "continuous_batching",
+        "attention_layout": "BSH",
+        "fuse_qkv": True,
+    },
     "optimum_nxd": {},
     "nxdi": OF_NXDI,
     "nxdi_beside": OF_NXDI,
@@ -346,6 +354,98 @@ def test_optimums_cut_weights_are_refused(tmp_path):
     assert (artifact.weights, artifact.weights_source) == ((), "org/model@0a1b")
     with pytest.raises(ArtifactNotFoundError, match=r"without weights.*org/model@0a1b"):
         artifact.weights_for("nxdi", READS["nxdi"])
+
+
+def optimum_section(batch_size, sequence_length):
+    """As `NeuronDecoderModel.get_export_config` of Optimum Neuron 0.0.17 to 0.0.28 writes it."""
+    return {
+        "task": "text-generation",
+        "batch_size": batch_size,
+        "num_cores": 2,
+        "auto_cast_type": "fp16",
+        "sequence_length": sequence_length,
+        "compiler_type": "neuronx-cc",
+        "compiler_version": folders.COMPILER,
+        "checkpoint_id": "org/model",
+        "checkpoint_revision": "0a1b",
+    }
+
+
+# Source: Optimum Neuron 0.0.23 to 0.0.28: setup.py (transformers), modeling_decoder.py, the exporters' model_configs.
+OPTIMUM = {
+    # transformers, model_type, slots, length -> layout, fuse_qkv, strategy, tokens, prompts
+    ("4.41.1", "llama", 4, 512): ("BSH", False, "continuous", (512,), (512,)),
+    ("4.41.1", "mistral", 4, 512): ("HSB", False, "continuous", (512,), (512,)),
+    ("4.41.1", "opt", 4, 64): ("HSB", False, "naive", (64,), (32,)),
+    ("4.43.2", "llama", 4, 512): ("BSH", True, "continuous", (512,), (512,)),
+    ("4.43.2", "llama", 1, 512): ("BSH", True, "naive", (128, 256, 512), (64, 128, 256)),
+    ("4.43.2", "mistral", 1, 200): ("HSB", True, "naive", (128, 200), (64, 100)),
+    ("4.43.2", "mixtral", 4, 256): ("HSB", True, "naive", (128, 256), (64, 128)),
+    ("4.48.3", "mistral", 2, 512): ("HSB", True, "continuous", (512,), (512,)),
+    ("4.48.3", "bloom", 2, 128): ("HSB", True, "naive", (128,), (64,)),
+}
+
+
+@pytest.mark.parametrize("release", OPTIMUM, ids=lambda release: "-".join(map(str, release)))
+def test_what_optimums_release_implies_is_known(tmp_path, release):
+    version, kind, batch_size, length = release
+    layout, fused, strategy, tokens, prompts = OPTIMUM[release]
+    section = optimum_section(batch_size, length)
+    path = folders.optimum_tnx(
+        tmp_path, model_type=kind, transformers_version=version, neuron=section
+    )
+    shutil.rmtree(path / "checkpoint")  # as where the model is of the hub
+    artifact = detect(path)
+    assert (artifact.compiled, artifact.unused) == (path / "compiled", "")
+    implied = {
+        "attention_layout": layout,
+        "fuse_qkv": fused,
+        "rolling_batch_strategy": {
+            "continuous": "continuous_batching",
+            "naive": "naive_rolling_batch",
+        }[strategy],
+        "n_positions": tokens,
+        "context_length_estimate": prompts,
+    }
+    assert artifact.compiled_for == {
+        **COMPILED_FOR,
+        "dtype": "float16",
+        "max_rolling_batch_size": batch_size,
+        **implied,
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "reason"),
+    [
+        ("4.48.1", "llama", "a class of its own (release 0.0.28, by transformers 4.48.1)"),
+        ("4.43.2", "gpt2", "no graphs for prompts of a gpt2 (release 0.0.25 to 0.0.27"),
+        ("4.41.1", "mixtral", "different ways (release 0.0.23 and 0.0.24"),
+        ("4.36.2", "llama", "transformers_version is '4.36.2' in config.json"),
+        (None, "opt", "transformers_version is 'None' in config.json"),
+        ("9" * 5000 + ".1", "opt", "in config.json, expected 4.41 or later"),
+    ],
+)
+def test_optimums_graphs_that_are_not_found_are_not_used(tmp_path, version, kind, reason):
+    path = folders.optimum_tnx(tmp_path, model_type=kind, transformers_version=version)
+    shutil.rmtree(path / "checkpoint")
+    artifact = detect(path)
+    assert (artifact.compiled, artifact.compiled_for) == (None, {})
+    assert f"Optimum Neuron compiled in {path} is not used, but compiled again" in artifact.unused
+    assert reason in artifact.unused
+
+
+@pytest.mark.parametrize("version", ["4.43.2", "4.48.1"])
+def test_what_is_compiled_anew_is_not_what_optimum_had_compiled(tmp_path, version):
+    path = folders.own_output(tmp_path, "optimum_tnx", transformers_version=version)
+    artifact = detect(path)
+    assert (artifact.format, artifact.unused) == ("djl_neuronx", "")
+    assert artifact.compiled == path / "compiled"
+    assert artifact.compiled_for == {
+        "n_positions": 64,
+        "context_length_estimate": (32, 64),
+        "compiler_version": folders.COMPILER,
+    }
 
 
 def test_optimums_own_library_gives_weights_and_no_graphs(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from soak import engines  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
+from djl_python_neuronx.backends.tnx.model import CLASSES  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactNotFoundError,
     BackendUnavailableError,
@@ -34,10 +36,12 @@ from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # no
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
-from tests.backends.tnx_plans import CACHE  # noqa: E402
+from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
+from tests.backends.tnx_plans import CACHE, VARIANTS  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
 from tests.test_speculation import assert_top_tokens  # noqa: E402
-from tests.tiny_models import save_tiny_model  # noqa: E402
+from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.toy_tokenizer import TOKENIZER  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 
@@ -360,3 +364,92 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     finally:
         server.close()
         loaded.close()
+
+
+OPTIMUM: dict[str, tuple[str, str, int, dict[str, Any], dict[str, Any]]] = {
+    # model_type, transformers, slots; arguments of NeuronConfig and further ones of the model's class.
+    # Source: Optimum Neuron 0.0.23 to 0.0.28, modeling_decoder.py, __init__, and the exporters' model_configs.
+    "llama of 0.0.25": (
+        *("llama", "4.43.2", 3),
+        {"attention_layout": "BSH", "fuse_qkv": True},
+        {"n_positions": [136], "context_length_estimate": [136]},
+    ),
+    "mistral of 0.0.23": (
+        *("mistral", "4.41.1", 3),
+        {"attention_layout": "HSB"},
+        {"n_positions": [136], "context_length_estimate": [136]},
+    ),
+    "opt of 0.0.28": (
+        *("opt", "4.48.3", 3),
+        {"attention_layout": "HSB", "fuse_qkv": True},
+        {"n_positions": 136},
+    ),
+    "llama of 0.0.27, one slot": (
+        *("llama", "4.43.2", 1),
+        {"attention_layout": "BSH", "fuse_qkv": True},
+        {"n_positions": 136},
+    ),
+    "mixtral of 0.0.27": (
+        *("mixtral", "4.43.2", 3),
+        {"attention_layout": "HSB", "fuse_qkv": True},
+        {"n_positions": 136},
+    ),
+}
+
+
+def export(folder: Path, name: str) -> None:
+    """Write a model folder as Optimum Neuron's `NeuronDecoderModel.from_pretrained(export=True)` and its save do."""
+    from transformers_neuronx import config as library
+
+    kind, version, slots, graphs, lengths = OPTIMUM[name]
+    own = {**VARIANTS[kind][1], "max_position_embeddings": 136}
+    checkpoint = save_tiny_model(kind, folder / "checkpoint", **own)
+    if isinstance(lengths["n_positions"], list):
+        shared = library.ContinuousBatchingConfig(batch_size_for_shared_caches=slots)
+        graphs = {**graphs, "continuous_batching": shared}
+    made = getattr(importlib.import_module("transformers_neuronx"), CLASSES[kind]).from_pretrained(
+        str(checkpoint),
+        batch_size=slots,
+        tp_degree=2,
+        amp="f32",
+        neuron_config=library.NeuronConfig(**graphs),
+        **lengths,
+    )
+    made.to_neuron()
+    made.save(str(folder / "compiled"))
+    section = {
+        "task": "text-generation",
+        "batch_size": slots,
+        "num_cores": 2,
+        "auto_cast_type": "fp32",
+        "sequence_length": 136,
+        "compiler_type": "neuronx-cc",
+        "compiler_version": backends.get("tnx").compiler_version(),
+        "checkpoint_id": None,
+        "checkpoint_revision": None,
+    }
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"transformers_version": version, "neuron": section}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(checkpoint / "generation_config.json", folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (i > 2)) for i, name in enumerate(OPTIMUM)],
+)
+def test_what_optimum_exported_is_served_and_nothing_is_compiled(tmp_path: Path, name: str) -> None:
+    export(tmp_path / "model", name)
+    cache = tmp_path / "cache"
+    environ = {"NEURON_RT_NUM_CORES": "8", "NEURON_COMPILE_CACHE_URL": str(cache)}
+    settings = {"model_loader": "tnx", "compilation": "forbid"}
+    prepared = prepare_or_raise(None, tmp_path / "model", environ=environ, overrides=settings)
+    obtained = graphs.obtain(prepared, lambda: TOKENIZER)
+    assert obtained.folder == tmp_path / "model" / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEURON_COMPILE_CACHE_URL", str(cache))
+        backend = backends.get("tnx").load(obtained.plan, obtained.folder)
+    reference = load_reference(tmp_path / "model" / "checkpoint")
+    assert assert_like_alone(backend, reference, seed=5, num_requests=8) > 100
+    backend.close()
+    assert not list(cache.rglob("MODULE_*"))

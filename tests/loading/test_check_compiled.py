@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -141,6 +142,31 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
 INSTANCE = "inf2.48xlarge"
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"attention_layout": "HSB"}, "attention_layout: compiled 'BSH', wanted 'HSB'"),
+        ({"fuse_qkv": "false"}, "fuse_qkv: compiled True, wanted False"),
+        ({"n_positions": "32,64"}, "n_positions: compiled (64,), wanted (32, 64)"),
+        ({"context_length_estimate": "32"}, "compiled (64,), wanted (32,)"),
+        ({"rolling_batch_strategy": "naive_rolling_batch"}, "rolling_batch_strategy: compiled"),
+        ({"cache_layout": "BSH"}, "cache_layout: compiled None, wanted 'BSH'"),
+        ({"quantize": "static_int8"}, "quantize: compiled None, wanted 'static_int8'"),
+    ],
+)
+def test_each_option_that_optimum_compiled_otherwise_is_named(tmp_path, at_hand, settings, told):
+    at_hand(LAPTOP)
+    path = folders.optimum_tnx(tmp_path)
+    (path / "tokenizer.json").touch()
+    same = {"fuse_qkv": "true", "attention_layout": "BSH", "n_positions": "64"}
+    report = run(path, machine=INSTANCE, **same)
+    assert report.findings.messages("error") == ()
+    assert report.prepared.fits
+    assert report.prepared.planned.arguments.constructor["n_positions"] == [64]
+    (error,) = run(path, machine=INSTANCE, **settings).findings.messages("error")
+    assert told in error
+
+
 def nxdi_model(path, **keywords):
     """A checkpoint that vllm-neuron has served, and its graphs."""
     folders.vllm(path, "0" * 32, **keywords)
@@ -237,12 +263,20 @@ def test_a_compiled_folder_without_weights_names_the_fix(tmp_path, at_hand):
     assert f"option.compiled_graph_path to {path}" in str(caught.value)
 
 
-@pytest.mark.parametrize("build", [folders.optimum_nxd, folders.optimum_hlo])
+@pytest.mark.parametrize(
+    "build",
+    [
+        folders.optimum_nxd,
+        folders.optimum_hlo,
+        partial(folders.optimum_tnx, transformers_version="4.48.1"),
+    ],
+    ids=["nxd", "hlo", "tnx"],
+)
 def test_graphs_that_no_library_loads_are_warned_of(tmp_path, at_hand, build):
     at_hand(LAPTOP)
     path = build(tmp_path)
     (path / "tokenizer.json").touch()
-    loader = "tnx" if build is folders.optimum_hlo else "nxdi"
+    loader = "nxdi" if build is folders.optimum_nxd else "tnx"
     report = run(path, machine=INSTANCE, model_loader=loader)
     assert report.findings.messages("error") == ()
     assert report.prepared.artifact.compiled is None
