@@ -79,8 +79,10 @@ def test_each_body_has_a_schema(document: dict[str, Any]) -> None:
         for method, operation in operations.items():
             assert ("requestBody" in operation) == (method == "post")
             assert operation["summary"]
-            for body in [operation.get("requestBody", {}), *operation["responses"].values()]:
-                for media in body.get("content", {}).values():
+            requests = [operation["requestBody"]] if method == "post" else []
+            for body in [*requests, *operation["responses"].values()]:
+                assert body["content"]
+                for media in body["content"].values():
                     schema = media["schema"]
                     assert schema.get("contentSchema", {"items": schema})["items"]
 
