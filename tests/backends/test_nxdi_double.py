@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs trans
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import env, nxdi
 from djl_python_neuronx.backends.base import Backend, Step, Want
+from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
@@ -305,6 +307,14 @@ def test_a_slot_in_doubt_costs_no_neighbour_its_oldest_key(ring: Path, name: str
             for output in engine.step().outputs:
                 found.setdefault(output.request_id, []).extend(output.token_ids)
     assert found == {name: answer_of(*one) for name, one in asked.items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "window", "wanted"),
+    [("mistral", 7, True), ("mistral", None, False), ("gpt_oss", 7, True), ("qwen2", 7, False)],
+)
+def test_whose_cache_is_a_ring(model_type: str, window: int | None, wanted: bool) -> None:
+    assert rolls(SimpleNamespace(model_type=model_type, sliding_window=window)) is wanted
 
 
 @pytest.mark.usefixtures("made")

@@ -992,6 +992,13 @@ LAYOUT = [
     ),
     ("ep_degree", "error", "cannot use it; remove", {**NXDI, "ep_degree": 2}, {"facts": EXPERTS}),
     (
+        "async_execution",
+        "error",
+        "overwrites what the model's sliding window holds; ",
+        {**NXDI, "facts": of("gpt_oss"), "on_device_generation": PER_ROW, "async_execution": True},
+        {"facts": of("llama")},
+    ),
+    (
         "ep_degree",
         "error",
         "fails to divide its experts",

@@ -55,7 +55,7 @@ class ContinuousBackend(DeviceBackend):
     In a cache that is a ring (`model.rolls`) no live position is written twice: it lies over the oldest key that its
     own step reads, so the step again would miss that key and read itself. What is written there:
     - by a prompt the whole ring of its slot, padding included, and nothing else. So no doubt is left to a later
-      sequence, and `acquire` writes nothing;
+      sequence, and `acquire` writes nothing. NaN in gpt_oss's layers without a ring stays, beyond the next prompt;
     - by a decode the next position of every live slot (`_check`), and one of each free slot;
     - by a step ahead, which the library itself may drop, nothing: planning leaves `async_mode` out.
 

@@ -99,16 +99,17 @@ def _translate(configuration: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         }
     if getattr(configuration, "hidden_act", None) == "swish":
         fields["hidden_act"] = "silu"
-    if rolls(configuration) and plan.max_model_len <= configuration.sliding_window:
+    window = getattr(configuration, "sliding_window", None)
+    if configuration.model_type == "mistral" and window and plan.max_model_len <= window:
         # No sequence outgrows it, and with it the library needs prompt graphs and a cache as long as the window.
         fields["sliding_window"] = None
     vars(configuration).update(fields)
 
 
 def rolls(configuration: Any) -> bool:  # noqa: ANN401
-    """Return whether the cache is a ring as long as the model's sliding window."""
+    """Return whether the cache is a ring as long as the model's sliding window; of gpt_oss, in every other layer."""
     window = getattr(configuration, "sliding_window", None)
-    return configuration.model_type == "mistral" and bool(window)
+    return configuration.model_type in {"gpt_oss", "mistral"} and bool(window)
 
 
 def find_class(model_type: str) -> Any:  # noqa: ANN401

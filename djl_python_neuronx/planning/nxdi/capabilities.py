@@ -70,7 +70,14 @@ _DENSE = Capability(ignored_options=_NOT_LLAMAS | _OF_EXPERTS)
 _OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": replace(_MOE, verified=False, defects=()),
     "gemma3": replace(_DENSE, verified=False, degree_divides=("hidden_size",)),
-    "gpt_oss": Capability(verified=False, ignored_options=_LLAMAS),
+    # Source: modules/kvcache/gpt_oss_kv_cache_manager.py: every other layer has a ring.
+    "gpt_oss": Capability(
+        verified=False,
+        ignored_options=_LLAMAS,
+        unsupported_options={
+            "async_execution": "a step ahead overwrites what the model's sliding window holds"
+        },
+    ),
     "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS), ignored_options=_OF_EXPERTS),
     "mistral": replace(_DENSE, window_cache=True, defects=(_LAST_TOKENS,)),
     "mixtral": _MOE,
