@@ -167,9 +167,16 @@ class Format:
         """The artifact in a folder of this format; reads generation_config.json.
 
         Raises:
-            ArtifactError: that file is malformed.
+            ArtifactError: that file is malformed, or transformers refuses it.
         """
         generation = folder.json("generation_config.json")
+        most = generation.get("max_new_tokens")
+        if most is not None and not (isinstance(most, (int, float)) and most > 0):
+            msg = (
+                f"max_new_tokens is {most!r:.80} in {folder.path / 'generation_config.json'}; expected a number above "
+                "0. Correct it or leave it out."
+            )
+            raise ArtifactError(msg)
         return Artifact(
             folder.path,
             self.name,

@@ -608,6 +608,22 @@ def test_an_eos_that_is_no_id_is_an_error(folder, wrong):
         detect(folder)
 
 
+@pytest.mark.parametrize("most", [-1, 0, "many", 100, 1e3, None])
+def test_most_tokens_that_transformers_refuses_are_an_error(folder, most):
+    """The oracle loads the file as a start does."""
+    generation = pytest.importorskip("transformers").GenerationConfig
+    write_json(folder / "generation_config.json", {"max_new_tokens": most})
+    try:
+        generation.from_pretrained(folder)
+    except (TypeError, ValueError):
+        with pytest.raises(
+            ArtifactError, match=f"max_new_tokens is {most!r} in .*generation_config"
+        ):
+            detect(folder)
+    else:
+        assert detect(folder).generation == {"max_new_tokens": most}
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_eos_ids_beyond_the_vocabulary_are_dropped_and_told(folder, caplog, nested):
     config = {"vocab_size": 10, "eos_token_id": [9, 10**30]}
