@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import resource
 import ssl
 import sys
@@ -52,6 +53,8 @@ FREE_PARTS, PART_BYTES = 4096, 64
 LINGER_S = 2.0
 """Time that a client has to read the end of a connection's last answer. To close with unread data makes the kernel
 reset the connection, and the client may lose the answer."""
+DROP_PAUSE_S = 0.01
+"""Pause after each read of bytes that are dropped (asyncio: up to 256 KiB), so that they take little of the machine."""
 SPARE_CONNECTIONS = 64
 """Connections above the limit, with answers to probes and 503 for others. For each one more the oldest that has sent no
 request is closed without an answer, so that a probe gets through however many connect and stay silent."""
@@ -68,6 +71,12 @@ MAX_PATH = 256
 OTHER_DESCRIPTORS = 256 + 4 * BACKLOG
 """Descriptors that the process has besides connections: files, the engine, listening sockets. A connection is counted
 two turns after it was accepted, and one that is closed has its descriptor for one turn more."""
+
+_EMPTY_LINES = re.compile(rb"(?:\r\n)+")
+_AUTHORITY = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
+_HOST = re.compile(
+    rb"[\w.~!$&'()*+,;=%:\[\]-]*"
+)  # RFC 3986, 3.2.2 and 3.2.3: characters of a host and a port
 
 _STOPPED = BackendUnavailableError("the server has stopped; send the request elsewhere")
 
@@ -148,12 +157,15 @@ class _Connection(h11.Connection):
 
     def next_event(self) -> Any:  # noqa: ANN401
         """See `h11.Connection`. After invalid HTTP there are no events; uvicorn would log a warning for each error."""
-        # RFC 9112, 2.2: an empty line in front of a request is ignored; old clients send one after a body.
-        if self.their_state is h11.IDLE and self.trailing_data[0].startswith(b"\r\n"):
-            self._receive_buffer.maybe_extract_at_most(2)
+        # RFC 9112, 2.2: empty lines in front of a request are ignored; old clients send one after a body.
+        if self.their_state is h11.IDLE and (empty := _EMPTY_LINES.match(self.trailing_data[0])):
+            self._receive_buffer.maybe_extract_at_most(empty.end())
         try:
             event = super().next_event()
             if type(event) is h11.Request:
+                if authority := _AUTHORITY.match(event.target):  # RFC 9112, 3.2.2: proxies send it
+                    rest = event.target[authority.end() :]
+                    event = replace(event, target=rest if rest.startswith(b"/") else b"/" + rest)
                 path = event.target.partition(b"?")[0][:MAX_PATH]
                 self._open_access(event.method.decode(), path.decode())
                 self._check_head(event)
@@ -168,8 +180,9 @@ class _Connection(h11.Connection):
         """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
         if type(event) is h11.Response:
             self._note_answer(event)
-            if self.their_state is h11.SEND_BODY:
-                headers: Any = [*event.headers, (b"connection", b"close")]
+            close = (b"connection", b"close")
+            if self.their_state is h11.SEND_BODY and close not in event.headers:
+                headers: Any = [*event.headers, close]
                 event = replace(event, headers=headers)
         sent = super().send(event)
         if self.access:
@@ -202,9 +215,12 @@ class _Connection(h11.Connection):
         if b"content-length" in names and b"transfer-encoding" in names:
             msg = "Content-Length beside Transfer-Encoding; send one of them"
             raise h11.RemoteProtocolError(msg)
-        # h11 limits a head that is incomplete only.
+        if not all(_HOST.fullmatch(value) for name, value in request.headers if name == b"host"):
+            msg = "Host is no name or address with a port"
+            raise h11.RemoteProtocolError(msg)
+        # h11 limits a head that is incomplete only. Each line has a colon and its end too.
         size = len(request.target) + sum(
-            [len(name) + len(value) for name, value in request.headers]
+            [len(name) + len(value) + 3 for name, value in request.headers]
         )
         if size > MAX_HEAD_BYTES:
             msg = "too long"
@@ -344,7 +360,10 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of requests; what comes after the last request or the last answer is dropped."""
-        if not self.ending and self.conn.their_state is not h11.MUST_CLOSE:
+        if self.ending or self.conn.their_state is h11.MUST_CLOSE:
+            self._tcp.pause_reading()
+            self.loop.call_later(DROP_PAUSE_S, self._tcp.resume_reading)
+        else:
             super().data_received(data)
             if self.cycle is not None:
                 self._silent.pop(self, None)

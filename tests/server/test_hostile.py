@@ -16,7 +16,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
@@ -161,9 +161,12 @@ CHUNKED = "Transfer-Encoding: chunked"
         (post(b"1\r\n \r\n" * 6000 + b"0\r\n\r\n", CHUNKED, length=False), 400),
         (post(b"2\r\n{}XX0\r\n\r\n", CHUNKED, length=False), 400),
         (post(b"", "Content-Length: " + "9" * 5000, length=False), 400),
-        (b"\r\n\r\nGET /ping HTTP/1.1\r\nHost: toy\r\n\r\n", 400),
+        (b"\r\n\n\nGET /ping HTTP/1.1\r\nHost: toy\r\n\r\n", 400),
+        (b"GET /ping HTTP/1.1\r\nHost: a b\r\n\r\n", 400),
+        (b"GET http://toy/ping HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
+        (post(REQUEST, *["A:"] * 9000), 431),
     ],
-    ids=range(22),
+    ids=range(25),
 )
 def test_invalid_http_is_answered_in_json_and_closes(
     server: Running, sent: bytes, code: int, caplog: pytest.LogCaptureFixture
@@ -173,7 +176,7 @@ def test_invalid_http_is_answered_in_json_and_closes(
     fields = content(reply)
     assert fields["type"] == "http_error"
     assert status(reply) == code
-    assert b"connection: close" in reply
+    assert reply.count(b"connection: close") == 1
     assert not any(python in fields["error"] for python in ("bytearray", "b'", "\\"))
     lines = [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert [line.levelno for line in lines if line.name.startswith("uvicorn.")] == []
@@ -200,8 +203,12 @@ def test_invalid_http_is_answered_in_json_and_closes(
             404,
         ),
         (post(REQUEST, CLOSE, "X-Request-Id: " + "x" * 20_000), 200),
+        (b"\r\n" * 3 + post(REQUEST, CLOSE), 200),
+        (post(REQUEST, CLOSE, path="HTTP://other:80/invocations?a=b"), 200),
+        (b"GET http://toy?a HTTP/1.1\r\nHost: toy\r\nConnection: close\r\n\r\n", 405),
+        (b"GET /ping HTTP/1.1\r\nHost: [::1]:8080\r\nConnection: close\r\n\r\n", 200),
     ],
-    ids=range(9),
+    ids=range(13),
 )
 def test_odd_but_valid_http_is_answered(server: Running, sent: bytes, code: int) -> None:
     reply = talk(server, sent)
@@ -311,8 +318,9 @@ def test_a_byte_now_and_then_does_not_extend_the_limit(part: str) -> None:
 
 def test_a_slow_body_ends_also_after_its_answer() -> None:
     with serving(request_body_timeout=SHORT_S) as server:
-        fields = content(talk(server, post(REQUEST)[:-5]))
-        assert "option.request_body_timeout" in fields["error"]
+        reply = talk(server, post(REQUEST)[:-5])
+        assert "option.request_body_timeout" in content(reply)["error"]
+        assert reply.count(b"connection: close") == 1
         reply = talk(server, post(REQUEST, path="/nothing")[:-5])
         assert content(reply)["code"] == 404
 
@@ -532,6 +540,22 @@ def test_who_sends_too_much_still_reads_the_answer(server: Running, chunked: boo
     assert content(reply)["type"] == "body_too_large"
     assert b"connection: close" in reply
     assert_serves(server)
+
+
+def test_bytes_behind_a_refusal_are_read_in_small_parts(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "DROP_PAUSE_S", PATIENCE_S, raising=False)
+    client = connect(server)
+    client.sendall(post(REQUEST, "A: " + "x" * 33_000))
+    assert status(client.recv(65536)) == 431
+    client.settimeout(SHORT_S)
+    taken = 0
+    with suppress(TimeoutError):  # the kernel's buffers are full
+        while taken < 2**26:
+            taken += client.send(b" " * 2**20)
+    assert taken < 2**26
+    client.close()
 
 
 def test_a_body_that_nobody_reads_keeps_the_connection(server: Running) -> None:
