@@ -143,6 +143,26 @@ INSTANCE = "inf2.48xlarge"
 
 
 @pytest.mark.parametrize(
+    ("length", "settings", "warned"),
+    [(512, {}, True), (512, {"n_positions": "[512]"}, False), (128, {}, False)],
+)
+def test_lengths_that_the_old_container_does_not_record_are_warned_of(
+    tmp_path, at_hand, length, settings, warned
+):
+    at_hand(LAPTOP)
+    path = folders.lmi_aot(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["neuron"]["sequence_length"] = config["max_position_embeddings"] = length
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").touch()
+    report = run(path, machine=INSTANCE, **settings)
+    assert report.findings.messages("error") == ()
+    assert report.prepared.fits
+    warnings = "".join(report.findings.messages("warning"))
+    assert ("set n_positions=[512]" in warnings) == warned
+
+
+@pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"attention_layout": "HSB"}, "attention_layout: compiled 'BSH', wanted 'HSB'"),

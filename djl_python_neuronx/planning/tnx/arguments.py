@@ -102,6 +102,14 @@ def stored_findings(case: Case) -> Iterator[Finding]:
             f"{prompts[-1]} run one by one; compile the model again to have a graph for {limit} tokens"
         )
         yield Finding(("context_length_estimate",), problem, "warning")
+    # Source: LMI before djl-serving 1132e3ab, model_loader.py get_model_specific_kwargs.
+    lengths = () if options.token_buckets else make_buckets(limit or 1)
+    if case.foreign_graphs and case.continuous_batching and len(lengths) > 1:
+        problem = (
+            "another program compiled the graphs, and the old LMI container did so for decodes of the longest length "
+            f"alone; if a start finds no graphs, set n_positions=[{limit}]"
+        )
+        yield Finding(("n_positions",), problem, "warning")
 
 
 def context_lengths(
