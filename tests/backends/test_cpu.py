@@ -361,6 +361,27 @@ def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path)
     assert_same(driver.alone([5, 6, 7], 6), wanted)
 
 
+def test_libraries_that_cannot_be_mapped_lack_memory() -> None:
+    """torch is not loaded yet, and does not fit into 100 MiB more of address space."""
+    script = """
+import resource, numpy, safetensors
+from djl_python_neuronx.backends import cpu
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 100 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+try:
+    cpu.load(None)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stdout.startswith(
+        "DeviceMemoryError the cpu backend's libraries do not fit into memory"
+    )
+    assert "Install" not in ran.stdout
+
+
 def test_supports_tells_the_reason() -> None:
     assert backends.get("cpu").supports({"model_type": "llama"}) is None
     mixed = {"layer_types": ["full_attention", "sliding_attention"]}

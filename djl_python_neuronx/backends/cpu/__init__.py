@@ -8,7 +8,7 @@ from typing import Any
 
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import BackendUnavailableError
+from djl_python_neuronx.errors import BackendUnavailableError, DeviceMemoryError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """The kinds of layer that need no more than keys, values and a mask."""
@@ -30,6 +30,9 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:  # noqa: ARG0
     try:
         from djl_python_neuronx.backends.cpu import backend
     except ImportError as error:
+        if "failed to map" in str(error) or "allocate memory" in str(error):  # ld.so(8)
+            message = f"the cpu backend's libraries do not fit into memory: {error}. Raise the limit (ulimit -v)"
+            raise DeviceMemoryError(message) from error
         message = (
             f"the cpu backend cannot be imported: {error}. "
             "Install its packages: pip install 'djl-python-neuronx[cpu]'"
