@@ -400,7 +400,10 @@ def _window(case: Case) -> Iterator[Finding]:
     if case.rolling_cache and case.options.async_execution:
         problem = f"left out: a step ahead overwrites what the sliding window holds; set n_positions={window} at most"
         yield Finding(("async_execution",), problem, "note")
-    if case.backend == "nxdi" and window is not None and size not in {None, window}:
+    if case.rolling_cache and size:
+        problem = f"{case.library} fails at a sliding window's ring; leave it out, or set n_positions={window} at most"
+        yield Finding(("windowed_context_encoding_size",), problem)
+    elif case.backend == "nxdi" and window is not None and size not in {None, window}:
         problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
         yield Finding(("windowed_context_encoding_size",), problem)
 

@@ -529,9 +529,21 @@ BATCHES = [
         {
             "loader": "nxdi",
             "facts": of("mistral", **WINDOW),
+            "n_positions": 2048,
             "windowed_context_encoding_size": 2047,
         },
         {"windowed_context_encoding_size": 2048},
+    ),
+    (
+        "windowed_context_encoding_size",
+        "error",
+        "fails at a sliding window's ring",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "windowed_context_encoding_size": 2048,
+        },
+        {"n_positions": 2048},
     ),
     (
         "context_length_estimate",
