@@ -109,7 +109,13 @@ class Service:
         try:
             self.tokenizer = tokenizer()
             self.custom = (
-                CustomFormatters(functions, self.tokenizer, options.text_timeout, self.threads)
+                CustomFormatters(
+                    functions,
+                    self.tokenizer,
+                    options.text_timeout,
+                    # Others than those that parse: slow texts delay no stream.
+                    ThreadPoolExecutor(TEXT_THREADS, "djl-neuronx-formatters"),
+                )
                 if functions
                 else None
             )
@@ -290,7 +296,6 @@ class Service:
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         closed = self.loop.close(drain_s)
-        self.threads.shutdown(wait=False)
         self.tokenizer.close()
         if not closed:
             logger.error(

@@ -119,10 +119,13 @@ class S3Folder:
                 if max(len(listed), 100 * number) > _MAX_LISTED:
                     msg = f"{self.uri} has more than {_MAX_LISTED:,} objects; expected a model. Name its own folder."
                     raise ArtifactAccessError(msg)
-        if odd := [one for one in listed if one.get("Size", -1) < 0 or not one.get("ETag")]:
+        for one in listed:
+            has_key = one.get("Key", "").startswith(self.prefix)
+            if has_key and one.get("Size", -1) >= 0 and one.get("ETag"):
+                continue
             msg = (
-                f"{self.uri} lists {shortened(odd[0])}; expected a size from 0 on and an ETag. The server does not "
-                "answer as S3 does: correct AWS_ENDPOINT_URL."
+                f"{self.uri} lists {shortened(one)}; expected a key that begins with {self.prefix!r}, a size from 0 on "
+                "and an ETag. The server does not answer as S3 does: correct AWS_ENDPOINT_URL."
             )
             raise ArtifactAccessError(msg)
         files = {

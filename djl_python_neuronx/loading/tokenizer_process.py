@@ -186,6 +186,11 @@ class TokenizerProcess(TokenTable):
                     why = f"takes more than {limit_s:g} s (option.text_timeout)"
                     break
                 if worker.is_new:
+                    if self._is_lost():
+                        msg = (
+                            "the model's tokenizer is loaded again, or the model is replaced; retry"
+                        )
+                        raise BackendUnavailableError(msg) from None
                     break
                 continue
             except ServingError:
@@ -196,6 +201,13 @@ class TokenizerProcess(TokenTable):
         logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
         msg = f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct the {what}"
         raise TextLimitError(msg)
+
+    def _is_lost(self) -> bool:
+        """Return True if the loader has ended, and its workers with it."""
+        try:
+            return self._closed or self._loader.poll()
+        except (EOFError, OSError):
+            return True
 
     def _take(self, *, new: bool) -> _Worker:
         """A worker: one that is idle, unless it must be `new`.
@@ -237,7 +249,7 @@ class _Worker:
 
     def __init__(self, loader: Connection) -> None:
         self.connection = _fork(loader)
-        self._pid = int(self.connection.recv_bytes())
+        self._pid: int = _received(self.connection)
         self.is_new, self.is_slow = True, False
         self._readable = select.poll()
         self._readable.register(self.connection.fileno(), select.POLLIN)
@@ -334,8 +346,9 @@ def _fork_each(front: Connection, child: Callable[[Connection], None]) -> None:
             with Connection(reduction.recv_handle(front)) as connection:
                 try:
                     is_parent = os.fork()
-                except OSError:  # the front sees the end of the connection
-                    logger.exception("tokenizer_process_refused")
+                except OSError as error:
+                    msg = f"the system refuses another process for the tokenizer ({error}); retry"
+                    connection.send_bytes(_failure(BackendUnavailableError(msg)))
                     continue
                 if is_parent:
                     continue
@@ -405,7 +418,7 @@ def _load(front: Connection) -> None:
 def _work(tokenizer: PythonTokenizer, front: Connection) -> None:
     """A worker: answer calls until the front closes the connection."""
     _limit_memory(WORK_BYTES)
-    front.send_bytes(b"%d" % os.getpid())
+    front.send_bytes(orjson.dumps([os.getpid()]))
     while True:
         limit_s, *call = marshal.loads(front.recv_bytes())  # noqa: S302  (from the front)
         signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -152,6 +152,7 @@ class CustomFormatters:
             ended, _ = wait([made], min(self._limit_s, threading.TIMEOUT_MAX))
             if not ended:
                 self._hanging += 1
+                self._calls.put(None)  # ends the thread, if the call ever does
                 self._begin()
                 msg = (
                     f"the {kind} of model.py takes more than {self._limit_s:g} s (option.text_timeout); correct it, or "
@@ -168,13 +169,13 @@ class CustomFormatters:
         threading.Thread(target=run, name="djl-neuronx-model-py", daemon=True).start()
 
     def _run(self, calls: SimpleQueue[Any]) -> None:
-        while self._calls is calls:
-            made, call = calls.get()
+        while (one := calls.get()) is not None:
+            made, call = one
             try:
                 made.set_result(call())
             except BaseException as error:  # noqa: BLE001  (it is raised in the thread that waits)
                 made.set_exception(error)
-            del made, call
+            del made, call, one
         with self._turn:
             self._hanging -= 1
 

@@ -73,6 +73,7 @@ def endless(*items):
 
 
 FILE = ("llama/config.json", 2, '"x"')
+NO_KEY = b"<ListBucketResult><Contents><Size>2</Size></Contents></ListBucketResult>"
 REDIRECT = b"<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>"
 
 
@@ -85,13 +86,18 @@ REDIRECT = b"<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>"
             lambda _: listing(("llama/config.json", "x", '"x"')),
             "a server there that answers as S3",
         ),
-        (200, lambda _: listing(("llama/config.json", -5, '"x"')), "'Size': -5.* expected a size"),
-        (200, lambda _: listing(("llama/config.json", 5, "")), "expected a size from 0 on and an"),
+        (200, lambda _: listing(("llama/config.json", -5, '"x"')), "'Size': -5.* a size from 0 on"),
+        (200, lambda _: listing(("llama/config.json", 5, "")), "a size from 0 on and an ETag"),
+        (200, lambda _: listing(("x/config.json", 2, '"x"')), "expected a key that begins with 'l"),
+        (200, lambda _: NO_KEY, "expected a key that begins with 'llama/'"),
         (200, endless(), "has more than 100,000 objects"),
         (200, endless(*[FILE] * 1000), "has more than 100,000 objects"),
         (301, lambda _: REDIRECT, "RecursionError.* without redirects in a"),
     ],
-    ids=["no XML", "no size", "size below 0", "no ETag", "endless", "endless and full", "circle"],
+    ids=[
+        *("no XML", "no size", "size below 0", "no ETag", "key elsewhere", "no key"),
+        *("endless", "endless and full", "circle"),
+    ],
 )
 def test_a_server_that_is_not_s3(proxy, tmp_path, status, body, said):
     headers = {"Content-Type": "application/xml", "Location": "/models?x"}

@@ -55,6 +55,7 @@ CODE = (
     *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HOSTALIASES", "BOTO_CONFIG", "CC", trust.TRUST),
     *("\xa0HF_ENDPOINT", "hf_endpoint", "TMPDIR"),
     *("NEURON_RT_INSPECT_OUTPUT_DIR", "NEURON_RT_ROOT_COMM_ID", "XLA_DUMP_HLO", "OMP_TOOL_VERBOSE"),
+    *("NEURON_RT_DEBUG_OUTPUT", "MALLOC_TRACE", "XLA_LOCAL_CACHE_DIRECTORY"),
 )
 """Code, and places that only engine and compiler write to."""
 HARMLESS = (

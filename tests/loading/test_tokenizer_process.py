@@ -170,6 +170,20 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path):
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= open_files
 
 
+def test_close_ends_a_call_that_runs_with_advice_to_retry(tmp_path):
+    tokenizer = start(write(tmp_path), timeout_s=600, chat_template=ENDLESS)
+    library = tokenizer_process._library[0][0].pid
+    before = len(descendants(library))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(tokenizer.encode_chat, [{"role": "user", "content": "a"}])
+        deadline_s = time.monotonic() + 60
+        while len(descendants(library)) == before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        tokenizer.close()
+        with pytest.raises(BackendUnavailableError, match="retry"):
+            call.result(60)
+
+
 FRONT = """
 import sys, threading, time
 from pathlib import Path

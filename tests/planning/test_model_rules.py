@@ -968,6 +968,13 @@ LAYOUT = [
         {"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
     ),
     (
+        "hybrid_sharding_config",
+        "error",
+        "moe_cte_ep_degree is [1]; expected a whole number",
+        {**GROUPS, "hybrid_sharding_config": {**HYBRID, "moe_cte_ep_degree": [1]}},
+        {"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
+    ),
+    (
         "moe_ep_degree",
         "error",
         "divide the 96 experts",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.nxdi.arguments import graphs
 
@@ -291,7 +291,12 @@ def _experts(case: Case) -> Iterator[Finding]:
     rows = min((*(options.token_generation_batches or ()), case.slots))
     chosen = rows * int(case.model.config.get("num_experts_per_tok") or 1)
     given = {name: getattr(options, name) for name in ("moe_tp_degree", "moe_ep_degree")}
-    given.update(options.hybrid_sharding_config or {})
+    for name, value in (options.hybrid_sharding_config or {}).items():
+        if type(value) is not int or value < 1:
+            problem = f"{shortened(name)} is {shortened(repr(value))}; expected a whole number of at least 1"
+            yield Finding(("hybrid_sharding_config",), problem)
+            return
+        given[name] = value
     for part in ("moe", "moe_cte", "moe_tkg"):
         cores, groups = (given.get(f"{part}_{kind}_degree") or 1 for kind in ("tp", "ep"))
         name = "moe_ep_degree" if part == "moe" else "hybrid_sharding_config"
