@@ -24,7 +24,7 @@ INSTALLED := $(VENV)/.installed-$(SETTINGS)
 TOOLS := .venv-tools
 TOOLS_INSTALLED := $(TOOLS)/.installed
 
-.PHONY: help install serve test lint format docs dist audit clean always
+.PHONY: help install serve test mutants lint format docs dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -45,6 +45,12 @@ serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
 
 test: $(INSTALLED) ## all tests (ARGS="-k name")
 	$(BIN)/python -m pytest $(ARGS)
+
+mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")
+	rm -f $(VENV)/mutants.json
+	$(BIN)/python -m tools.mutants map $(VENV)/mutants.json --hypothesis-profile=repeatable \
+		$(addprefix tests/,artifacts backends config engine protocol server)
+	$(BIN)/python -m tools.mutants draw $(VENV)/mutants.json $(ARGS)
 
 lint: $(INSTALLED) $(TOOLS_INSTALLED) ## ruff, mypy, import-linter, hadolint and shellcheck
 	$(BIN)/ruff check .
