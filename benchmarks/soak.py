@@ -53,7 +53,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -61,6 +61,8 @@ from typing import Any
 
 from soak_answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
 from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
+
+from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS
 
 DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
 """Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
@@ -667,6 +669,14 @@ def settled(
     def grown() -> list[str]:
         found = []
         for i, (pid, held) in enumerate(before.items()):
+            if not i:
+                # Made on demand and kept: idle workers of the tokenizer, and the threads of asyncio's own pool.
+                held = replace(
+                    held,
+                    descriptors=held.descriptors + IDLE_WORKERS,
+                    children=held.children + IDLE_WORKERS,
+                    threads=held.threads + min(32, (os.cpu_count() or 1) + 4),
+                )
             whose = "of the engine" if i else "of the front"
             names = Holdings.of(pid).grown(held, memory) if alive(pid) else ["end"]
             found += [f"{name} {whose}" for name in names]

@@ -177,7 +177,9 @@ def place(tmp_path, monkeypatch):
     for name, folder in {"HOME": "home", "TMPDIR": "tmp"}.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(constants, "HF_XET_CACHE", str(tmp_path / "home" / "hf" / "xet"))
+    monkeypatch.setattr(
+        constants, "HF_XET_CACHE", str(tmp_path / "home" / "hf" / "xet"), raising=False
+    )
     (tmp_path / "site" / "package.py").write_text("")
     (tmp_path / "model" / "serving.properties").write_text(f"option.model_id={MODEL}\n")
     return tmp_path
