@@ -536,7 +536,8 @@ def content(
     if not try_path(path.exists, failed=True):
         message = f"there is no file {str(path)!r}"
         raise ConfigError(message)
-    if not (by_operator or path.is_symlink() or path.resolve().is_relative_to(folder.resolve())):
+    is_link = try_path(path.is_symlink, failed=False)
+    if not (by_operator or is_link or path.resolve().is_relative_to(folder.resolve())):
         message = f"{str(path)!r} is outside the model's folder: only command line and environment may name such a file"
         raise ConfigError(message)
     text = _read_file(path, None if by_operator else folder)
