@@ -59,9 +59,10 @@ class Batch:
 
 
 class WaitingQueue:
-    """The sequences that wait for a slot. Requests take turns: after each of its sequences one goes behind all others.
+    """The sequences that wait for a slot. Each slot goes to the request that came, or had its last turn, longest ago.
 
-    So a request of many sequences delays each of the others by one of them at a time.
+    So a request of many sequences delays each of the others by one of them at a time. A sequence that leaves without a
+    slot takes nobody's turn.
     """
 
     def __init__(self) -> None:
@@ -91,12 +92,16 @@ class WaitingQueue:
         self._requests.setdefault(sequence.request.group, deque()).append(sequence)
         self._num_sequences += 1
 
+    def take(self, sequence: Sequence) -> None:
+        """Remove a sequence that gets a slot: this was its request's turn."""
+        self._requests.move_to_end(sequence.request.group)
+        self.remove(sequence)
+
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence: this was its request's turn."""
+        """Remove a sequence."""
         group = sequence.request.group
         self._requests[group].remove(sequence)
         self._num_sequences -= 1
-        self._requests.move_to_end(group)
         if not self._requests[group]:
             del self._requests[group]
 
@@ -240,7 +245,7 @@ class Scheduler:
             else:
                 passed_over += 1
         for sequence in chosen:
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             sequence.slot = self.slots.take()
         return chosen
 
@@ -265,7 +270,7 @@ class ChunkScheduler(Scheduler):
                 budget -= chunks[-1].num_tokens
         while budget > 0 and self.waiting and self.slots.num_free:
             sequence = self.waiting.head
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             sequence.slot = self.slots.take()
             self._entered.append(sequence)
             chunks.append(_chunk(sequence, budget))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -88,29 +87,37 @@ def test_first_come_first_served_one_prefill_at_a_time() -> None:
     assert names(run(scheduler)) == ["a", "b"]
 
 
+def turns(waiting: list[Sequence], since: dict[str, int]) -> list[Sequence]:
+    """The order of slots: each goes to the request that came, or had its last turn, longest ago (`since`)."""
+    left, since, order = waiting.copy(), since.copy(), list[Sequence]()
+    while left:
+        order.append(min(left, key=lambda one: since[one.request.group]))
+        left.remove(order[-1])
+        since[order[-1].request.group] = 1000 + len(order)
+    return order
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_requests_take_turns_over_their_sequences(data: st.DataObject) -> None:
-    """The oracle goes round a list of lists."""
-    queue, expected = WaitingQueue(), dict[str, list[Sequence]]()
+    """A sequence that leaves without a slot takes nobody's turn."""
+    queue, waiting, since = WaitingQueue(), list[Sequence](), dict[str, int]()
     for i in range(30):
-        everyone = [one for each in expected.values() for one in each]
-        action = data.draw(st.sampled_from(["add", "add", "enter", "leave"]), "action")
+        action = data.draw(st.sampled_from(["add", "add", "take", "remove"]), "action")
         if action == "add":
             one = sequence(f"{data.draw(st.sampled_from('abcd'), 'request')}.{i}", 4)
             queue.add(one)
-            expected.setdefault(one.request_id[0], []).append(one)
-        elif everyone:
-            one = next(iter(queue)) if action == "enter" else data.draw(st.sampled_from(everyone))
-            assert action == "leave" or one is next(iter(expected.values()))[0]
-            queue.remove(one)
-            left = expected.pop(one.request_id[0])
-            left.remove(one)
-            if left:
-                expected[one.request_id[0]] = left
-        rounds = zip_longest(*expected.values())
-        assert list(queue) == [one for turn in rounds for one in turn if one is not None]
-        assert len(queue) == len(list(queue))
+            waiting.append(one)
+            since.setdefault(one.request.group, i)
+        elif waiting:
+            one = queue.head if action == "take" else data.draw(st.sampled_from(waiting))
+            getattr(queue, action)(one)
+            waiting.remove(one)
+            if action == "take":
+                since[one.request.group] = i
+            since = {each.request.group: since[each.request.group] for each in waiting}
+        assert list(queue) == turns(waiting, since)
+        assert len(queue) == len(waiting)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
