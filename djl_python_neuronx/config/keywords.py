@@ -88,6 +88,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("return_expert_index", "return_router_logits"), (False, _SHAPE)),
     **dict.fromkeys(("bucket_n_active_tokens", "apply_seq_ids_mask"), (False, _SHAPE)),
     **dict.fromkeys(("n_active_tokens", "max_new_tokens"), (None, _SHAPE)),
+    **dict.fromkeys(("tensor_capture_config", "tensor_replacement_config"), (None, _SHAPE)),
     "kv_cache_padding_size": (0, _SHAPE),
     "allow_input_truncation": (False, "prompts that are too long are refused, not cut"),
     "enable_bucketing": (True, "without lengths; set seq_len or option.n_positions too"),

@@ -27,6 +27,7 @@ from djl_python_neuronx.config.values import (
     OptionGroup,
     Positive,
     Sizes,
+    Unquoted,
     Upper,
     Word,
     Words,
@@ -95,7 +96,7 @@ class NxdiOptions(OptionGroup):
     attention_dtype: Annotated[Dtype | None, _FEATURE] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
     quantized_checkpoints_path: Annotated[
-        LocalPath | None, _nxdi("a file or folder", graph=(), output="local")
+        LocalPath | None, _nxdi("a file or folder", graph=(), output="local", operator=True)
     ] = None
     """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
     model."""
@@ -254,11 +255,12 @@ class NxdiOptions(OptionGroup):
     """Page size of the scratch memory in MiB. Library default for prompts of 32768 tokens and more: 1024."""
     weights_to_skip_layout_optimization: Annotated[Words | None, _TUNING] = None
     """Regular expressions for weights whose layout the compiler does not change."""
-    dma_order_config: _TuningObject = None
+    dma_order_config: Annotated[Unquoted | None, _nxdi(file=True)] = None
     """Order of transfers for the compiler, by submodel. Experimental in the library."""
-    compiler_target: Annotated[Word | None, _nxdi("a platform such as trn2", keyword="target")] = (
-        None
-    )
+    compiler_target: Annotated[
+        Annotated[Word, Field(pattern=r"^\w+$")] | None,
+        _nxdi("a platform such as trn2", keyword="target"),
+    ] = None
     """Platform to compile for. Default: this machine's."""
     switch_cc: _Tuning = None
     """Order the ranks for machines whose devices are connected by switches."""

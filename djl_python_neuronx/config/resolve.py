@@ -40,6 +40,7 @@ from djl_python_neuronx.config.options import (
 from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (
     MAX_SHOWN,
+    PLACE,
     as_property,
     join_words,
     reordered,
@@ -60,6 +61,7 @@ _OVERRIDDEN_PLACES = {
 }
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
+_WRITTEN = {"compiled_graph_path", "draft_model_compiled_path"}
 _MODELS = {"model_id", "speculative_draft_model"}
 _TEMPLATES = names_where(lambda marker: marker.text_file)
 _UNUSED = names_where(lambda marker: marker.unused)
@@ -176,9 +178,13 @@ def read_settings(
     for setting in {entry.name: entry for entry in reversed(written)}.values():
         ours = str(setting.value).startswith(djl_serving.NO_HANDLERS)
         runs = setting.name in _RUNS and not ours and truth(setting.value) is not False
-        if properties is None and runs and setting.source == sources.FILE_NAME:
+        stranger = properties is None and not setting.by_operator
+        if stranger and runs:
             problem = "a start may run code of whoever wrote it; remove it unless you trust them"
             problems.add("warning", f"option.{_written(setting)}: {problem}", (setting.name,))
+        if stranger and setting.name in _WRITTEN and PLACE.search(str(setting.value)):
+            problem = "compiled graphs are read and written there; remove it unless you trust who wrote the file"
+            problems.add("note", f"option.{_written(setting)}: {problem}", (setting.name,))
         parts = str(setting.value).rstrip(",").split(",")  # not quoted: one may be a secret
         if setting.name == "env" and not all("=" in part for part in parts):
             problem = f"option.env ({setting.origin}): a part has no =; expected A=1,B=2"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import javaproperties
@@ -221,14 +222,12 @@ def from_argument_variables(inputs: Inputs, _stronger: Sequence[Setting]) -> lis
 def from_fallbacks(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
     """Variables of TGI's users, then variables of single options such as ``TENSOR_PARALLEL_DEGREE``.
 
-    Outside DJL Serving those of ``option.env`` are added, which DJL Serving sets for its Python process.
+    Those of ``option.env`` are added, which DJL Serving sets for its Python process.
     """
     names = {name: known for name, known in {**TGI, **_OWN}.items() if name not in HUB}
     names["SM_NUM_GPUS"] = names.pop("SM_NUM_GPUS")  # TENSOR_PARALLEL_DEGREE counts before it
-    environ = inputs.environ
-    if inputs.properties is None:
-        environ = with_worker_variables(environ, worker_variables(stronger))
-    return _from_variables(environ, names, "fallbacks")
+    own = worker_variables(stronger)
+    return _from_variables(with_worker_variables(inputs.environ, own), names, "fallbacks", own)
 
 
 WRITTEN: Final[tuple[Source, ...]] = (
@@ -347,11 +346,21 @@ def with_worker_variables(
 
 
 def _from_variables(
-    environ: Mapping[str, str], names: Mapping[str, str], source: str
+    environ: Mapping[str, str],
+    names: Mapping[str, str],
+    source: str,
+    own: Mapping[str, Setting] = MappingProxyType({}),
 ) -> list[Setting]:
-    """A setting for each variable in `names` that is set, in that order."""
+    """A setting for each variable in `names` that is set, in that order; `own` are those that `option.env` sets."""
+    origins = {variable: f"{setting.origin}, {variable}" for variable, setting in own.items()}
     return [
-        Setting(name, environ[variable], f"environment {variable}", source, by_user=True)
+        Setting(
+            name,
+            environ[variable],
+            origins.get(variable, f"environment {variable}"),
+            source,
+            by_user=True,
+        )
         for variable, name in names.items()
         if variable in environ
     ]

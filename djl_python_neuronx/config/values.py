@@ -62,6 +62,8 @@ _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", 
 _INT8 = frozenset({"int8", "static_int8", "s8"})
 # With one slash too: a typing error, not a folder.
 _URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
+PLACE = re.compile(r"(^|[^\w.])(\.{1,2}/|[/~])")
+"""A path that is absolute, or relative to the working or home directory, or a URI, anywhere in a text."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^\s/?#@*]+)$"
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation\b")
 _BUCKET = re.compile(r"//[^/]")
@@ -371,6 +373,14 @@ def plain(value: object, depth: int = MAX_DEPTH) -> object:
     raise ValueError(message)
 
 
+def _without_quote(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a quote, which would end the quotes that a library puts around the value in the compiler's flags."""
+    if "'" in json.dumps(value):
+        message = "expected no quote (')"
+        raise ValueError(message)
+    return value
+
+
 def _location(text: str) -> str:
     """Check the form of a folder or S3 URI; returns the path of a `file://` URI."""
     found = _URI.fullmatch(text)
@@ -487,6 +497,7 @@ Axes = Annotated[tuple[Amount, ...], _Filled, _Split, Allowed('axes such as "0,1
 Object = Annotated[
     dict[str, Any], _Object, Allowed('a JSON object such as {"name": 1}, or a file that holds one')
 ]
+Unquoted = Annotated[Object, AfterValidator(_without_quote)]
 MedusaTree = Annotated[
     tuple[tuple[Amount, ...], ...],
     _Filled,

@@ -25,7 +25,7 @@ from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_fr
 from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
 from djl_python_neuronx.config import own_code
 from djl_python_neuronx.config.options import names_where, option
-from djl_python_neuronx.config.trust import is_harmless
+from djl_python_neuronx.config.trust import doubt
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -45,7 +45,6 @@ _DRAFT_OPTION = "speculative_draft_model"
 _HANDOVER = names_where(lambda marker: marker.djl.overrules)
 """How DJL Serving hands over requests: it may overrule these options."""
 _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
-_PLACE = re.compile(r"(^|[=:\s])[/~]|\w+://")
 _OF_MACHINE = {"NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"}.union(
     *(option(name).env for name in names_where(lambda marker: marker.output == "local"))
 )
@@ -266,8 +265,8 @@ def _for_djl(prepared: Prepared) -> dict[str, str]:
         found["batch_size"] = str(options.batch_size)
     for name, setting in prepared.resolved.worker_variables.items():
         value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
-        is_local = name in _OF_MACHINE or _PLACE.search(value)
-        if is_local or _SECRET.search(name) or not is_harmless(name):
+        is_local = name in _OF_MACHINE or prepared.environ.get(name) != setting.value
+        if is_local or _SECRET.search(name) or doubt(name, value) is not None:
             left_out.append(name)
         else:
             variables.append(f"{name}={value}")

@@ -297,7 +297,6 @@ class Preparation:
             settings.worker_variables,
             problems,
             inherited=inherited,
-            trusts_code=settings.options.trust_remote_code,
         )
         here = machine or machines.detect(environ=environ)
         return cls(here, environ, problems, named=machine is not None, **how)

@@ -338,6 +338,7 @@ class TestStrictness:
                 "admin_port",
                 "admin_host",
                 "cloudwatch_namespace",
+                "quantized_checkpoints_path",
             ),
         }
         for name, (text, value) in values.items():
@@ -1138,7 +1139,26 @@ class TestEnvOption:
             assert resolved.options.quantize == "static_int8"
             assert resolved.options.predict_timeout == 30.0
             assert "5ecret" not in f"{resolved.origins}{resolved.ignored}{list(resolved.problems)}"
-        assert outside.origins["quantize"] == "environment NEURON_QUANT"
+            origin = resolved.origins["quantize"]
+            assert origin == f"{model_dir / 'serving.properties'} line 1, NEURON_QUANT"
+
+    def test_what_a_file_sets_by_a_variable_is_the_files(self, folder):
+        """Not the operator's, who alone may name files elsewhere; and `check` says that code may run."""
+        other = folder().parent / "elsewhere.json"
+        other.write_text(json.dumps({"do_sample": True}))
+        model_dir = folder(
+            f"option.env=NEURON_ON_DEV_GENERATION={other},HF_MODEL_TRUST_REMOTE_CODE=true,"
+            "NEURON_COMPILED_ARTIFACTS=s3://theirs"
+        )
+        resolved, problems = examine(None, model_dir, {})
+        assert resolved.options.on_device_generation is None
+        (error,) = problems
+        assert "is outside the model's folder" in str(error)
+        said = {level: resolved.problems.messages(level) for level in ("warning", "note")}
+        assert any("may run code of whoever wrote it" in text for text in said["warning"])
+        assert any("read and written there" in text for text in said["note"])
+        environ = {"NEURON_ON_DEV_GENERATION": str(other)}
+        assert resolve(None, folder(), environ).options.on_device_generation.do_sample
 
     def test_the_file_comes_before_it(self, folder):
         model_dir = folder(self.LINE, "option.predict_timeout=90")

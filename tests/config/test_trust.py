@@ -55,36 +55,76 @@ CODE = (
     *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HOSTALIASES", "BOTO_CONFIG", "CC", trust.TRUST),
     *("\xa0HF_ENDPOINT", "hf_endpoint", "TMPDIR"),
     *("NEURON_RT_INSPECT_OUTPUT_DIR", "NEURON_RT_ROOT_COMM_ID", "XLA_DUMP_HLO", "OMP_TOOL_VERBOSE"),
-    *("NEURON_RT_DEBUG_OUTPUT", "MALLOC_TRACE", "XLA_LOCAL_CACHE_DIRECTORY"),
+    *("NEURON_RT_DEBUG_OUTPUT", "MALLOC_TRACE", "XLA_LOCAL_CACHE_DIRECTORY", "NEURON_PROFILE"),
+    *("XLA_FLAGS", "NEURON_COMPILE_CACHE_URL", "MALLOC_CONF", "NEURON_PARALLEL_COMPILE_ARGS"),
 )
 """Code, and places that only engine and compiler write to."""
 HARMLESS = (
-    *(
-        "NEURON_CC_FLAGS",
-        "NEURON_RT_NUM_CORES",
-        "CCOM_SOCKET_IFNAME",
-        "XLA_FLAGS",
-        "OMP_NUM_THREADS",
-        "MALLOC_CONF",
-    ),
+    *("NEURON_CC_FLAGS", "NEURON_RT_NUM_CORES", "CCOM_SOCKET_IFNAME", "OMP_NUM_THREADS"),
     *("TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE", "HF_TOKEN"),
-    *("HF_XET_HIGH_PERFORMANCE", "HF_HUB_DOWNLOAD_TIMEOUT", "NEURON_COMPILE_CACHE_URL"),
+    *("HF_XET_HIGH_PERFORMANCE", "HF_HUB_DOWNLOAD_TIMEOUT", "NEURON_RT_EXEC_TIMEOUT"),
     *("HF_HUB_ENABLE_HF_TRANSFER", "AWS_REGION", "AWS_ACCESS_KEY_ID", "PREDICT_TIMEOUT"),
     *("TENSOR_PARALLEL_DEGREE", "FI_PROVIDER", "PYTHONUNBUFFERED"),
 )
 
 
-def serving(text, environ=OPERATOR, *, source=sources.FILE_NAME, inherited=True, code=False):
+# Of the guides of neuronx-cc, transformers-neuronx, NxD and its examples.
+FLAGS = (
+    "-O1",
+    "--optlevel 2 --model-type=transformer --auto-cast=none",
+    "--model-type transformer --distribution-strategy=llm-training --retry_failed_compilation",
+    "--enable-saturate-infinity --enable-mixed-precision-accumulation --lnc=2 --target trn2",
+    "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma'",
+    "--hbm-scratchpad-page-size=1024 --internal-hlo2tensorizer-options='--verify-hlo=true'",
+    "--internal-enable-dge-levels vector_dynamic_offsets --internal-backend-options=--enable-verifier=false",
+)
+PLACES = (
+    *(
+        ("NEURON_CC_FLAGS", f"-O1 {flag}", flag.split("=")[0].split()[0])
+        for flag in (
+            *("--cache_dir=/evil", "--cache_dir evil", "--logfile=evil", "--log=evil", "-o evil"),
+            *(
+                "--output=evil",
+                "--dump=evil",
+                "--dump-on-error",
+                "--artifacts-dir=evil",
+                "--workdir evil",
+            ),
+        )
+    ),
+    ("NEURON_CC_FLAGS", "--tensorizer-options='--dump-to=evil -O1'", "--dump-to"),
+    ("NEURON_CC_FLAGS", "--tensorizer-options --vectorize-strided-dma --x=evil", "--x"),
+    *(
+        ("NEURON_CC_FLAGS", f"--target={value}", "its value")
+        for value in ("/evil", "$evil", "~evil")
+    ),
+    *(
+        (name, value, "a place")
+        for name in ("NEURON_A", "TZ", "LC_ALL", "OMP_B", "RUST_LOG")
+        for value in (
+            *("/evil", "~/evil", ":/evil", "x:/evil", "../evil", "a=./evil", "x b=/evil"),
+            *("s3://evil/x", "http://evil", "file:///evil"),
+        )
+    ),
+)
+"""Variable that a file may set, value with a place, and what the warning names."""
+
+
+def serving(text, environ=OPERATOR, *, source=sources.FILE_NAME, inherited=True):
     """The variables of the process and the warnings, as DJL Serving's Java starts it or as `check` plans it."""
     setting = Setting("env", text, "serving.properties line 7", source, by_user=True)
     variables = sources.worker_variables([setting])
     if inherited:
         environ = sources.with_worker_variables(environ, variables)
     problems = Problems()
-    found = trust.serving_environ(
-        environ, variables, problems, inherited=inherited, trusts_code=code
-    )
+    found = trust.serving_environ(environ, variables, problems, inherited=inherited)
     return found, problems.messages("warning")
+
+
+@pytest.fixture(autouse=True)
+def own_variables(monkeypatch):
+    """What is not passed on leaves this process too."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.mark.parametrize("inherited", [True, False])
@@ -106,13 +146,23 @@ def test_what_files_may_set(name):
     assert (environ, warnings) == ({**OPERATOR, name: "own"}, ())
 
 
-def test_trusted_code_may_set_what_loads_code():
-    for name in CODE:
-        assert serving(f"{name}=/own", code=True) == ({**OPERATOR, name: "/own"}, ())
-    for name in DOWNLOADS:
-        environ, warnings = serving(f"{name}=/own", code=True)
-        assert "/own" not in environ.values()
-        assert warnings
+@pytest.mark.parametrize("flags", FLAGS)
+def test_compiler_flags_that_files_may_set(flags):
+    environ, warnings = serving(f"NEURON_CC_FLAGS={flags}")
+    assert (environ, warnings) == ({**OPERATOR, "NEURON_CC_FLAGS": flags}, ())
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_value_names_no_place(inherited):
+    for name, value, part in PLACES:
+        environ, (warning,) = serving(f"{name}={value}", inherited=inherited)
+        assert environ == OPERATOR, value
+        assert f"sets {name} ({part}), not passed on" in warning
+        assert f"{trust.TRUST}={name} (names" in warning
+        assert "evil" not in warning
+        allowed = {**OPERATOR, trust.TRUST: name}
+        environ, warnings = serving(f"{name}={value}", allowed, inherited=inherited)
+        assert (environ[name], warnings) == (value, ())
 
 
 @pytest.mark.parametrize("source", [sources.COMMAND_LINE, sources.ENVIRONMENT])
@@ -141,7 +191,7 @@ def test_a_file_allows_itself_nothing(inherited):
 
 def test_this_process_forgets_what_java_has_set(monkeypatch):
     """Its libraries read the process's own variables."""
-    names = ("HF_ENDPOINT", "https_proxy", "SSL_CERT_FILE", "AWS_CONFIG_FILE", "HF_TOKEN", "LC_ALL")
+    names = ("HF_ENDPOINT", "https_proxy", "LD_PRELOAD", "AWS_CONFIG_FILE", "HF_TOKEN", "LC_ALL")
     for name in names:
         monkeypatch.setenv(name, "from-java")
     serving(",".join(f"{name}=from-java" for name in names))

@@ -9,7 +9,7 @@ from djl_python_neuronx.artifacts.output import properties_file
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.options import names_where, option
 from djl_python_neuronx.config.resolve import read_settings
-from djl_python_neuronx.config.sources import from_file
+from djl_python_neuronx.config.sources import from_file, with_worker_variables
 from djl_python_neuronx.errors import ArtifactMismatchError
 from djl_python_neuronx.loading import partition
 from djl_python_neuronx.loading.partition import compile_model, pinned
@@ -31,7 +31,10 @@ def read(folder, environ=(), **overrides):
 
 def served_elsewhere(settings, folder):
     """The settings of an output with these settings, on a machine without any of their own."""
-    prepared = SimpleNamespace(resolved=settings, options=settings.options, backend="tnx")
+    environ = with_worker_variables({}, settings.worker_variables)
+    prepared = SimpleNamespace(
+        resolved=settings, options=settings.options, backend="tnx", environ=environ
+    )
     options = {**pinned(prepared), "model_loader": settings.options.model_loader}
     folder.mkdir()
     written = properties_file(options, partition._for_djl(prepared))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -19,8 +20,13 @@ from djl_python_neuronx.config import trust
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model, partition
+from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.service import Service
 from tests import remote_doubles
+from tests.neuron_machine import TINY
+
+pytest_plugins = ["tests.neuron_fixtures"]
 
 KEYS = {
     "HF_TOKEN": "hf_operator",
@@ -144,6 +150,39 @@ def test_libraries_are_imported_without_what_java_has_set(tmp_path):
         check=True,
     ).stdout
     assert told == f"https://huggingface.co {tmp_path}/.cache/huggingface/hub set()\n"
+
+
+def tree(folder):
+    return {str(path): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NEURON_COMPILE_CACHE_URL={evil}",
+        "NEURON_CC_FLAGS=-O1 --cache_dir={evil}",
+        "XLA_FLAGS=--xla_dump_to={evil}",
+    ],
+)
+def test_compiled_files_go_where_the_operator_says(line, machine, options, tmp_path):
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    model = shutil.copytree(TINY, tmp_path / "model")
+    line = line.format(evil=evil)
+    (model / "serving.properties").write_text(f"option.env={line}\n")
+    name, before = line.partition("=")[0], tree(tmp_path)
+    cache = options.pop("compiled_graph_path")
+    environ = {**machine.environ, "NEURON_COMPILE_CACHE_URL": cache}
+    report = check(str(model), environ=environ, overrides=options)
+    assert f"sets {name}" in json.dumps(as_json(report)["warnings"])
+    assert tree(tmp_path) == before
+    compile_model(str(model), str(tmp_path / "out"), environ=environ, overrides=options)
+    assert "option.env" not in (tmp_path / "out" / "serving.properties").read_text()
+    Service.load(None, model, environ=environ, overrides=options).close()
+    assert not list(evil.rglob("*"))
+    del environ["NEURON_COMPILE_CACHE_URL"]
+    seen = prepare_or_raise(None, model, environ={**environ, trust.TRUST: name}, overrides=options)
+    assert seen.environ[name] == line.partition("=")[2]
 
 
 DOORS = ("check", "serve", "compile", "djl", "partition")

@@ -53,7 +53,7 @@ LEFT_TO_OVERRIDES = {
     "up_clamp_upper_limit padded_hidden_size padded_intermediate_size is_full_model_shuffled attn_cls",
     "vision only": "enable_ve_data_parallel",
     "deprecated by the library": "attn_block_cte_nki_kernel_enabled",
-    "debugging only": "tensor_capture_config tensor_replacement_config enable_output_completion_notifications",
+    "debugging only": "enable_output_completion_notifications",
     "part of a feature that has an option": "quant.dequant_dtype quant.quantize_method quant.quantize_attn "
     "quant.no_quantize_list kv_cache_quant.dequant_dtype kv_cache_quant.quantize_method "
     "kv_quant_config.direct_cast kv_quant_config.k_quant_method kv_quant_config.v_quant_method "
@@ -73,9 +73,9 @@ SAMPLES = {
 """Values that are neither refused nor the library's own, where "7" is one of these."""
 COMPUTED = {
     *("multi_node", "draft_model_tp_size", "load_split_model", "speculative_draft_model"),
-    *("override_neuron_config", "on_device_generation"),
+    *("override_neuron_config", "on_device_generation", "quantized_checkpoints_path"),
 }
-"""Options that turn on what has an option of its own, or have less in the library."""
+"""Options that turn on what has an option of its own, have less in the library, or are the operator's alone."""
 DRAFT = ("option.speculative_draft_model=org/draft",)
 
 
