@@ -23,7 +23,6 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnsupportedParameterError,
 )
-from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +363,7 @@ def load_tokenizer(
     revision: str | None = None,
     needs_torch: bool = True,
     chat_template: str | None = None,
-) -> Tokenizer:
+) -> PythonTokenizer:
     """Load the tokenizer of a model folder.
 
     `needs_torch`: false in a process that loads no model; see `_without_torch`. `chat_template`: in place of its own.

@@ -4,7 +4,8 @@ Nothing in Python stops a template that loops or a regex that backtracks, and an
 process. So the front runs neither. A *library process*, one for all models of the front, has imported transformers. It
 forks a *loader* for each model, which loads the tokenizer, tells the front what it needs of it, and forks a *worker*
 whenever all others are busy. A worker answers one call at a time, in a limited time and address space; the kernel ends
-one that takes longer, and the next one is a fork away.
+one that takes longer, and the next one is a fork away. The front waits for each of them in a limited time, too, and
+ends one that gives no answer: it is stopped, so that the kernel's limit does not count.
 
 The library process ends when its connection does, and the kernel ends the others with the process that forked them.
 """
@@ -19,10 +20,13 @@ import os
 import resource
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,7 +37,6 @@ from typing import Any
 
 import orjson
 
-from djl_python_neuronx.artifacts.guard import outlive_stops
 from djl_python_neuronx.artifacts.tokenizer import (
     PythonTokenizer,
     TokenTable,
@@ -62,16 +65,16 @@ WORK_BYTES = 2**30
 """Most address space that a call takes."""
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
-MOST_IDS = 2**22
-"""Most ids of one text: to make a list of as many holds the front's GIL for 50 ms."""
-MOST_TEXT = 2**24
-"""Most bytes of the text of all tokens of a vocabulary (one of 256,000 has 2 MB), and characters of ids decoded."""
-MOST_BYTES = 2**28
-"""Longest message to the front."""
-SLOW_S = 0.1
-"""A worker that takes longer goes on with a low priority, behind the engine, and answers one call only."""
+MOST_MADE = 2**22
+"""Most ids of one text, or characters of one list of ids: to make a list of as many holds the front's GIL for 50 ms."""
+MOST_BYTES = 2**25
+"""Longest message to the front. The texts of the tokens of a vocabulary of 256,000 have 2 MB."""
 GRACE_S = 1.0
-"""Time after which a worker is given up that the kernel should have ended."""
+"""Time after which a process is ended that the kernel should have ended: it is stopped, or gets no time."""
+FORK_S = 10
+"""Most time of a fork, and of a pause within a message."""
+IMPORT_S = 300.0
+"""Most time to import the library. It is read from a disk, which may be slow."""
 IDLE_WORKERS = 4
 _ENVIRON = {
     # Without threads, so that it can fork.
@@ -79,7 +82,8 @@ _ENVIRON = {
     "OPENBLAS_NUM_THREADS": "1",
     "RUST_BACKTRACE": "0",
 }
-_NICE = 10
+_LOST = (EOFError, ConnectionError, TimeoutError)
+"""Errors of a process that has ended, or is stopped. Others are of this process: no descriptors are left."""
 _PR_SET_PDEATHSIG = 1
 """Source: Linux, include/uapi/linux/prctl.h."""
 
@@ -101,223 +105,233 @@ class TokenizerProcess(TokenTable):
             ArtifactError: see `load_tokenizer`; or the load takes too much time or memory.
             BackendUnavailableError: the system refuses another process.
         """
-        self._load = partial(load_tokenizer, folder, **how)
-        self._folder, self._timeout_s, self._load_s = folder, timeout_s, load_s
-        self._job = marshal.dumps((os.fspath(folder), how, load_s))
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._folder, self._how = folder, how
+        self._timeout_s, self._load_s = timeout_s, load_s
+        self._idle = deque[_Process](maxlen=IDLE_WORKERS)
         self._closed = False
-        self._loader, facts = self._start()
-        super().__init__(facts["special"], frozenset(facts["special_ids"]), facts["eos_id"])
-        if facts["pieces"] is not None:
-            self.pieces = [piece.encode("latin-1") for piece in facts["pieces"]]
+        self._forking = threading.Lock()
+        """Held during a fork or a load. Nobody waits for it longer than for a text."""
+        special, special_ids, eos_id, pieces = self._load()
+        super().__init__(special, frozenset(special_ids), eos_id)
+        if pieces is not None:
+            self.pieces = [piece.encode("latin-1") for piece in pieces]
 
     @property
     def library(self) -> Any:  # noqa: ANN401
         """The library's own object, loaded into this process for functions of `model.py`, which get one."""
-        tokenizer = self._load()
-        return getattr(tokenizer, "library", tokenizer)
+        return load_tokenizer(self._folder, **self._how).library
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """See `Tokenizer`; in addition raises `TextLimitError`."""
+        """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`."""
         ids: list[int] = self._call(self._timeout_s, "encode", text, special)
         return ids
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
     ) -> list[int]:
-        """See `Tokenizer`; in addition raises `TextLimitError`."""
+        """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`."""
         ids: list[int] = self._call(self._timeout_s, "encode_chat", messages, max_chars)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer`; in addition raises `TextLimitError`."""
+        """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`."""
         limit_s = min(self._timeout_s, DECODE_S + len(ids) / 1000)
         text: str = self._call(limit_s, "decode", [*map(int, ids)], None)
         return text
 
     def close(self) -> None:
-        """See `Tokenizer`."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            self._loader.close()
-        for worker in idle:
-            worker.connection.close()
+        """See `Tokenizer`. Waits for nothing: loads and calls that run end with an error."""
+        self._closed = True
+        self._loader.end()
+        self._idle.clear()
 
-    def _start(self) -> tuple[Connection, Any]:
-        """A new loader and the facts that it tells."""
+    def _load(self) -> Any:  # noqa: ANN401
+        """Start a loader. Returns the facts that it tells."""
         try:
-            loader = _new_loader()
-        except OSError as error:
-            msg = f"the tokenizer's process cannot be started: {error}; free memory or processes"
+            self._loader = _new_loader()
+        except (EOFError, OSError) as error:
+            why = str(error) or "it has ended"
+            msg = f"the tokenizer's process cannot be started ({why}); free memory or processes, or read the log"
             raise BackendUnavailableError(msg) from error
+        if self._closed:  # meanwhile: `close` has ended the one before
+            self._loader.end()
         try:
-            loader.send_bytes(self._job)
-            made = loader.poll(self._load_s + GRACE_S) and _received(loader)
+            how = {**self._how, "needs_torch": False}
+            self._loader.send((os.fspath(self._folder), how, self._load_s))
+            return self._loader.receive(self._load_s + GRACE_S)
         except (EOFError, OSError):
-            made = None
-        if not made:
-            loader.close()
+            self._loader.end()
             msg = (
-                f"the tokenizer in {self._folder} cannot be loaded: it takes more than {self._load_s:g} s or "
-                f"{LOAD_BYTES >> 30} GiB of memory, or ends the process (the log names the signal). Check that its "
-                "files are whole and the right ones."
+                f"the tokenizer in {self._folder} cannot be loaded: it takes more than {self._load_s:g} s, "
+                f"{LOAD_BYTES >> 30} GiB of memory or {MOST_BYTES >> 20} MiB for the text of its tokens, or ends the "
+                "process (the log names the signal). Check that its files are whole and the right ones."
             )
-            raise ArtifactError(msg)
-        return loader, made
+            raise ArtifactError(msg) from None
 
     def _call(self, limit_s: float, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
-        message = marshal.dumps((limit_s, kind, given, how))
         what = "chat template" if kind == "encode_chat" else "tokenizer"
-        for new in (False, True):  # an idle worker may have been ended from outside
-            worker = self._take(new=new)
-            begun_s = time.monotonic()
-            try:
-                worker.connection.send_bytes(message)
-                made = worker.answer(begun_s + limit_s + GRACE_S)
-                if made is None:
-                    what = "tokenizer"
-                    made = worker.answer(begun_s + limit_s + GRACE_S)
-            except (EOFError, OSError):
-                worker.connection.close()
-                why = f"takes more than {WORK_BYTES >> 30} GiB of memory, or crashes (the log names the signal)"
-                if time.monotonic() - begun_s >= limit_s:
-                    why = f"takes more than {limit_s:g} s (option.text_timeout)"
-                    break
-                if worker.is_new:
-                    if self._is_lost():
-                        msg = (
-                            "the model's tokenizer is loaded again, or the model is replaced; retry"
-                        )
-                        raise BackendUnavailableError(msg) from None
-                    break
-                continue
-            except ServingError:
-                self._give(worker)
-                raise
-            self._give(worker)
-            return made
-        logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
-        msg = f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct the {what}"
-        raise TextLimitError(msg)
-
-    def _is_lost(self) -> bool:
-        """Return True if the loader has ended, and its workers with it."""
+        worker = self._take()
+        begun_s = time.monotonic()
         try:
-            return self._closed or self._loader.poll()
+            worker.send((limit_s, kind, given, how))
+            made = worker.receive(limit_s + GRACE_S)
+            if made is None:  # the template is rendered
+                what = "tokenizer"
+                made = worker.receive(limit_s + GRACE_S)
         except (EOFError, OSError):
-            return True
+            if worker.is_alive or not worker.parent.is_alive:
+                worker.end()
+                msg = (
+                    f"a process of the model's tokenizer (pid {worker.pid}) was stopped or ended from outside, or the "
+                    "model is replaced; retry"
+                )
+                raise BackendUnavailableError(msg) from None
+            why = f"takes more than {WORK_BYTES >> 30} GiB of memory, or crashes (the log names the signal)"
+            if time.monotonic() - begun_s >= limit_s:
+                why = f"takes more than {limit_s:g} s (option.text_timeout)"
+            logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
+            msg = (
+                f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct the "
+                f"{what}"
+            )
+            raise TextLimitError(msg) from None
+        finally:
+            self._idle.append(worker)
+        return made
 
-    def _take(self, *, new: bool) -> _Worker:
-        """A worker: one that is idle, unless it must be `new`.
+    def _take(self) -> _Process:
+        """A worker: one that is idle, or a new one, of another loader if need be.
 
         Raises:
             BackendUnavailableError: the system refuses another process, or the tokenizer is closed.
         """
-        with self._lock:
-            if self._idle and not new:
-                return self._idle.pop()
-            if self._closed:
-                msg = "the model is being replaced or the server stops; retry"
-                raise BackendUnavailableError(msg)
-            try:
-                return _Worker(self._loader)
-            except (EOFError, OSError):
-                logger.warning("tokenizer_lost folder=%r: it is loaded again", self._folder.name)
-            self._loader.close()
-            try:
-                self._loader, _ = self._start()
-                return _Worker(self._loader)
-            except (EOFError, OSError, ArtifactError) as error:
-                msg = (
-                    "the tokenizer's process cannot be started again; retry later, or read the log"
-                )
-                raise BackendUnavailableError(msg) from error
-
-    def _give(self, worker: _Worker) -> None:
-        worker.is_new = False
-        with self._lock:
-            if not self._closed and not worker.is_slow and len(self._idle) < IDLE_WORKERS:
-                self._idle.append(worker)
-                return
-        worker.connection.close()
+        with suppress(IndexError):
+            while True:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+        if self._closed or not self._forking.acquire(timeout=self._timeout_s):
+            msg = "the model is replaced, or its tokenizer is loaded again; retry"
+            raise BackendUnavailableError(msg)
+        try:
+            with suppress(*_LOST):
+                return self._loader.fork()
+            logger.warning("tokenizer_lost folder=%r: it is loaded again", self._folder.name)
+            self._loader.end()
+            self._load()
+            return self._loader.fork()
+        except (EOFError, OSError, ArtifactError) as error:
+            logger.error("tokenizer_lost folder=%r: %s", self._folder.name, error)  # noqa: TRY400
+            msg = "the tokenizer's process cannot be started again; retry later, or read the log"
+            raise BackendUnavailableError(msg) from error
+        finally:
+            self._forking.release()
 
 
-class _Worker:
-    """A process that answers one call at a time."""
+class _Process:
+    """A process beside the front: its connection, its id, and the process that has forked it."""
 
-    def __init__(self, loader: Connection) -> None:
-        self.connection = _fork(loader)
-        self._pid: int = _received(self.connection)
-        self.is_new, self.is_slow = True, False
-        self._readable = select.poll()
-        self._readable.register(self.connection.fileno(), select.POLLIN)
+    def __init__(self, connection: Connection, parent: _Process | None = None) -> None:
+        self._connection, self.parent, self.pid = connection, parent or self, 0
+        self._events = select.poll()
+        self._events.register(connection.fileno(), select.POLLIN)
 
-    def answer(self, until_s: float) -> Any:  # noqa: ANN401
-        """The next message: None when the template is rendered, else what was made of a call.
+    def fork(self) -> _Process:
+        """Have it fork a child.
 
         Raises:
-            EOFError: the process has ended.
-            OSError: it gives no answer.
-            ServingError: the call has failed.
+            EOFError, ConnectionError, TimeoutError: it has ended, or is stopped.
+            OSError, BackendUnavailableError: the system refuses a connection, or another process.
         """
-        if not self._readable.poll(SLOW_S * 1000):
-            self.is_slow = True
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
-            if not self._readable.poll(max(0.0, until_s - time.monotonic()) * 1000):
-                raise TimeoutError
-        return _received(self.connection)
+        front, end = _pipe()
+        with end:
+            reduction.send_handle(self._connection, end.fileno(), None)
+        child = _Process(front, self)
+        child.pid = child.receive(FORK_S)
+        return child
+
+    def send(self, message: Any) -> None:  # noqa: ANN401
+        """Send plain values.
+
+        Raises:
+            OSError: it has ended, or does not read.
+        """
+        self._connection.send_bytes(marshal.dumps(message))
+
+    def receive(self, limit_s: float) -> Any:  # noqa: ANN401
+        """Its next message. It is JSON, so that it can make nothing run.
+
+        Raises:
+            EOFError, OSError: it has ended, or gives no answer in this time.
+            ServingError: the message is one.
+        """
+        if not self._events.poll(limit_s * 1000):
+            msg = f"no answer within {limit_s:g} s"
+            raise TimeoutError(msg)
+        made, *failure = orjson.loads(self._connection.recv_bytes(MOST_BYTES))
+        if failure:
+            code, text, param = failure
+            error = revive(code, text)
+            if isinstance(error, RequestError):
+                error.param = param
+            raise error
+        return made
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it has ended, which closes its end of the connection."""
+        return not any(event & select.POLLHUP for _, event in self._events.poll(0))
+
+    def end(self) -> None:
+        """End it, also if it is stopped, and with it those that it has forked."""
+        if self.is_alive:  # so no other process has its id
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
-_library: list[tuple[subprocess.Popen[bytes], Connection]] = []
-"""The process that has imported the library, once it is started, and the connection to it."""
+_library: list[tuple[subprocess.Popen[bytes], _Process]] = []
+"""The process that has imported the library, once it is started."""
 _starting = threading.Lock()
 
 
-def _new_loader() -> Connection:
-    """The connection to a new loader. Starts the library process if there is none."""
-    with _starting:
-        if not _library or _library[0][0].poll() is not None:
-            connection, end = Pipe()
-            environ = {**environment(), **_ENVIRON}
-            with end:
-                # A session of its own: Ctrl-C in a terminal is for the front.
-                process = subprocess.Popen(  # noqa: S603
-                    python_command(__name__),
-                    stdin=end.fileno(),
-                    env=environ,
-                    start_new_session=True,
-                )
-            level = logging.getLogger("djl_python_neuronx").getEffectiveLevel()
-            connection.send_bytes(logging.getLevelName(level).encode())
-            _library[:] = [(process, connection)]
-        return _fork(_library[0][1])
-
-
-def _fork(parent: Connection) -> Connection:
-    """Have a process fork a child. Returns the connection to it."""
-    front, end = Pipe()
-    with end:
-        reduction.send_handle(parent, end.fileno(), None)
-    return front
-
-
-def _received(connection: Connection) -> Any:  # noqa: ANN401
-    """A message to the front. It is JSON, so that it can make nothing run.
+def _new_loader() -> _Process:
+    """A new loader. Starts the library process if there is none that answers.
 
     Raises:
-        ServingError: the message is one.
+        EOFError, OSError: it cannot be started.
     """
-    made, *failure = orjson.loads(connection.recv_bytes(MOST_BYTES))
-    if failure:
-        code, text, param = failure
-        error = revive(code, text)
-        if isinstance(error, RequestError):
-            error.param = param
-        raise error
-    return made
+    with _starting:
+        while _library:
+            process, library = _library[0]
+            try:
+                return library.fork()
+            except _LOST:
+                process.kill()
+                process.wait()
+                _library.clear()
+        connection, end = _pipe()
+        with end:
+            # A session of its own: Ctrl-C in a terminal is for the front.
+            process = subprocess.Popen(  # noqa: S603
+                python_command(__name__),
+                stdin=end.fileno(),
+                env={**environment(), **_ENVIRON},
+                start_new_session=True,
+            )
+        library = _Process(connection)
+        _library.append((process, library))
+        library.send(logger.getEffectiveLevel())
+        library.receive(IMPORT_S)
+        return library.fork()
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    """The front's end of a connection, which gives up on a process that stands still, and the process's."""
+    front, end = Pipe()
+    with socket.fromfd(front.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as options:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            options.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", FORK_S, 0))
+    return front, end
 
 
 # The processes
@@ -325,42 +339,45 @@ def _received(connection: Connection) -> Any:  # noqa: ANN401
 
 def main() -> None:
     """The library process: its standard input is the connection to the front."""
-    outlive_stops()
+    # A system that stops a service signals all its processes; these have to run until the front ends them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     front = Connection(os.dup(sys.stdin.fileno()))
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    setup_logging(front.recv_bytes().decode())
+    setup_logging(logging.getLevelName(marshal.loads(front.recv_bytes())))  # noqa: S302  (from the front)
     with suppress(ImportError):  # the load says what is missing
         import_transformers(needs_torch=False)
         import jinja2.sandbox  # noqa: F401
-    _fork_each(front, _load)
+    front.send_bytes(b"[null]")
+    _fork_each(front, _tell)
 
 
 def _fork_each(front: Connection, child: Callable[[Connection], None]) -> None:
-    """Fork a child for each connection that comes, until the front closes this one."""
+    """Fork a child for each connection that comes, and send its id there, until the front closes this one."""
     gc.freeze()
     signal.signal(signal.SIGCHLD, _reap)
     parent = os.getpid()
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         while True:
             with Connection(reduction.recv_handle(front)) as connection:
                 try:
-                    is_parent = os.fork()
+                    pid = os.fork()
+                    message = orjson.dumps([pid])
                 except OSError as error:
                     msg = f"the system refuses another process for the tokenizer ({error}); retry"
-                    connection.send_bytes(_failure(BackendUnavailableError(msg)))
-                    continue
-                if is_parent:
+                    pid, message = -1, _failure(BackendUnavailableError(msg))
+                if pid:
+                    with suppress(ConnectionError):  # the front did not wait for it
+                        connection.send_bytes(message)
                     continue
                 try:
                     front.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for number in (signal.SIGTERM, signal.SIGINT):
-                        signal.signal(number, signal.SIG_IGN)
                     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                     if os.getppid() == parent:
                         child(connection)
-                except (EOFError, OSError):  # the front has closed the connection
+                except (EOFError, ConnectionError):  # the front has closed the connection
                     os._exit(0)
                 except BaseException:
                     logger.exception("tokenizer_process_failed")
@@ -374,7 +391,7 @@ def _reap(*_: object) -> None:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if os.WIFSIGNALED(ended[1]):
                 name = signal.Signals(os.WTERMSIG(ended[1])).name
-                logger.warning("tokenizer_process_ended pid=%d signal=%s", ended[0], name)
+                logger.info("tokenizer_process_ended pid=%d signal=%s", ended[0], name)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -386,73 +403,67 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (min(most, hard) if hard >= 0 else most, hard))
 
 
-def _load(front: Connection) -> None:
+def _tell(front: Connection) -> None:
     """A loader: load the tokenizer and tell the front about it, then fork workers."""
     folder, how, load_s = marshal.loads(front.recv_bytes())  # noqa: S302  (from the front)
-    _limit_memory(LOAD_BYTES)
-    signal.setitimer(signal.ITIMER_REAL, load_s)
-    try:
-        tokenizer = load_tokenizer(Path(folder), **{**how, "needs_torch": False})
-        assert isinstance(tokenizer, PythonTokenizer)  # noqa: S101
+    loaded: list[PythonTokenizer] = []
+
+    def load() -> Any:  # noqa: ANN401
+        _limit_memory(LOAD_BYTES)
+        tokenizer = load_tokenizer(Path(folder), **how)
         pieces = tokenizer.pieces
-        if pieces is not None and (num_bytes := sum(map(len, pieces))) > MOST_TEXT:
-            msg = (
-                f"the tokenizer in {folder} cannot be loaded: its tokens have {num_bytes} bytes of text, more than "
-                f"{MOST_TEXT}. Correct the decoder in its tokenizer.json."
-            )
-            raise ArtifactError(msg)
-        facts = {
-            "special": tokenizer.special,
-            "special_ids": [*tokenizer.special_ids],
-            "eos_id": tokenizer.eos_id,
-            "pieces": None if pieces is None else [piece.decode("latin-1") for piece in pieces],
-        }
-    except ServingError as error:
-        front.send_bytes(_failure(error))
-        return
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    front.send_bytes(orjson.dumps([facts]))
-    _fork_each(front, partial(_work, tokenizer))
+        latin = None if pieces is None else [piece.decode("latin-1") for piece in pieces]
+        loaded.append(tokenizer)
+        return tokenizer.special, [*tokenizer.special_ids], tokenizer.eos_id, latin
+
+    front.send_bytes(_made(load_s, load, f"the tokenizer in {folder} cannot be loaded"))
+    if loaded:
+        _fork_each(front, partial(_work, loaded[0]))
 
 
 def _work(tokenizer: PythonTokenizer, front: Connection) -> None:
-    """A worker: answer calls until the front closes the connection."""
+    """A worker: answer calls until the front closes the connection. The engine and the front go first."""
     _limit_memory(WORK_BYTES)
-    front.send_bytes(orjson.dumps([os.getpid()]))
+    os.nice(10)
     while True:
         limit_s, *call = marshal.loads(front.recv_bytes())  # noqa: S302  (from the front)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        try:
-            made = orjson.dumps([_answer(tokenizer, front, *call)])
-        except MemoryError:
-            os._exit(1)  # what is left of the call may still take the memory
-        except ServingError as error:
-            made = _failure(error)
-        except Exception as error:
-            logger.exception("tokenizer_failed")
-            name = type(error).__name__
-            made = _failure(ServingError(f"the model's tokenizer failed on this text ({name})"))
+        answer = partial(_answer, tokenizer, front, *call)
+        front.send_bytes(_made(limit_s, answer, "the model's tokenizer failed on this text"))
+
+
+def _made(limit_s: float, make: Callable[[], Any], failed: str) -> bytes:
+    """The message with what is made, or with the error. The kernel ends the process after `limit_s`."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return orjson.dumps([make()])
+    except MemoryError:
+        os._exit(1)  # what is left of the call may still take the memory
+    except ServingError as error:
+        return _failure(error)
+    except Exception as error:
+        logger.exception("tokenizer_failed")
+        # Without the message, which may quote the text; that of the system does not.
+        why = getattr(error, "strerror", None) or type(error).__name__
+        return _failure(ServingError(f"{failed} ({why})"))
+    finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        front.send_bytes(made)
 
 
 def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
+    made: Sequence[Any]
     if kind == "decode":
-        text = tokenizer.decode(given)
-        if len(text) > MOST_TEXT:
-            msg = f"the model's tokenizer makes {len(text)} characters of these ids; expected at most {MOST_TEXT}"
-            raise TextLimitError(msg)
-        return text
-    if kind == "encode":
-        ids = tokenizer.encode(given, special=how)
+        made = tokenizer.decode(given)
+    elif kind == "encode":
+        made = tokenizer.encode(given, special=how)
     else:
         text = tokenizer.render(given)
         front.send_bytes(b"[null]")
-        ids = tokenizer.encode_rendered(text, how)
-    if len(ids) > MOST_IDS:
-        msg = f"the model's tokenizer makes {len(ids)} tokens of this text; expected at most {MOST_IDS}. Shorten it."
+        made = tokenizer.encode_rendered(text, how)
+    if len(made) > MOST_MADE:
+        unit = "characters of these ids" if kind == "decode" else "tokens of this text"
+        msg = f"the model's tokenizer makes {len(made)} {unit}; expected at most {MOST_MADE}. Shorten it."
         raise TextLimitError(msg)
-    return ids
+    return made
 
 
 def _failure(error: ServingError) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import marshal
 import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -141,12 +143,14 @@ def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
     ids = tokenizer.encode("The fox")
     library = tokenizer_process._library[0][0]
     for level in range(3):  # the worker, its loader, and the library process
-        pid = library.pid
+        killed = [library.pid]
         for _ in range(2 - level):
-            pid = children(pid)[-1]
-        os.kill(pid, signal.SIGKILL)
-        if level:
-            assert gone([pid]) or level == 2
+            killed = [children(killed[0])[-1]]
+        killed += descendants(killed[0])
+        os.kill(killed[0], signal.SIGKILL)
+        assert gone(
+            killed[level // 2 :]
+        )  # the library process is this one's child, and stays a zombie
         assert tokenizer.encode("The fox") == ids
         library = tokenizer_process._library[0][0]
     assert caplog.text.count("tokenizer_lost") == 2
@@ -167,6 +171,7 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path):
     tokenizer.close()
     tokenizer.close()
     assert gone(mine)
+    del tokenizer
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= open_files
 
 
@@ -211,15 +216,137 @@ def test_a_process_that_cannot_be_started_is_an_error(tmp_path, monkeypatch):
     tokenizer = start(write(tmp_path))
 
     def refuse(*_):
-        raise OSError(11, "Resource temporarily unavailable")
+        raise OSError(24, "Too many open files")
 
+    loader = tokenizer._loader
     with monkeypatch.context() as patched:
-        patched.setattr(tokenizer_process, "_fork", refuse)
+        patched.setattr(tokenizer_process, "_pipe", refuse)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
             tokenizer.encode("The fox")
         with pytest.raises(BackendUnavailableError, match="free memory or processes"):
             start(tmp_path)
     assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
+    assert tokenizer._loader is loader
     tokenizer.close()
-    with pytest.raises(BackendUnavailableError, match="is being replaced"):
+    with pytest.raises(BackendUnavailableError, match="is replaced"):
         tokenizer.encode("The fox")
+
+
+def worker_of(tokenizer):
+    """The process id of its idle worker."""
+    return tokenizer._idle[-1].pid
+
+
+@pytest.mark.parametrize("text", ["The fox", "The fox " * 10**6])
+def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
+    """The kernel's limit does not end it: a stopped process takes no signal but SIGKILL, and reads nothing."""
+    monkeypatch.setattr(tokenizer_process, "FORK_S", 1)
+    tokenizer = start(write(tmp_path), timeout_s=1.0)
+    ids = tokenizer.encode("The fox")
+    stopped = worker_of(tokenizer)
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(BackendUnavailableError, match=rf"\(pid {stopped}\) was stopped or ended"):
+        tokenizer.encode(text)
+    assert gone([stopped])
+    assert tokenizer.encode("The fox") == ids
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("level", ["loader", "library"])
+def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, level):
+    monkeypatch.setattr(tokenizer_process, "FORK_S", 1)
+    folder = write(tmp_path)
+    tokenizer = start(folder)
+    ids = tokenizer.encode("The fox")
+    library = tokenizer_process._library[0][0]
+    stopped = library.pid if level == "library" else tokenizer._loader.pid
+    os.kill(stopped, signal.SIGSTOP)
+    if level == "loader":
+        tokenizer._idle.clear()
+        assert tokenizer.encode("The fox") == ids
+        assert "tokenizer_lost" in caplog.text
+    else:
+        other = start(folder)  # which ends the other loader, too
+        assert other.encode("The fox") == ids
+        other.close()
+    assert gone([stopped])
+    assert tokenizer.encode("The fox") == ids
+    tokenizer.close()
+
+
+def test_close_ends_a_loader_that_is_stopped(tmp_path):
+    tokenizer = start(write(tmp_path))
+    tokenizer.encode("The fox")
+    processes = [tokenizer._loader.pid, worker_of(tokenizer)]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    tokenizer.close()
+    assert gone(processes)
+
+
+SLOW = """
+import sys, time
+time.sleep({seconds})
+sys.path.remove({folder!r})
+del sys.modules["transformers"]
+import transformers
+"""
+
+
+def slow_import(folder, monkeypatch, seconds):
+    """Let the next library process take so long to import transformers."""
+    folder.mkdir()
+    (folder / "transformers.py").write_text(SLOW.format(folder=str(folder), seconds=seconds))
+    monkeypatch.syspath_prepend(folder)
+    for process, _ in tokenizer_process._library:
+        process.kill()
+        process.wait()
+
+
+def test_the_time_of_a_load_begins_when_the_library_is_imported(tmp_path, monkeypatch):
+    """A disk that is slow says nothing about a tokenizer."""
+    folder = write(tmp_path / "model")
+    slow_import(tmp_path / "slow", monkeypatch, 6)
+    tokenizer = start(folder, load_s=4.0)
+    assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
+    tokenizer.close()
+
+
+def test_close_waits_for_no_load_and_others_wait_as_long_as_for_a_text(tmp_path, monkeypatch):
+    folder = write(tmp_path / "model")
+    tokenizer = start(folder, timeout_s=0.5)
+    slow_import(tmp_path / "slow", monkeypatch, 600)
+    with ThreadPoolExecutor(2) as pool:
+        loads = pool.submit(tokenizer.encode, "The fox")
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not tokenizer._forking.locked() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        with pytest.raises(BackendUnavailableError, match="is loaded again; retry"):
+            tokenizer.encode("The fox")
+        assert not loads.done()
+        tokenizer.close()
+        assert not loads.done()
+        library = tokenizer_process._library[0][0]
+        library.kill()
+        library.wait()
+        with pytest.raises(BackendUnavailableError, match="cannot be started"):
+            loads.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (KeyError("a"), "KeyError"),
+    ],
+)
+def test_an_error_of_a_load_is_named(tmp_path, monkeypatch, error, name):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(tokenizer_process, "_limit_memory", fail)
+    front, end = Pipe()
+    front.send_bytes(marshal.dumps((str(tmp_path), {}, 60.0)))
+    tokenizer_process._tell(end)
+    with pytest.raises(ServingError, match=f"{tmp_path.name} cannot be loaded .{name}"):
+        tokenizer_process._Process(front).receive(PATIENCE_S)
