@@ -15,7 +15,7 @@ from djl_python_neuronx.planning.fields import unusual_fields
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.nxdi import rules as nxdi
-from djl_python_neuronx.planning.nxdi.capabilities import WITH_IMAGES
+from djl_python_neuronx.planning.nxdi.capabilities import REFUSED
 from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
 from djl_python_neuronx.planning.tnx import rules as tnx
 from djl_python_neuronx.sampling import SamplingParams
@@ -308,8 +308,8 @@ def _unknown_architecture(case: Case) -> Finding:
         for name, facts in NEURON_BACKENDS.items()
         if case.model.model_type in facts.architectures
     ]
-    takes_images = case.backend == "nxdi" and case.model.model_type in WITH_IMAGES
-    served = "only classes with images, which are not served yet," if takes_images else "no class"
+    refused = REFUSED.get(model_type) if case.backend == "nxdi" else None
+    served = f"a class that {refused}," if refused else "no class"
     problem = (
         f"{case.library} has {served} for model_type {model_type}; supported types: {known}; "
         f"{use_backend(*others, 'cpu')}"

@@ -20,7 +20,7 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 
 LIBRARY = "neuronx_distributed_inference"
 
@@ -116,10 +116,11 @@ def test_a_class_is_taken_from_its_own_file_else_from_the_registry(
             model.find_class(name)
 
 
-def test_models_that_take_images_are_refused_before_they_are_compiled() -> None:
+def test_models_that_are_not_served_are_refused_before_they_are_compiled() -> None:
     supports = backends.get("nxdi").supports
     assert not [name for name in NXDI if supports({"model_type": name})]
-    assert "takes images" in str(supports({"model_type": "llama4"}))
+    for name, reason in REFUSED.items():
+        assert str(supports({"model_type": name})).endswith(f" {name!r} {reason}")
     assert "no class for model_type 'gpt2'; it has" in str(supports({"model_type": "gpt2"}))
     assert "no class for model_type None" in str(supports({}))
 

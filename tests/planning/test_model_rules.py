@@ -13,6 +13,7 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.model_rules import findings
+from djl_python_neuronx.planning.nxdi.capabilities import REFUSED
 
 CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
 LLAMA = ModelFacts(
@@ -755,7 +756,6 @@ CORES = [
                 {"hidden_size": 6144, "intermediate_size": 1536, "vocab_size": 128260},
                 "vocab size of 128260",
             ),
-            ("gemma3", {}, "hidden size of 4096"),
         )
     ),
     (
@@ -1207,6 +1207,17 @@ UPSTREAM = {
         {"loader": "nxdi", "facts": of("llama", vocab_size=32002), DEGREE: 4},
         {"on_device_generation": True},
     ),
+    "gives groups of cores no cache": (
+        "attention_dp_degree",
+        {
+            "loader": "nxdi",
+            "facts": of("mistral", **WINDOW),
+            "n_positions": 4096,
+            DEGREE: 16,
+            "attention_dp_degree": 2,
+        },
+        {"n_positions": 2048},
+    ),
 }
 
 
@@ -1259,7 +1270,7 @@ class TestDefects:
         ("loader", "model_type", "wrong"),
         [
             *(("nxdi", name, True) for name in ("mixtral", "qwen2", "qwen3", "qwen3_moe")),
-            *(("nxdi", name, False) for name in ("mistral", "gemma3", "gpt_oss")),
+            *(("nxdi", name, False) for name in ("mistral", "gpt_oss")),
             ("tnx", "mixtral", True),
             ("tnx", "llama", False),
         ],
@@ -1272,7 +1283,6 @@ class TestDefects:
 
 # What the published models have, and their library's code takes for granted.
 PUBLISHED = {
-    "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gpt_oss": {
         "initial_context_length": 4096,
         "quantization_config": {"quant_method": "mxfp4"},
@@ -1542,11 +1552,12 @@ def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
     assert not matching({**pairs, "logical_nc_config": 2}, "logical_nc_config", "error", "")
 
 
-@pytest.mark.parametrize("name", ["llama4", "mllama", "qwen2_vl"])
-def test_a_model_with_images_is_refused_before_a_start_refuses_it(name):
-    pictures = {"loader": "nxdi", "device": INF2, "facts": of(name)}
-    assert matching(pictures, "model_loader", "error", "only classes with images")
-    assert not matching({**pictures, "facts": of("llama")}, "model_loader", "error", "")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_that_is_not_served_is_refused_before_a_start_refuses_it(name):
+    known = {"loader": "nxdi", "device": INF2, "facts": of(name)}
+    [found] = matching(known, "model_loader", "error", f"has a class that {REFUSED[name]}, for")
+    assert "model_loader=cpu" in found.problem
+    assert not matching({**known, "facts": of("llama")}, "model_loader", "error", "")
 
 
 @pytest.mark.parametrize("machine", ["inf2.48xlarge", "trn1.32xlarge"])

@@ -589,6 +589,16 @@ NXDI = [
         {"k_cache_transposed": True, "shard_over_sequence": True},
         {"k_cache_transposed": False},
     ),
+    *(
+        (name, "error", {**CORES, name: 2, "shard_over_sequence": True}, {name: 1})
+        for name in ("cp_degree", "attention_dp_degree")
+    ),
+    (
+        "attention_dp_degree",
+        "error",
+        {**CORES, "attention_dp_degree": 2, "token_generation_batches": (4,)},
+        {"token_generation_batches": None},
+    ),
     (
         "token_generation_batches",
         "error",

@@ -21,7 +21,7 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI, WITH_IMAGES
+from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -53,8 +53,8 @@ def refusal(model_type: str | None) -> str | None:
     """Return why this backend cannot serve an architecture; None if it can."""
     if model_type in NXDI:
         return None
-    if model_type in WITH_IMAGES:
-        return f"the class of {PACKAGE} for model_type {model_type!r} takes images, which is not served yet"
+    if reason := REFUSED.get(model_type or ""):
+        return f"the class of {PACKAGE} for model_type {model_type!r} {reason}"
     return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(NXDI)}"
 
 

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
-from djl_python_neuronx.planning.capabilities import Capability, Defect, window_ignored
+from djl_python_neuronx.planning.capabilities import (
+    Capability,
+    Defect,
+    sequences_beyond_window,
+    window_ignored,
+)
 from djl_python_neuronx.planning.fields import ROTARY, rope_type
 from djl_python_neuronx.planning.nxdi.fields import NXDI_FIELDS
 
@@ -39,7 +45,16 @@ _LAST_TOKENS = Defect(
     "set on_device_generation=true, and output_logits=true for requests that the host has to sample, or a degree that "
     "divides the vocabulary",
 )
-# Only llama and gpt_oss divide cores among KV heads for flash decoding (num_cores_per_group).
+# Source: models/model_base.py: the cache of groups gets no window, and what the layers write there is a ring.
+_NO_RING_OF_GROUPS = Defect(
+    "NxD Inference gives groups of cores no cache for the model's window",
+    lambda options, model: (
+        (options.attention_dp_degree or 1) > 1 and sequences_beyond_window(options, model)
+    ),
+    ("attention_dp_degree", "n_positions"),
+    "leave attention_dp_degree out, or set n_positions to the window at most",
+)
+# Only llama divides cores among KV heads for flash decoding (num_cores_per_group), and the cache of their keys.
 _NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
 # Only llama's layer reads these too.
 _LLAMAS = frozenset(
@@ -69,17 +84,16 @@ _DENSE = Capability(ignored_options=_NOT_LLAMAS | _OF_EXPERTS)
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": replace(_MOE, verified=False, defects=()),
-    "gemma3": replace(_DENSE, verified=False, degree_divides=("hidden_size",)),
     # Source: modules/kvcache/gpt_oss_kv_cache_manager.py: every other layer has a ring.
     "gpt_oss": Capability(
         verified=False,
-        ignored_options=_LLAMAS,
+        ignored_options=_NOT_LLAMAS,
         unsupported_options={
             "async_execution": "a step ahead overwrites what the model's sliding window holds"
         },
     ),
     "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS), ignored_options=_OF_EXPERTS),
-    "mistral": replace(_DENSE, window_cache=True, defects=(_LAST_TOKENS,)),
+    "mistral": replace(_DENSE, window_cache=True, defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS)),
     "mixtral": _MOE,
     "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
     "qwen3": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
@@ -89,5 +103,15 @@ NXDI: Final[Mapping[str, Capability]] = {
     name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
-WITH_IMAGES: Final = frozenset({"llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"})
-"""Architectures of the library that take images, which is not served yet."""
+REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("llama4", "mllama", "pixtral", "qwen2_vl", "qwen3_vl"),
+            "takes images, which is not served yet",
+        ),
+        # Source: models/model_base.py: all layers get the first one's rotary positions. Besides, those with a window
+        # write a ring that the mask of a decode does not know (models/gemma3/modeling_gemma3.py). Seen on the CPU rig.
+        "gemma3": "gives wrong answers: its layers without a window get the rotary positions of those with one",
+    }
+)
+"""Architectures of the library that are not served, and what their class does."""

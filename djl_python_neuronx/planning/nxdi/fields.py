@@ -2,7 +2,7 @@
 
 Source: neuronx-distributed-inference 0.9, `models/*/modeling_*.py`, models/config.py and modules/; the modelling code
 of transformers 4.57 and 5.23. Fields that are not here change none. tests/backends/test_fields.py compares those of the
-architectures that the rig runs; dbrx, gemma3, gpt_oss and qwen3_moe were read only.
+architectures that the rig runs; dbrx, gpt_oss and qwen3_moe were read only.
 """
 
 from __future__ import annotations
@@ -59,18 +59,9 @@ _MOE = {
 }
 
 
-def _full_every(step: int) -> Field:
-    def right(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
-        kinds = [kind == "full_attention" for kind in value or ()]
-        return kinds == [number % step == 0 for number in range(1, len(kinds) + 1)]
-
-    return Field(f"has a window in all but each layer {step}, {2 * step} ...", right=right)
-
-
-def _scaled_by_8(_value: object, model: ModelFacts) -> bool:
-    value = next(filter(None, map(model.config.get, ROTARY)), None)
-    given = value.get("full_attention", value) if isinstance(value, Mapping) else {}
-    return rope_type(given) == "linear" and given["factor"] == 8
+def _full_every_other(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
+    kinds = [kind == "full_attention" for kind in value or ()]
+    return kinds == [number % 2 == 1 for number in range(len(kinds))]
 
 
 def _untruncated(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
@@ -87,9 +78,6 @@ def _has_method(name: str) -> Field:
     )
 
 
-_GEMMA_ROPE = Field(
-    "scales positions as linear by 8, in layers without a window", right=_scaled_by_8
-)
 _GPT_OSS_ROPE = Field("scales positions as yarn, without rounding its bounds", right=_untruncated)
 _OF_ALL = {"quantization_config": Field("ignores it", (None,))}
 _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
@@ -101,24 +89,6 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
         ),
         "tie_word_embeddings": _UNTIED,
     },
-    "gemma3": {
-        **read("head_dim hidden_size intermediate_size num_attention_heads num_hidden_layers"),
-        **read("num_key_value_heads query_pre_attn_scalar sliding_window tie_word_embeddings"),
-        "attention_bias": _NO_BIAS,
-        "attn_logit_softcapping": Field("caps no logits", (None,)),
-        "final_logit_softcapping": Field("caps no logits", (None,)),
-        "hidden_activation": Field("has one", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
-        "layer_types": _full_every(6),
-        "rms_norm_eps": Field("computes 1e-06", (1e-6,), 1e-6),
-        "rope_local_base_freq": Field("computes 10000", (1e4,), 1e4),
-        **dict.fromkeys(ROTARY, _GEMMA_ROPE),
-        "rope_theta": Field("computes 1000000", (1e6,), 1e6),
-        "sliding_window_pattern": Field("computes 6", (6,), 6),
-        "use_bidirectional_attention": Field("looks back only", (False,), default=False),
-        "vocab_size": Field(
-            "has the vocabulary of the published models", (262208,), 262208, stops=True
-        ),
-    },
     "gpt_oss": {
         **_NUMBERS,
         **read("head_dim num_experts_per_tok num_local_experts sliding_window tie_word_embeddings"),
@@ -126,7 +96,9 @@ _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
         "initial_context_length": Field(
             "needs the length before scaling", right=lambda value, _model: bool(value), stops=True
         ),
-        "layer_types": _full_every(2),
+        "layer_types": Field(
+            "has a window in all but each layer 2, 4 ...", right=_full_every_other
+        ),
         "quantization_config": _has_method("mxfp4"),
         "rms_norm_eps": Field("computes 1e-05", (1e-5,), 1e-5),
         **dict.fromkeys(ROTARY, _GPT_OSS_ROPE),

@@ -16,6 +16,8 @@ from djl_python_neuronx.planning.nxdi.arguments import graphs
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW = "windowed_context_encoding_size"
+_PART = "it is part of the decode kernel"
+_RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
 LATER = (
     "quantize",
     "kv_cache_quantize",
@@ -126,24 +128,49 @@ _PRECISION = (
         "an attention_dtype other than dtype needs cast_type=as-declared; set it, or leave attention_dtype out"
     ),
 )
-_KERNELS = (
+_NEEDS = {
     # Source: modules/attention/gqa.py.
-    *(
-        when(**{name: SET}, fuse_qkv=UNSET).refuse(
-            "the kernel takes the fused projection only; set fuse_qkv=true, or leave the kernel out"
-        )
-        for name in ("fused_rmsnorm_qkv", "qkv_nki_kernel_enabled")
-    ),
+    "fused_rmsnorm_qkv fuse_qkv": "the kernel takes the fused projection only",
+    "qkv_nki_kernel_enabled fuse_qkv": "the kernel takes the fused projection only",
     # Source: models/llama/modeling_llama.py. Without the kernel the residuals of a prompt are lost.
-    when(qkv_kernel_fuse_residual_add=SET, fused_rmsnorm_qkv=UNSET).refuse(
-        "the QKV kernel adds the residual; set fused_rmsnorm_qkv=true, or leave it out"
+    "qkv_kernel_fuse_residual_add fused_rmsnorm_qkv": "the QKV kernel adds the residual",
+    "attn_block_tkg_nki_kernel_cache_update attn_block_tkg_nki_kernel_enabled": _PART,
+    "attn_block_tkg_nki_kernel_cascaded_attention attn_block_tkg_nki_kernel_enabled": _PART,
+    # Source: modules/async_execution.py.
+    "async_execution on_device_generation": "the next step starts from the token that the device has sampled",
+    # Source: models/model_base.py, which takes both outputs for one.
+    "output_logits on_device_generation": "the host has the logits anyway, and the library fails at the second output",
+}
+"""An option and the one that it needs -> why."""
+_EXCLUDE = {
+    "mlp_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
+    "qkv_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
+    "attn_block_tkg_nki_kernel_enabled shard_over_sequence": "the kernel reads whole sequences",
+    "k_cache_transposed shard_over_sequence": "keys that are divided are not transposed",
+    # Source: modules/attention/attention_base.py: a core keeps the keys of its own part of a prompt alone, or stops.
+    "cp_degree shard_over_sequence": "cores that share a prompt keep part of its keys",
+    "attention_dp_degree shard_over_sequence": "groups of cores keep part of the keys",
+    # Source: models/model_wrapper.py, which pads a step ahead to all slots.
+    "async_execution token_generation_batches": "a step that runs ahead has a graph for all slots only",
+    # Source: modules/kvcache: a group has its share of the graph's rows, but the cache of its share of all slots.
+    "attention_dp_degree token_generation_batches": "groups of cores get rows of slots in another group's cache",
+}
+"""Two options that exclude each other -> why."""
+_PAIRS = (
+    *(
+        when(**{name: SET}, **{other: UNSET}).refuse(f"{reason}; set {other}=true, or leave it out")
+        for pair, reason in _NEEDS.items()
+        for name, other in [pair.split()]
     ),
     *(
-        when(**{name: SET}, sequence_parallel=SET).refuse(
-            "no kernel adds residuals while tokens are divided among the cores; leave one of them out"
+        when(**{name: above(1) if "_degree" in name else SET}, **{other: SET}).refuse(
+            f"{reason}; leave one of them out"
         )
-        for name in ("mlp_kernel_fuse_residual_add", "qkv_kernel_fuse_residual_add")
+        for pair, reason in _EXCLUDE.items()
+        for name, other in [pair.split()]
     ),
+)
+_KERNELS = (
     when(
         lambda options: not (options.fused_rmsnorm_qkv and options.qkv_nki_kernel_enabled),
         qkv_cte_nki_kernel_fuse_rope=True,
@@ -158,21 +185,6 @@ _KERNELS = (
         qkv_nki_kernel_enabled=UNSET,
     ).refuse(
         "it needs a QKV kernel; set fused_rmsnorm_qkv=true or qkv_nki_kernel_enabled=true, or leave it out"
-    ),
-    *(
-        when(**{name: SET}, attn_block_tkg_nki_kernel_enabled=UNSET).refuse(
-            "it is part of the decode kernel; set attn_block_tkg_nki_kernel_enabled=true, or leave it out"
-        )
-        for name in (
-            "attn_block_tkg_nki_kernel_cache_update",
-            "attn_block_tkg_nki_kernel_cascaded_attention",
-        )
-    ),
-    *(
-        when(**{name: SET}, shard_over_sequence=SET).refuse(
-            "it excludes flash decoding; leave one of them out"
-        )
-        for name in ("attn_block_tkg_nki_kernel_enabled", "k_cache_transposed")
     ),
 )
 _BATCHES = (
@@ -208,26 +220,12 @@ _SPECULATION = (
         )
         for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
     ),
-    # Source: modules/async_execution.py.
-    when(async_execution=SET, on_device_generation=UNSET).refuse(
-        "the next step starts from the token that the device has sampled; set on_device_generation=true, or leave "
-        "async_execution out"
-    ),
     # Source: modules/generation/sampling.py.
     when(
         on_device_generation=lambda it: it.do_sample and not it.dynamic and it.top_p < 1,
     ).refuse(
         "the device would leave out the token with which the sum reaches top_p; leave top_p out, or set dynamic=true "
         "and output_logits=true: the host then samples with each request's top_p"
-    ),
-    # Source: models/model_base.py, which takes both outputs for one.
-    when(output_logits=SET, on_device_generation=UNSET).refuse(
-        "without sampling on the device the host has the logits anyway, and NxD Inference fails at the second output; "
-        "leave it out, or set on_device_generation=true"
-    ),
-    # Source: models/model_wrapper.py, which pads a step ahead to all slots.
-    when(async_execution=SET, token_generation_batches=SET).refuse(
-        "a step that runs ahead has a graph for all slots only; leave one of them out"
     ),
     when(async_execution=SET, async_mode=ANY).note(
         "the library gets the first under its own name async_mode; the option async_mode is DJL Serving's way to send "
@@ -246,6 +244,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_LATER,
     *_DEGREES,
     *_PRECISION,
+    *_PAIRS,
     *_KERNELS,
     *_BATCHES,
     *_SPECULATION,
