@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,14 @@ from djl_python_neuronx.artifacts.weights import (
     read_ranks,
     read_whole,
 )
+from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.config.values import long_dtype, make_buckets, shortened
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    ConfigError,
+    UnknownFormatError,
+)
 from djl_python_neuronx.links import AGAIN
 from djl_python_neuronx.planning.nxdi.recorded import as_options
 
@@ -58,8 +65,10 @@ _OPTIMUM: dict[tuple[int, ...], tuple[str, bool, dict[str, str]]] = {
     (4, 43): ("0.0.25 to 0.0.27", True, {"qwen2": _OWN_CLASS}),
     (4, 41): ("0.0.23 and 0.0.24", False, {"mixtral": "the two compile it in different ways"}),
 }
+_JOINS = "continuous_batching"
 _CONTINUOUS = frozenset({"llama", "mistral"})
-"""Model types that Optimum Neuron compiles for continuous batching, with one length, if there are several slots."""
+"""Model types that Optimum Neuron and the old LMI container compile for continuous batching, with one length for
+decodes, if there are several slots."""
 _SAME_MODEL = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
@@ -180,6 +189,7 @@ class LmiAot(Format):
         section = config.get("neuron")
         compiled_for = _compiled_for(section, _SECTION) if isinstance(section, dict) else {}
         compiled_for |= _read_version(inner, compiled_for)
+        compiled_for |= _unrecorded(folder, config["model_type"], compiled_for)
         weights: tuple[Weights, ...] = ()
         if has_presharded(inner) or not (has_whole(inner) or has_whole(folder)):
             cut, degree = _read_presharded(inner, config)
@@ -235,7 +245,7 @@ class OptimumTnx(Format):
             ({}, "it did so with its own copy of transformers-neuronx") if own else _optimum(config)
         )
         unused = f"what Optimum Neuron compiled in {folder.path} is not used, but compiled again: {reason}"
-        return self.artifact(
+        artifact = self.artifact(
             folder,
             config,
             weights,
@@ -244,6 +254,8 @@ class OptimumTnx(Format):
             unused=unused if reason else "",
             weights_source=source,
         )
+        # What remains are whole weights, which any backend reads, or split ones.
+        return replace(artifact, backend=None) if reason and artifact.kind != "split" else artifact
 
 
 class NeffCache(Format):
@@ -360,6 +372,29 @@ class OptimumNxd(Format):
         return self.artifact(folder, config, weights, unused=unused, weights_source=source)
 
 
+def _unrecorded(folder: Folder, kind: str, recorded: Mapping[str, object]) -> dict[str, object]:
+    """The lengths that the old LMI container compiled for, where it batched continuously; else {}.
+
+    They follow from what it recorded and from its serving.properties, which has the options of the compile. Source: LMI
+    before djl-serving 1132e3ab, model_loader.py, get_model_specific_kwargs; utils.py, build_context_length_estimates.
+    """
+    written: dict[str, object] = {}
+    with suppress(ConfigError):  # which is reported where the settings are read
+        written = {setting.name: setting.value for setting in from_file(folder.path)}
+    longest = recorded.get("n_positions")
+    joins = kind in _CONTINUOUS and recorded.get("max_rolling_batch_size") != 1
+    if written.get("rolling_batch") == "disable" or type(longest) is not int or longest < 2:
+        return {}
+    if written.get("rolling_batch_strategy", _JOINS if joins else "") != _JOINS:
+        return {}
+    lengths: dict[str, object] = {"n_positions": (longest,)}
+    if "context_length_estimate" not in written:
+        prompts = (longest,) if written.get("cache_layout") == "BSH" else make_buckets(longest)
+        kept = tuple(length for length in prompts if length in {128, longest} or length >= 1024)
+        lengths["context_length_estimate"] = kept
+    return lengths
+
+
 def _is_hlo(recorded: Mapping[str, Any]) -> bool:
     return recorded.get("_serialized_key") == "HloNeuronConfig"
 
@@ -391,7 +426,7 @@ def _optimum(config: Mapping[str, Any]) -> tuple[dict[str, object], str]:
         compiled_for |= {
             "n_positions": lengths,
             "context_length_estimate": lengths if joins else tuple(n // 2 for n in lengths),
-            "rolling_batch_strategy": "continuous_batching" if joins else "naive_rolling_batch",
+            "rolling_batch_strategy": _JOINS if joins else "naive_rolling_batch",
         }
     return compiled_for, ""
 

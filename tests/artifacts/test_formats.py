@@ -100,7 +100,7 @@ RECORDED = {
     "split": {},
     "tnx_presharded": {"tensor_parallel_degree": 2},
     "lmi_compile_only": without("max_rolling_batch_size", "n_positions", "dtype"),
-    "lmi_aot": COMPILED_FOR,
+    "lmi_aot": {**COMPILED_FOR, "n_positions": (64,), "context_length_estimate": (64,)},
     "optimum_tnx": {
         **COMPILED_FOR,
         "dtype": "float16",
@@ -450,8 +450,11 @@ def test_what_is_compiled_anew_is_not_what_optimum_had_compiled(tmp_path, versio
 
 def test_optimums_own_library_gives_weights_and_no_graphs(tmp_path):
     artifact = detect(folders.optimum_hlo(tmp_path))
-    assert facts(artifact) == ("optimum_tnx", "tnx", "safetensors", "bfloat16", "checkpoint", None)
+    assert facts(artifact) == ("optimum_tnx", None, "safetensors", "bfloat16", "checkpoint", None)
     assert artifact.compiled_for == {}
+    shutil.rmtree(artifact.path / "checkpoint")
+    folders.split(artifact.path / "checkpoint")
+    assert detect(artifact.path).backend == "tnx", "which alone reads them"
 
 
 @pytest.mark.parametrize("name", ["optimum_tnx", "optimum_nxd"])
@@ -485,7 +488,7 @@ def test_nxdi_without_weights_tells_where_they_were(tmp_path):
 
 def test_settings_that_fit_or_are_recorded_nowhere_pass(tmp_path):
     artifact = detect(folders.lmi_aot(tmp_path))
-    artifact.check_fit({**COMPILED_FOR, "fuse_qkv": True})
+    artifact.check_fit({**RECORDED["lmi_aot"], "fuse_qkv": True})
     artifact.check_fit({})
 
 
@@ -493,7 +496,10 @@ def test_a_mismatch_names_each_key_with_both_values(tmp_path):
     artifact = detect(folders.lmi_aot(tmp_path))
     with pytest.raises(ArtifactMismatchError) as caught:
         artifact.check_fit({**COMPILED_FOR, "tensor_parallel_degree": 8, "n_positions": 128})
-    assert caught.value.differences == {"tensor_parallel_degree": (2, 8), "n_positions": (64, 128)}
+    assert caught.value.differences == {
+        "tensor_parallel_degree": (2, 8),
+        "n_positions": ((64,), 128),
+    }
     assert str(tmp_path) in str(caught.value)
 
 

@@ -143,23 +143,39 @@ INSTANCE = "inf2.48xlarge"
 
 
 @pytest.mark.parametrize(
-    ("length", "settings", "warned"),
-    [(512, {}, True), (512, {"n_positions": "[512]"}, False), (128, {}, False)],
+    ("written", "settings", "lengths"),
+    [
+        ("n_positions=2048", {}, ((2048,), (128, 1024, 2048))),
+        ("dtype=bf16", {"n_positions": "2048"}, ((2048,), (128, 1024, 2048))),
+        ("context_length_estimate=64,2048", {}, ((2048,), (64, 2048))),
+        ("cache_layout=BSH", {}, ((2048,), (2048,))),
+        ("rolling_batch_strategy=naive_rolling_batch", {}, (2048, (128, 256, 512, 1024, 2048))),
+        ("rolling_batch=disable", {}, (2048, (128, 256, 512, 1024, 2048))),
+        ("dtype=bf16", {"n_positions": "1024"}, "compiled (2048,), wanted (128, 256, 512, 1024)"),
+        ("dtype=bf16", {"n_positions": "1024,2048"}, "compiled (2048,), wanted (1024, 2048)"),
+    ],
 )
-def test_lengths_that_the_old_container_does_not_record_are_warned_of(
-    tmp_path, at_hand, length, settings, warned
+def test_lengths_that_the_old_container_does_not_record_follow_from_its_file(
+    tmp_path, at_hand, written, settings, lengths
 ):
+    """Oracle: the container's own calls, LMI 0.29, neuron_utils/model_loader.py and utils.py."""
     at_hand(LAPTOP)
     path = folders.lmi_aot(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    config["neuron"]["sequence_length"] = config["max_position_embeddings"] = length
+    config["neuron"]["sequence_length"] = config["max_position_embeddings"] = 2048
     (path / "config.json").write_text(json.dumps(config))
+    with (path / "serving.properties").open("a") as file:
+        file.write(f"option.{written}\n")
     (path / "tokenizer.json").touch()
     report = run(path, machine=INSTANCE, **settings)
-    assert report.findings.messages("error") == ()
+    errors = report.findings.messages("error")
+    if isinstance(lengths, str):
+        assert lengths in "".join(errors)
+        return
+    assert errors == ()
     assert report.prepared.fits
-    warnings = "".join(report.findings.messages("warning"))
-    assert ("set n_positions=[512]" in warnings) == warned
+    options = report.prepared.options
+    assert (options.n_positions, options.context_length_estimate) == lengths
 
 
 @pytest.mark.parametrize(
