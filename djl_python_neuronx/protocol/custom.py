@@ -71,8 +71,8 @@ class CustomFormatters:
         self._threads, self._limit_s = threads, limit_s
         self._turn = threading.Lock()
         """Held during a call."""
-        self._hanging = 0
-        """Calls that were given up and still run."""
+        self._hanging: list[Future[Any]] = []
+        """Calls that were given up and may still run."""
         self._begin()
         self._read, self._write = map(functions.get, KINDS)
         self._reads_item = _types(self._read)[:1] == ["Input"]
@@ -128,56 +128,60 @@ class CustomFormatters:
             ServingError: the function raised it.
             FormatterError: it raised anything else, or takes more than the limit.
         """
-        try:
-            return self._in_turn(kind, call)
-        except (ServingError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001  (sys.exit() would end the process)
-            name = type(error).__name__
-            places = "".join(traceback.format_tb(error.__traceback__))
-        # Without the message, and outside the except clause: it may quote the prompt.
+        made = self._called(kind, call)
+        error = made.exception()
+        if error is None or isinstance(error, ServingError):
+            return made.result()
+        name, places = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+        # Without the message, which may quote the prompt.
         logger.error(
             "formatter_failed kind=%s request_id=%s error=%s\n%s", kind, label, name, places
         )
         msg = f"the {kind} of model.py failed ({name}); the server's log says where"
         raise FormatterError(msg)
 
-    def _in_turn(self, kind: str, call: Callable[[], _T]) -> _T:
+    def _called(self, kind: str, call: Callable[[], _T]) -> Future[_T]:
+        """What a call has made or raised, once it has ended.
+
+        Raises:
+            FormatterError: it takes more than the limit, or too many hang.
+        """
         made = Future[_T]()
         with self._turn:
-            if self._hanging >= MOST_HANGING:
-                msg = f"{self._hanging} calls of model.py hang; correct model.py, and start the server again"
+            self._hanging = [one for one in self._hanging if not one.done()]
+            if len(self._hanging) >= MOST_HANGING:
+                msg = f"{MOST_HANGING} calls of model.py hang; correct model.py, and start the server again"
                 raise FormatterError(msg)
             self._calls.put((made, call))
-            ended, _ = wait([made], min(self._limit_s, threading.TIMEOUT_MAX))
-            if not ended:
-                self._hanging += 1
-                self._calls.put(None)  # ends the thread, if the call ever does
-                self._begin()
-                msg = (
-                    f"the {kind} of model.py takes more than {self._limit_s:g} s (option.text_timeout); correct it, or "
-                    "raise the option. Its thread cannot be stopped"
-                )
-                logger.error("formatter_hangs: %s", msg)
-                raise FormatterError(msg)
-        return made.result()
+            wait([made], min(self._limit_s, threading.TIMEOUT_MAX))
+            if made.done():
+                return made
+            self._hanging.append(made)
+            self._calls.put(None)  # ends the thread, if the call ever does
+            self._begin()
+        msg = (
+            f"the {kind} of model.py takes more than {self._limit_s:g} s (option.text_timeout); correct it, or "
+            "raise the option. Its thread cannot be stopped"
+        )
+        logger.error("formatter_hangs: %s", msg)
+        raise FormatterError(msg)
 
     def _begin(self) -> None:
         """Start the thread of the next calls."""
         self._calls = SimpleQueue[Any]()
-        run = partial(self._run, self._calls)
-        threading.Thread(target=run, name="djl-neuronx-model-py", daemon=True).start()
+        threading.Thread(
+            target=_run, args=(self._calls,), name="djl-neuronx-model-py", daemon=True
+        ).start()
 
-    def _run(self, calls: SimpleQueue[Any]) -> None:
-        while (one := calls.get()) is not None:
-            made, call = one
-            try:
-                made.set_result(call())
-            except BaseException as error:  # noqa: BLE001  (it is raised in the thread that waits)
-                made.set_exception(error)
-            del made, call, one
-        with self._turn:
-            self._hanging -= 1
+
+def _run(calls: SimpleQueue[Any]) -> None:
+    while (one := calls.get()) is not None:
+        made, call = one
+        try:
+            made.set_result(call())
+        except BaseException as error:  # noqa: BLE001  (sys.exit() would end the thread)
+            made.set_exception(error)
+        del made, call, one  # which have a prompt
 
 
 class _Documents:
