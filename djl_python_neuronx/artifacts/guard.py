@@ -32,7 +32,8 @@ def guarded(command: Sequence[str], *, stop: Sequence[signal.Signals] = _STOPS) 
     """The command line that runs `command` under a guard. Start it from this process directly, without a shell.
 
     Streams, working directory and environment are inherited; the exit status is returned (128 + n for signal n).
-    A signal of `stop` to the guard ends the tree; it ignores SIGTERM and SIGINT if `stop` lacks them.
+    A signal of `stop` to the guard ends the tree; it ignores SIGTERM and SIGINT if `stop` lacks them. Send SIGCONT too:
+    a guard that was stopped takes it only then. Nothing here limits how long a command that was stopped takes.
     """
     stops = ",".join(str(int(number)) for number in stop)
     return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), stops, *command]
@@ -54,6 +55,7 @@ def _main(starter: int, stops: Collection[int], command: Sequence[str]) -> int:
     for number in {*_STOPS, *stops}:
         signal.signal(number, _stop if number in stops else _ignore)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # or a guard that is stopped would not see the end
     # Awaited below: to poll for the end wakes 70 times a second, on a core that the engine may need.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:

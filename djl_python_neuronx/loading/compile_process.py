@@ -113,6 +113,7 @@ def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
     finally:
         if process.poll() is None:
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # in case it is stopped
             process.wait()
     watch.report()
     return process.returncode

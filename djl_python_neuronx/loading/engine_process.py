@@ -139,6 +139,7 @@ class EngineProcess:
         """See `Host`."""
         if self._process.poll() is None:
             self._process.send_signal(_KILL)
+            self._process.send_signal(signal.SIGCONT)  # in case it is stopped
         # A process that is blocked in the device's driver ends late; the front goes on without it.
         self.link.end()
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts.guard import guarded
+from djl_python_neuronx.loading import compile_process
+from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
 
@@ -100,6 +103,32 @@ def test_all_end_when_the_starter_is_killed(started):
     starter.kill()
     starter.wait()
     assert all_gone([guard, *tree])
+
+
+def test_a_guard_that_is_stopped_goes_on_when_the_starter_is_killed(started):
+    starter, guard, tree = started
+    os.kill(guard, signal.SIGSTOP)
+    starter.kill()
+    starter.wait()
+    assert all_gone([guard, *tree])
+
+
+def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_compile_is_ended(monkeypatch):
+    monkeypatch.setattr(backends, "python_command", lambda _: ["sleep", "600"])
+    engine = EngineProcess(EngineJob(models=()), os.environ)
+    os.kill(engine._process.pid, signal.SIGSTOP)
+    engine.kill()
+    assert engine.wait(60.0) is not None
+
+    class Watch:
+        def report(self):
+            guards = subprocess.check_output(["pgrep", "-P", str(os.getpid()), "-f", "guard.py"])
+            for guard in guards.split():
+                os.kill(int(guard), signal.SIGSTOP)
+            raise KeyboardInterrupt
+
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(KeyboardInterrupt):
+        compile_process._run(nothing, os.environ, Watch())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
