@@ -6,17 +6,16 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.folder import (
     EVERYTHING,
     SERVING,
-    Selection,
     parse_object,
     read_json,
 )
@@ -39,39 +38,6 @@ _HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)[\w][\w.-]*(/[\w][\w.-]*)?", r
 _FOLDER = "djl-neuronx"
 
 
-class Remote(Protocol):
-    """A module that reads one kind of URI; `uri` names a folder, `environ` holds the settings of its library."""
-
-    def read(self, uri: str, name: str, environ: Mapping[str, str]) -> bytes:
-        """The content of one small file of the folder.
-
-        Raises:
-            ArtifactError: it is missing or cannot be read.
-        """
-
-    def list_names(self, uri: str, environ: Mapping[str, str]) -> Sequence[str]:
-        """The files of the folder, with `/`; empty if there are none.
-
-        Raises:
-            ArtifactError: it cannot be listed.
-        """
-
-    def fetch(
-        self,
-        uri: str,
-        root: Path,
-        environ: Mapping[str, str],
-        *,
-        selection: Selection,
-        progress: Progress | None,
-    ) -> Path:
-        """A local copy of the selected files of the folder, below `root`.
-
-        Raises:
-            ArtifactError: it cannot be downloaded.
-        """
-
-
 def s3_module(uri: str) -> Any:  # noqa: ANN401  (a module)
     """The module `s3`, which `uri` needs.
 
@@ -84,10 +50,6 @@ def s3_module(uri: str) -> Any:  # noqa: ANN401  (a module)
         msg = f"{uri} needs {error.name}, which is not installed: pip install 'djl-python-neuronx[s3]'"
         raise ArtifactAccessError(msg) from error
     return s3
-
-
-SCHEMES: dict[str, Callable[[str], Remote]] = {"s3": s3_module}
-"""Scheme of a URI -> a function that imports the module that reads it."""
 
 
 def uri_scheme(model_id: str) -> str | None:
@@ -201,7 +163,8 @@ def list_names(uri: str, environ: Mapping[str, str], *, origin: str) -> Sequence
         msg = f"{uri!r} (from {origin}) is not a URI; expected one such as s3://bucket/folder. Correct {origin}"
         raise ArtifactError(msg)
     with _no_secrets(uri):
-        return remote.list_names(uri, _stripped(environ))
+        names: Sequence[str] = remote.list_names(uri, _stripped(environ))
+    return names
 
 
 def fetch_config(
@@ -241,21 +204,20 @@ def fetch_config(
     return parse_object(content, where)
 
 
-def _remote(model_id: str, origin: str) -> Remote | None:
-    """The module that reads a URI, or None for a Hugging Face id.
+def _remote(model_id: str, origin: str) -> Any:  # noqa: ANN401  (a module)
+    """The module `s3` for a URI of S3, or None for a Hugging Face id.
 
     Raises:
         ArtifactNotFoundError: it is neither.
         ArtifactError: the scheme is unknown.
     """
     scheme = uri_scheme(model_id)
-    if scheme in SCHEMES:
-        return SCHEMES[scheme](model_id)
+    if scheme == "s3":
+        return s3_module(model_id)
     if scheme is not None:
-        known = ", ".join(f"{name}://" for name in sorted(SCHEMES))
         msg = (
             f"{model_id!r} (from {origin}) cannot be read: the scheme {scheme}:// is unknown. "
-            f"Give a local folder, a Hugging Face id, or one of {known}"
+            "Give a local folder, a Hugging Face id or an s3:// URI"
         )
         raise ArtifactError(msg)
     if not is_hub_id(model_id):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from djl_python_neuronx.config import sources
@@ -165,7 +164,7 @@ def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
         *inputs.file,
         *sources.from_option_variables(inputs, ()),
         # Not the variables of `option.env`, which are for the Python process.
-        *sources.from_fallbacks(replace(inputs, properties={}), ()),
+        *sources.from_fallbacks(inputs, ()),
     ):
         anywhere = (
             setting.source not in {sources.FILE_NAME, sources.ENVIRONMENT}

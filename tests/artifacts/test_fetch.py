@@ -355,7 +355,7 @@ def test_hub_ids(name):
     assert is_hub_id(name)
 
 
-def test_a_scheme_is_one_object(monkeypatch, tmp_path):
+def test_s3_is_one_module(monkeypatch, tmp_path):
     class Memory:
         def read(self, uri, name, environ):
             return json.dumps({"model_type": uri + name + environ["X"]}).encode()
@@ -368,12 +368,12 @@ def test_a_scheme_is_one_object(monkeypatch, tmp_path):
             (root / "config.json").write_bytes(self.read(uri, "", environ))
             return root
 
-    monkeypatch.setitem(fetch.SCHEMES, "memory", lambda uri: Memory())
+    monkeypatch.setattr(fetch, "s3_module", lambda uri: Memory())
     environ = {"X": "b"}
-    assert fetch_config("memory://a", None, environ) == {"model_type": "memory://aconfig.jsonb"}
-    assert fetch.list_names("memory://a", environ, origin="here") == ["config.json"]
-    folder = fetch.fetch("memory://a", environ=environ, root=tmp_path / "got")
-    assert (folder / "config.json").read_bytes() == b'{"model_type": "memory://ab"}'
+    assert fetch_config("s3://a", None, environ) == {"model_type": "s3://aconfig.jsonb"}
+    assert fetch.list_names("s3://a", environ, origin="here") == ["config.json"]
+    folder = fetch.fetch("s3://a", environ=environ, root=tmp_path / "got")
+    assert (folder / "config.json").read_bytes() == b'{"model_type": "s3://ab"}'
 
 
 @pytest.mark.parametrize(
