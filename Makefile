@@ -49,7 +49,7 @@ test: $(INSTALLED) ## all tests (ARGS="-k name")
 mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")
 	rm -f $(VENV)/mutants.json
 	$(BIN)/python -m tools.mutants map $(VENV)/mutants.json --hypothesis-profile=repeatable \
-		$(addprefix tests/,artifacts backends config engine protocol server)
+		$(addprefix tests/,artifacts backends config engine loading protocol server test_contract.py)
 	$(BIN)/python -m tools.mutants draw $(VENV)/mutants.json $(ARGS)
 
 lint: $(INSTALLED) $(TOOLS_INSTALLED) ## ruff, mypy, import-linter, hadolint and shellcheck

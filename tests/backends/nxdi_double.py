@@ -414,8 +414,8 @@ class NeuronLlamaForCausalLM:
         tokens = logits.argmax(axis=1).astype(np.int32)  # of NaN the first
         for row in range(len(logits) if config is not None else 0):
             top_k, top_p, temperature = np.asarray(params[row]).tolist()
-            if not config.dynamic:
-                top_k, temperature = config.top_k, config.temperature
+            if not config.dynamic and config.temperature == 1:
+                temperature = 1  # traced without the division
             if (
                 (config.dynamic or config.do_sample)
                 and top_k != 1

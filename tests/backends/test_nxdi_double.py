@@ -8,6 +8,8 @@ import json
 import os
 import random
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +20,25 @@ import pytest
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
 
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import env, nxdi
 from djl_python_neuronx.backends.base import Backend, Step, Want
 from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
     BackendUnavailableError,
     CompileError,
     DeviceMemoryError,
     StepError,
+    UnsupportedParameterError,
 )
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
@@ -62,6 +71,19 @@ WAYS: dict[str, dict[str, Any]] = {
 DYNAMIC = {"do_sample": True, "dynamic": True, "global_topk": 8}
 
 
+def answers(backend: Backend, asked: dict[str, tuple[int, list[int], int]]) -> dict[str, list[int]]:
+    """The tokens of requests: name -> the step at which it comes, its prompt, and how many it wants."""
+    engine, found = Engine(backend), dict[str, list[int]]()
+    for turn in range(100):
+        for request_id, (arrival, prompt, count) in asked.items():
+            if turn == arrival:
+                engine.add(GenerationRequest(request_id, prompt, max_new_tokens=count))
+        for output in engine.step().outputs:
+            assert output.error is None, output.error
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", WAYS)
 def test_any_traffic_gives_what_each_gets_alone(
@@ -78,6 +100,134 @@ def test_tokens_of_the_device_are_taken_as_they_are(
     with loaded(nxdi_plan(folder, on_device_sampling_config=DYNAMIC, **WAYS[name])) as backend:
         assert (backend.spec.outputs, backend.spec.largest_top_k) == (Want.TOKENS, 8)
         assert_expected(backend, 1)
+
+
+@pytest.mark.parametrize("name", ["continuous", "static"])
+def test_a_row_is_drawn_with_its_own_parameters(folder: Path, made: list[Any], name: str) -> None:
+    """Of prompts and decodes, also where the slot had others before."""
+    with loaded(nxdi_plan(folder, on_device_sampling_config=DYNAMIC, **WAYS[name])) as backend:
+        for slot in (0, 1):
+            backend.acquire(slot, [5, 6, 7], 0)
+        for ids, start in (([5, 6, 7], 0), ([9], 3)):
+            history = np.array([5, 6, 7, 9][: start + len(ids)])
+            best = np.argsort(-nxdi_double.toy_logits(history, VOCAB_SIZE)).tolist()
+            for hot in (0, 1):
+                rows = make_rows(
+                    dict.fromkeys((0, 1), ids), dict.fromkeys((0, 1), start), Want.TOKENS
+                )
+                rows.sampling[hot] = (4, 1, 100)
+                step = Step(prefill=rows) if start == 0 else Step(decode=rows)
+                drawn = [backend.run(step).ids[:, 0].tolist() for _ in range(40)]
+                assert {row[1 - hot] for row in drawn} == {best[0]}
+                assert 1 < len({row[hot] for row in drawn}) <= 4
+                assert {row[hot] for row in drawn} <= {*best[:4]}
+        rows.sampling[0, 1] = 0.9
+        with pytest.raises(StepError, match="top_p"):
+            backend.run(Step(decode=rows))
+
+
+def test_a_row_is_drawn_with_the_parameters_that_are_compiled(
+    folder: Path, made: list[Any]
+) -> None:
+    """The graph takes them with each call."""
+    fixed = {"do_sample": True, "top_k": 4, "temperature": 100.0}
+    best = np.argsort(-nxdi_double.toy_logits(np.array([5, 6, 7, 9]), VOCAB_SIZE))[:4].tolist()
+    with loaded(nxdi_plan(folder, on_device_sampling_config=fixed)) as backend:
+        for _ in range(2):
+            backend.acquire(0, [5, 6, 7], 0)
+            backend.run(Step(prefill=make_rows({0: [5, 6, 7]}, wants=Want.TOKENS)))
+            step = Step(decode=make_rows({0: [9]}, {0: 3}, Want.TOKENS))
+            drawn = {backend.run(step).ids.item() for _ in range(40)}
+            assert len(drawn) > 1
+            assert drawn <= {*best}
+            backend.release([0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "facts", "wanted"),
+    [
+        (None, {}, (None, None, None)),
+        ({"do_sample": False, "top_k": 5}, {}, ((1, 1, 1), None, None)),
+        ({"do_sample": True, "top_k": 5, "temperature": 3.0}, {}, ((5, 1, 3), None, None)),
+        (DYNAMIC, {}, (None, 8, None)),
+        (DYNAMIC, {"default_top_k": "global_top_k"}, (None, 8, 8)),
+        ({**DYNAMIC, "global_topk": 2 * VOCAB_SIZE}, {}, (None, VOCAB_SIZE, None)),
+    ],
+)
+def test_what_the_device_samples_with_is_told(
+    folder: Path, made: list[Any], sampling: Any, facts: dict[str, Any], wanted: Any
+) -> None:
+    with loaded(nxdi_plan(folder, on_device_sampling_config=sampling, facts=facts)) as backend:
+        spec = backend.spec
+        assert (spec.fixed_sampling, spec.largest_top_k, spec.default_top_k) == wanted
+        if sampling == DYNAMIC:
+            for temperature, served in ((0.01, True), (100.0, True), (101.0, False)):
+                params = SamplingParams(temperature=temperature, top_k=3)
+                with nullcontext() if served else pytest.raises(UnsupportedParameterError):
+                    check(GenerationRequest("r", [5, 6, 7], params), spec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "wanted"),
+    [
+        ({"sliding_window": 48}, "sliding_window", None),
+        ({"sliding_window": 47}, "sliding_window", 47),
+        ({"hidden_act": "swish"}, "hidden_act", "silu"),
+    ],
+)
+def test_a_configuration_is_translated_for_the_library(
+    tmp_path: Path, made: list[Any], settings: dict[str, Any], field: str, wanted: Any
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    plan = nxdi_plan(folder_of(tmp_path, "mistral", **settings), prefill_buckets=(46,))
+    with loaded(plan):
+        assert getattr(made[-1].config, field) == wanted
+
+
+def test_linear_positions_are_those_of_transformers_by_another_name(
+    tmp_path: Path, made: list[Any]
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    linear = {"rope_type": "linear", "factor": 4.0}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 10000.0}
+    with loaded(nxdi_plan(folder_of(tmp_path, "llama", **sizes, rope_scaling=linear))):
+        given = made[-1].config.rope_scaling
+    frequencies = []
+    for scaling in (linear, given):
+        parameters = {**scaling, "rope_theta": sizes["rope_theta"]}
+        config = LlamaConfig(**sizes, rope_scaling=parameters)
+        config.rope_parameters = parameters  # transformers 5
+        frequencies.append(ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None)[0].tolist())
+    assert given["rope_type"] == "llama3"
+    assert frequencies[0] == frequencies[1]
+
+
+def test_prompts_go_on_behind_what_is_cached_one_at_a_time(folder: Path, made: list[Any]) -> None:
+    with loaded(nxdi_plan(folder)) as backend:
+        for slot in (0, 1):
+            backend.acquire(slot, [5, 6, 7], 0)
+        backend.run(Step(prefill=make_rows({0: [5, 6, 7]})))
+        with pytest.raises(StepError, match=r"prompts from \[3, 0\] on; expected one at a time"):
+            backend.run(Step(prefill=make_rows({0: [8, 9], 1: [5, 6, 7]}, {0: 3})))
+
+
+def test_a_static_decode_is_one_call_until_a_prefill_fails(folder: Path, made: list[Any]) -> None:
+    with loaded(nxdi_plan(folder, continuous=False)) as backend:
+        backend.acquire(0, [5, 6, 7], 0)
+        backend.run(Step(prefill=make_rows({0: [5, 6, 7]})))
+        calls = made[-1].calls
+        for start, tags in ((3, [nxdi_double.TKG]), (4, [nxdi_double.CTE]), (5, [nxdi_double.TKG])):
+            if start == 4:
+                made[-1].fail = RuntimeError("nrt_execute status=1003")
+                backend.acquire(1, [8, 9], 0)
+                with pytest.raises(StepError):
+                    backend.run(Step(prefill=make_rows({1: [8, 9]})))
+                backend.release([1])
+            before = len(calls)
+            output: Any = backend.run(Step(decode=make_rows({0: [9]}, {0: start})))
+            assert [tag for tag, *_ in calls[before:]] == tags
+            seen = np.array([5, 6, 7, *[9] * (start - 2)])
+            assert (output.values[0, 0] == nxdi_double.toy_logits(seen, VOCAB_SIZE)).all()
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -158,6 +308,34 @@ def test_graphs_of_other_shapes_end_the_start(
         pytest.raises(StepError, match=r"not found in input_shape_map.*Compile it again"),
     ):
         warm_up(Engine(backend))
+
+
+def test_weights_that_are_divided_later_need_no_second_compile_and_no_checkpoint(
+    folder: Path, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, whole = tmp_path / "compiled", tmp_path / "whole"
+    compiled.mkdir()
+    whole.mkdir()
+    plan = nxdi_plan(folder, tp=2)
+    divided = replace(plan, presharded=True)
+    nxdi.compile(divided, whole)
+    nxdi.compile(plan, compiled)
+    assert not (compiled / "weights").exists()
+    with monkeypatch.context() as patch:
+        patch.delattr(nxdi_double.NeuronLlamaForCausalLM, "compile")
+        nxdi.compile(divided, compiled)
+    for target in (compiled, whole):
+        config = json.loads((target / nxdi_double.CONFIG).read_text())
+        assert config["neuron_config"]["save_sharded_checkpoint"] is True
+        assert len(list((target / "weights").iterdir())) == 2
+    for path in (*folder.glob("*.safetensors"), folder / "config.json"):
+        path.unlink()
+    with loaded(replace(plan, kind="ranks"), compiled) as backend:
+        assert made[-1].neuron_config.save_sharded_checkpoint
+        assert_expected(backend, 1)
+    (compiled / nxdi_double.CONFIG).unlink()
+    with pytest.raises(ArtifactNotFoundError, match=f"no config.json in {folder}; expected"):
+        backends.get("nxdi").load(replace(plan, kind="ranks"), compiled)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +426,23 @@ def test_a_slot_recovers_from_what_is_not_a_number(poisoned: Path, name: str) ->
         assert tokens_of(backend, 0, [8, 9], fed[:5]) == beside
 
 
+def test_a_static_neighbour_outlives_a_slot_that_is_cleared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clearing a slot prefills all of them with nothing."""
+    made = nxdi_double.install(monkeypatch, POISON)
+    with loaded(nxdi_plan(folder, continuous=False)) as backend:
+        tokens_of(backend, 1, [5, 6, 7], [*range(8, 20), POISON, 20])
+        backend.acquire(0, [8, 9], 0)
+        backend.run(Step(prefill=make_rows({0: [8, 9]})))
+        calls = len(made[-1].calls)
+        backend.acquire(1, [5, 6, 7], 0)
+        assert len(made[-1].calls) > calls
+        output: Any = backend.run(Step(decode=make_rows({0: [3]}, {0: 2})))
+        wanted = nxdi_double.toy_logits(np.array([8, 9, 3]), VOCAB_SIZE)
+        assert (output.values[0, 0] == wanted).all()
+
+
 def test_a_slot_in_doubt_costs_few_calls(
     folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,17 +491,10 @@ def test_a_slot_in_doubt_costs_no_neighbour_its_oldest_key(ring: Path, name: str
         second = draw.choices(range(1, VOCAB_SIZE), k=9)
         answer = answer_of(second, 12)
         twice = max((i for i in range(1, 12) if answer[i] == answer[i - 1]), default=-1)
-    asked = {"a": ([5, 6, 7], 40), "b": (second, twice + 1), "c": ([8, 9], 20)}
+    asked = {"a": (0, [5, 6, 7], 40), "b": (3, second, twice + 1), "c": (25, [8, 9], 20)}
     with loaded(nxdi_plan(ring, **SAMPLED[name])) as backend:
-        engine, found = Engine(backend), dict[str, list[int]]()
-        for turn in range(100):
-            for request_id, after in (("a", 0), ("b", 3), ("c", 25)):
-                if turn == after:
-                    prompt, count = asked[request_id]
-                    engine.add(GenerationRequest(request_id, prompt, max_new_tokens=count))
-            for output in engine.step().outputs:
-                found.setdefault(output.request_id, []).extend(output.token_ids)
-    assert found == {name: answer_of(*one) for name, one in asked.items()}
+        found = answers(backend, asked)
+    assert found == {name: answer_of(*one) for name, (_, *one) in asked.items()}
 
 
 @pytest.mark.parametrize(

@@ -125,13 +125,14 @@ def test_models_that_are_not_served_are_refused_before_they_are_compiled() -> No
     assert "no class for model_type None" in str(supports({}))
 
 
+@pytest.mark.parametrize("kind", ["tp", "pp", "ep"])
 def test_graphs_or_weights_that_are_nowhere_are_an_error_before_the_library_is_touched(
-    tmp_path: Path,
+    tmp_path: Path, kind: str
 ) -> None:
     checkpoint, compiled = tmp_path / "model", tmp_path / "compiled"
     (compiled / "weights").mkdir(parents=True)
     checkpoint.mkdir()
-    degrees = LibraryArguments(neuron_config={"tp_degree": 2})
+    degrees = LibraryArguments(neuron_config={f"{kind}_degree": 2})
     plan = LoadPlan(checkpoint, 1, 8, (8,), tensor_parallel_degree=2, arguments=degrees)
     load = backends.get("nxdi").load
     with pytest.raises(ArtifactNotFoundError, match=rf"no model.pt in {compiled}"):

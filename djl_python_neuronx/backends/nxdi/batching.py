@@ -94,7 +94,6 @@ class ContinuousBackend(DeviceBackend):
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Return 0: no prefix is ever reused."""
-        self._forget([slot])
         length = min(len(prompt_ids), self._prompt_buckets[-1])
         bucket = choose_bucket(length, self._prompt_buckets)
         if (doubtful := self._doubts.of(slot, bucket)) and not self._rolls:
