@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal
 
@@ -127,8 +127,20 @@ class Rule:
     """The options that the message lists."""
     holds: Callable[[ServingOptions], bool]
     """True for options that have the combination."""
-    problem: str
+    problem: str = ""
     level: Level = "error"
+
+    def refuse(self, problem: str) -> Rule:
+        """Make the combination an error."""
+        return replace(self, problem=problem)
+
+    def warn(self, problem: str) -> Rule:
+        """Make the combination a warning."""
+        return replace(self, problem=problem, level="warning")
+
+    def note(self, problem: str) -> Rule:
+        """Make the combination a note."""
+        return replace(self, problem=problem, level="note")
 
 
 def is_set(options: ServingOptions, name: str) -> bool:
@@ -151,35 +163,13 @@ class State(Enum):
 SET, UNSET, ANY = State
 
 
-@dataclass(frozen=True)
-class Combination:
-    """A combination of options, and the rules about it: errors, warnings or notes."""
-
-    names: tuple[str, ...]
-    holds: Callable[[ServingOptions], bool]
-
-    def refuse(self, problem: str) -> Rule:
-        """Make the combination an error."""
-        return Rule(self.names, self.holds, problem)
-
-    def warn(self, problem: str) -> Rule:
-        """Make the combination a warning."""
-        return Rule(self.names, self.holds, problem, "warning")
-
-    def note(self, problem: str) -> Rule:
-        """Make the combination a note."""
-        return Rule(self.names, self.holds, problem, "note")
-
-
-def when(
-    test: Callable[[ServingOptions], object] | None = None, /, **conditions: object
-) -> Combination:
-    """Return the combination in which all conditions hold, and `test` of all options together.
+def when(test: Callable[[ServingOptions], object] | None = None, /, **conditions: object) -> Rule:
+    """Return the rule about options for which all conditions hold, and `test` of all together; say what it does.
 
     A condition is a `State`, a value, a set of values, or a function of the value, which is not called with None. The
     messages list the options in the order of the conditions.
     """
-    return Combination(
+    return Rule(
         tuple(conditions),
         lambda options: (
             all(_holds(options, name, wanted) for name, wanted in conditions.items())

@@ -352,15 +352,10 @@ def _from_variables(
     own: Mapping[str, Setting] = MappingProxyType({}),
 ) -> list[Setting]:
     """A setting for each variable in `names` that is set, in that order; `own` are those that `option.env` sets."""
-    origins = {variable: f"{setting.origin}, {variable}" for variable, setting in own.items()}
+    origins = {variable: f"environment {variable}" for variable in environ}
+    origins |= {variable: f"{setting.origin}, {variable}" for variable, setting in own.items()}
     return [
-        Setting(
-            name,
-            environ[variable],
-            origins.get(variable, f"environment {variable}"),
-            source,
-            by_user=True,
-        )
+        Setting(name, environ[variable], origins[variable], source, by_user=True)
         for variable, name in names.items()
         if variable in environ
     ]

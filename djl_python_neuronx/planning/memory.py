@@ -160,18 +160,10 @@ def core_memory(case: Case) -> CoreMemory | None:
     unknown = None in {options.max_model_len, options.max_rolling_batch_size}
     if case.model.num_parameters is None or unknown:
         return None
-    load = Load.of(case)
     if case.on_cpu:
-        host = case.host_memory
+        host, load = case.host_memory, Load.of(case)
         return needed(case.model, load, degree=1, core_memory_bytes=host, backend=case.backend)
-    return needed(
-        case.model,
-        load,
-        degree=case.degree,
-        core_memory_bytes=device.core_memory_bytes,
-        backend=case.backend,
-        cores=device.cores_for(case.degree),
-    )
+    return _on(device, case.model, Load.of(case), case.degree, case.backend)
 
 
 def needed(
@@ -476,24 +468,18 @@ def smallest_fit(
         for degree in legal:
             if degree <= least or not can_split(model, degree, backend):
                 continue
-            if _roomy(model, load, degree, machine, backend):
+            if _on(machine, model, load, degree, backend).roomy:
                 return Fit(degree, name)
             spread = replace(load, draft_degree=degree)
-            if load.draft_degree is not None and _roomy(model, spread, degree, machine, backend):
+            if load.draft_degree is not None and _on(machine, model, spread, degree, backend).roomy:
                 return Fit(degree, name, degree)
     return None
 
 
-def _roomy(model: ModelFacts, load: Load, degree: int, device: DeviceInfo, backend: str) -> bool:
-    return needed(
-        model,
-        load,
-        degree=degree,
-        core_memory_bytes=device.core_memory_bytes,
-        backend=backend,
-        # The draft model may need more cores than the model.
-        cores=device.visible_cores,
-    ).roomy
+def _on(device: DeviceInfo, model: ModelFacts, load: Load, degree: int, backend: str) -> CoreMemory:
+    """Return the memory on each of `degree` cores of a machine. A draft model may need more cores than the model."""
+    size, cores = device.core_memory_bytes, device.cores_for(degree)
+    return needed(model, load, degree=degree, core_memory_bytes=size, backend=backend, cores=cores)
 
 
 def savings(case: Case) -> Iterator[str]:
@@ -501,13 +487,8 @@ def savings(case: Case) -> Iterator[str]:
     load, degree = Load.of(case), case.degree
 
     def fits(**changes: object) -> bool:
-        return needed(
-            case.model,
-            replace(load, **changes),  # type: ignore[arg-type]
-            degree=degree,
-            core_memory_bytes=case.device.core_memory_bytes,
-            backend=case.backend,
-        ).roomy
+        changed = replace(load, **changes)  # type: ignore[arg-type]
+        return _on(case.device, case.model, changed, degree, case.backend).roomy
 
     if slots := _largest(load.num_slots - 1, lambda number: fits(num_slots=number)):
         yield f"max_rolling_batch_size={slots}"
