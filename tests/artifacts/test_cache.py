@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -421,3 +422,24 @@ def test_a_partial_folder_never_writes_through_a_link_to_a_published_file(tmp_pa
         os.pwrite(descriptor, bytes(13), 0)
     assert len(missing) == 2
     assert published.read_bytes() == b"0123456789abc"
+
+
+def test_a_version_that_is_being_removed_is_not_used(tmp_path):
+    """Its remover holds the lock; where there are none, nobody removes."""
+    manifest = tmp_path / "manifest.json"
+    manifest.touch()
+    with manifest.open() as removing:
+        fcntl.flock(removing, fcntl.LOCK_EX)
+        assert cache._share(tmp_path) is None
+    for why in (None, errno.ENOLCK):
+        with pytest.MonkeyPatch.context() as patch:
+            if why:
+                patch.setattr(fcntl, "flock", raising(OSError(why, os.strerror(why))))
+            os.close(cache._share(tmp_path))
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail

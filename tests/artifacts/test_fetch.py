@@ -59,6 +59,12 @@ def test_a_revision_is_asked_for(environ):
     assert "/owner/model/resolve/v1/config.json" in {path for _, path, _ in log}
 
 
+def test_what_is_no_id_is_not_asked_of_the_hub(environ):
+    words = r"'a/b/c' is neither a local folder nor.*option\.model_id"
+    with pytest.raises(ArtifactNotFoundError, match=words):
+        fetch_config("a/b/c", None, environ)
+
+
 @pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
 def test_a_token_opens_a_gated_model(environ, variable):
     double = remote_doubles.hub({"owner/gated": BYTES}, gated={"owner/gated"}, tokens={"hf_good"})

@@ -386,6 +386,16 @@ OPTIMUM = {
 }
 
 
+@pytest.mark.parametrize(
+    ("length", "prompts"), [(2, (2,)), (1, None), (True, None), ("512", None), (512.0, None)]
+)
+def test_a_length_that_optimum_cannot_have_written_implies_none(tmp_path, length, prompts):
+    section = optimum_section(4, length)
+    path = folders.optimum_tnx(tmp_path, transformers_version="4.43.2", neuron=section)
+    shutil.rmtree(path / "checkpoint")
+    assert detect(path).compiled_for.get("context_length_estimate") == prompts
+
+
 @pytest.mark.parametrize("release", OPTIMUM, ids=lambda release: "-".join(map(str, release)))
 def test_what_optimums_release_implies_is_known(tmp_path, release):
     version, kind, batch_size, length = release

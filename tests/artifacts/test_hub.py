@@ -20,6 +20,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from djl_python_neuronx.artifacts import hub
+from djl_python_neuronx.artifacts.fetch import fetch
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
@@ -284,6 +285,14 @@ def test_a_revision_and_a_token(server, environ):
     server.tokens.clear()
     hub.fetch("ours/llama", environ={**environ, "HF_TOKEN": "hf_other"})
     assert "Bearer hf_other" in server.tokens
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_model_of_the_hub_is_that_of_its_revision(server, environ, tmp_path, everything):
+    given = {"environ": environ, "root": tmp_path, "everything": everything}
+    folder = fetch("ours/llama", revision="v2", **given)
+    assert folder.name == COMMITS["v2"]
+    assert contents(folder).keys() == (FILES.keys() if everything else WANTED)
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(server, environ):

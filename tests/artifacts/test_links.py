@@ -326,6 +326,7 @@ def test_what_may_be_copied_is(tmp_path):
     (tmp_path / "a" / "d").symlink_to("b/c")
     copy_tree(tmp_path / "a", tmp_path / "copy")
     assert contents(tmp_path / "copy") == {"b/c": b"1", "d": b"1"}
+    assert not (tmp_path / "copy" / "b" / "c").samefile(tmp_path / "a" / "b" / "c")
 
 
 # What is read and quoted.

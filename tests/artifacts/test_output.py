@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from djl_python_neuronx.artifacts import atomic
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import flock
 from djl_python_neuronx.artifacts.folder import SERVING
@@ -437,3 +438,27 @@ def test_what_a_killed_process_left_goes_and_what_is_in_use_stays(
     with flock(alive):
         write(model, destination)
         assert alive.exists()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_output_is_replaced_where_the_kernel_exchanges_no_names(
+    model, tmp_path, monkeypatch, exchanges
+):
+    if not exchanges:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    destination = tmp_path / "out"
+    write(model, destination)
+    before = (destination / "config.json").stat().st_ino
+    write(model, destination)
+    assert (destination / "config.json").stat().st_ino != before
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
+
+
+def test_files_and_the_names_of_folders_reach_the_disk(tmp_path, monkeypatch):
+    """What is written and then renamed is there after a power failure only if it was synchronised before."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "c").touch()
+    reached = []
+    monkeypatch.setattr(atomic, "sync", reached.append)
+    atomic.sync_tree(tmp_path)
+    assert sorted(reached) == sorted([tmp_path, *tmp_path.rglob("*")])
