@@ -635,6 +635,15 @@ NXDI = [
         {"on_device_generation": {"do_sample": True, "top_p": 0.9}},
         {"on_device_generation": {"do_sample": True, "dynamic": True, "top_p": 0.9}},
     ),
+    (
+        "on_device_generation",
+        "error",
+        {
+            "on_device_generation": {"do_sample": True, "dynamic": True},
+            "override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 2}},
+        },
+        {"override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 1}}},
+    ),
     ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
     (
         "async_execution",

@@ -220,7 +220,17 @@ _SPECULATION = (
         )
         for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
     ),
-    # Source: modules/generation/sampling.py.
+    # Source: modules/generation/sampling.py, as all here: DataParallelSampler takes the first rows' for every part.
+    when(
+        on_device_generation=lambda it: it.dynamic,
+        override_neuron_config=lambda it: (
+            dict(it.get("on_device_sampling_config") or {}).get("sampling_dp_degree")
+            not in {None, 1}
+        ),
+    ).refuse(
+        "with sampling_dp_degree rows would be sampled with the parameters of others; leave it out of "
+        "on_device_sampling_config"
+    ),
     when(
         on_device_generation=lambda it: it.do_sample and not it.dynamic and it.top_p < 1,
     ).refuse(
