@@ -334,7 +334,7 @@ class FastTokenizer(PythonTokenizer):
         self.special = {token.content: i for i, token in added.items() if token.special}
         decoder = self._backend.decoder
         self.pieces = make_pieces(
-            self._backend.get_vocab(with_added_tokens=False),
+            self._backend.get_vocab(),
             {token_id: token.content for token_id, token in added.items()},
             # A decoder pickles as its part of tokenizer.json; the whole would take 0.3 s more at 128k tokens.
             json.loads(decoder.__getstate__()) if decoder is not None else {},

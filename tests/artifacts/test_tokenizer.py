@@ -345,14 +345,26 @@ def test_importing_it_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_special_token_that_no_configuration_names_is_known_by_its_text(tmp_path):
+def test_a_special_token_that_no_configuration_names_is_special(tmp_path):
     made = folders.byte_level()
     made.add_special_tokens([AddedToken("<|eot|>", special=True)])
     tokenizer = load_tokenizer(
         folders.write(tmp_path / "made", made, **folders.special_tokens(made))
     )
-    assert tokenizer.special_id("<|eot|>") == made.token_to_id("<|eot|>")
+    eot = made.token_to_id("<|eot|>")
+    assert tokenizer.special_id("<|eot|>") == eot
     assert tokenizer.special_id("eot") is None
+    assert tokenizer.library.decode([eot], skip_special_tokens=True) == ""
+    assert eot in tokenizer.special_ids
+
+
+def test_a_tokenizer_without_a_decoder_has_no_pieces(tmp_path):
+    made = folders.byte_level()
+    made.decoder = None
+    tokenizer = load_tokenizer(folders.write(tmp_path, made, **folders.special_tokens(made)))
+    assert tokenizer.pieces is None
+    ids = made.encode("The fox").ids
+    assert tokenizer.decode(ids) == made.decode(ids)
 
 
 PATHOLOGICAL = Regex("(a+)+$")
