@@ -229,11 +229,26 @@ def log_load_failure(error: BaseException, event: str = "load_failed") -> Servin
 
 
 class _Format(logging.Formatter):
-    """Time, level and logger before each message, except for one with the attribute `bare`: a whole line of JSON."""
+    """Time, level and logger before each message, except for one with the attribute `bare`: a whole line of JSON.
+
+    Further lines are indented: no name of a file and no text of a client can look like an event.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return record.getMessage() if hasattr(record, "bare") else super().format(record)
+        if hasattr(record, "bare"):
+            return record.getMessage()
+        return "\n    ".join(map(printable, super().format(record).split("\n")))
+
+
+def printable(text: str) -> str:
+    """Escape what is no visible character: it would control a terminal, or end a line."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def setup_logging(level: str = "INFO") -> None:

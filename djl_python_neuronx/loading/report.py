@@ -19,6 +19,7 @@ from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.cores import chips, free_cores
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.plan import COMPILE_BASIS, ServingPlan
+from djl_python_neuronx.telemetry import printable
 
 _GIB = 2**30
 _BAR_WIDTH = 60
@@ -356,11 +357,7 @@ def _encodes(encoding: str, text: str) -> bool:
 
 def _escape(text: str, encoding: str) -> str:
     """Escape what the stream cannot encode and what would control the terminal."""
-    shown = "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _plain_writer(stream: TextIO) -> Callable[[Block], None]:

@@ -34,7 +34,7 @@ from djl_python_neuronx.server.keys import read_keys  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.server.responses import error_response  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
-from djl_python_neuronx.telemetry import setup_logging  # noqa: E402
+from djl_python_neuronx.telemetry import log_load_failure, setup_logging  # noqa: E402
 from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until  # noqa: E402
 from tests.server.test_hostile import (  # noqa: E402
     CHUNKED,
@@ -81,6 +81,19 @@ def extracted(line: str) -> dict[tuple[str, str, str], float]:
         assert isinstance(value, (int, float))
         found[directive["Namespace"], event["model"], metric["Name"]] = value
     return found
+
+
+def test_no_name_of_a_folder_looks_like_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    name = "a\n2026-11-24 05:00:00,000 INFO fake\r\x1b[2J\x85\u2028b"
+    logging.getLogger("djl_python_neuronx.x").info("compiled folder=%s", Path(name))
+    log_load_failure(FileNotFoundError(2, "No such file", name))
+    log_load_failure(ConfigError(f"two problems:\n  - {name}"))
+    lines = capsys.readouterr().err.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert sum(line.startswith("20") for line in lines) == 3
+    assert "    2026-11-24 05:00:00,000 INFO fake\\r\\x1b[2J\\x85\\u2028b" in lines
+    assert any(line.startswith("    FileNotFoundError: ") for line in lines)
 
 
 class TestCloudWatch:
