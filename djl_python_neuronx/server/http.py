@@ -152,6 +152,8 @@ class _Connection(h11.Connection):
         self._on_invalid = on_invalid
         self.access: dict[str, Any] = {}
         """What the access log says of the request that is read or answered; empty between requests."""
+        self.is_extra = False
+        """The connection is one too many, and ends with its first answer."""
         self._started_s = 0.0
         self._num_parts = self._num_bytes = 0
 
@@ -181,7 +183,8 @@ class _Connection(h11.Connection):
         if type(event) is h11.Response:
             self._note_answer(event)
             close = (b"connection", b"close")
-            if self.their_state is h11.SEND_BODY and close not in event.headers:
+            ends = self.is_extra or self.their_state is h11.SEND_BODY
+            if ends and close not in event.headers:
                 headers: Any = [*event.headers, close]
                 event = replace(event, headers=headers)
         sent = super().send(event)
@@ -320,6 +323,7 @@ class LimitedProtocol(H11Protocol):
             if len(self.connections) > limit:
                 msg = f"the server has {limit} connections, the limit; retry later, or raise option.max_connections"
                 self.app = partial(self._answer_probes, QueueFullError(msg))
+                self.conn.is_extra = True
             self._watch()
 
     def _exchange_keys(self, tls: ssl.SSLContext) -> None:
