@@ -6,11 +6,10 @@ import itertools
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, p
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
 from djl_python_neuronx.protocol import custom, parse_body
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads
 from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.telemetry import Metrics, Recorder
@@ -46,7 +45,8 @@ _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """Client ids that are used as they are: those that fit into a header and a log line."""
 
 TEXT_THREADS = 4
-"""Requests of a model that are parsed at once. Others wait: of those, each takes `option.text_timeout` at most."""
+"""Requests of a model that are parsed at once. Others wait: as many as the engines take, and of those before one each
+for `option.text_timeout` at most."""
 
 _REQUEST_IDS = itertools.count(1)
 """Of all models of the process, whose requests are in one log."""
@@ -98,32 +98,26 @@ class Service:
             on_death=on_death,
             on_progress=progress.stage,
         )
-        # The tokenizer and the engines load side by side: each imports a large library.
-        start = self.loop.start_all if before is None else lambda: None
-        started = ThreadPoolExecutor(1).submit(start)
-        self.threads = ThreadPoolExecutor(TEXT_THREADS, "djl-neuronx-text")
-        """The threads that parse requests, which wait for template and tokenizer."""
-        # All from the start: a full address space refuses new ones.
-        present = threading.Barrier(TEXT_THREADS)
-        wait([self.threads.submit(present.wait, 10.0) for _ in range(TEXT_THREADS)])
-        try:
+        with ExitStack() as made:
+            made.callback(self.loop.close)
+            # The tokenizer and the engines load side by side: each imports a large library.
+            start = self.loop.start_all if before is None else lambda: None
+            started = ThreadPoolExecutor(1).submit(start)
             self.tokenizer = tokenizer()
-            self.custom = (
-                CustomFormatters(
-                    functions,
-                    self.tokenizer,
-                    options.text_timeout,
-                    # Others than those that parse: slow texts delay no stream.
-                    ThreadPoolExecutor(TEXT_THREADS, "djl-neuronx-formatters"),
-                )
-                if functions
-                else None
+            made.callback(self.tokenizer.close)
+            self.threads = Threads(
+                TEXT_THREADS, "djl-neuronx-text", lambda: self.loop.most + TEXT_THREADS
             )
+            """The threads that parse requests, which wait for template and tokenizer."""
+            self.custom = None
             """The formatters of `model.py`, if it has any."""
-        except BaseException:
-            self.loop.close()
-            raise
-        started.result()
+            if functions:
+                # Other threads than those that parse: slow texts delay no stream.
+                threads = Threads(TEXT_THREADS, "djl-neuronx-formatters")
+                limit_s = options.text_timeout
+                self.custom = CustomFormatters(functions, self.tokenizer, limit_s, threads)
+            started.result()
+            made.pop_all()
         if before is None:
             self.show()
         self.loaded_s = int(time.time())

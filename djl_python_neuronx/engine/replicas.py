@@ -129,6 +129,11 @@ class Replicas:
         return [stream for loop in self._loops for stream in loop.streams.open_streams()]
 
     @property
+    def most(self) -> int:
+        """Requests that may be open at once."""
+        return sum(loop.streams.most for loop in self._loops)
+
+    @property
     def error(self) -> ServingError | None:
         """The reason why nothing is accepted any more; None while a copy has or will have an engine."""
         errors = [loop.error for loop in self._loops]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -19,6 +21,7 @@ from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
     PromptTooLongError,
+    QueueFullError,
     RequestError,
     ServingError,
     UnknownModelError,
@@ -29,6 +32,7 @@ from djl_python_neuronx.types import GenerationRequest, Tokenizer
 if TYPE_CHECKING:
     from djl_python_neuronx.protocol.custom import CustomFormatters
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 INLINE_BODY_BYTES = 1024
 """Bodies up to this size are decoded in the event loop."""
@@ -338,6 +342,30 @@ class Serving(Protocol):
         """Parse and validate a body. `payload`: see `parse_body`."""
 
 
+class Threads(ThreadPoolExecutor):
+    """Threads that exist from the start: a full address space refuses new ones."""
+
+    def __init__(self, count: int, name: str, most: Callable[[], float] = lambda: math.inf) -> None:
+        """`most`: calls that may run or wait at once."""
+        super().__init__(count, name)
+        self._most, self._open = most, set[Future[Any]]()
+        begin, present = super().submit, threading.Barrier(count)
+        wait([begin(present.wait, 10.0) for _ in range(count)])
+
+    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """See `Executor`; in addition raises `QueueFullError`."""
+        if len(self._open) >= (most := self._most()):
+            msg = (
+                f"{len(self._open)} requests wait for chat template or tokenizer, of at most {most}; retry later, or "
+                "raise option.max_waiting"
+            )
+            raise QueueFullError(msg)
+        made = super().submit(call, *args, **kwargs)
+        self._open.add(made)
+        made.add_done_callback(self._open.discard)
+        return made
+
+
 async def parse(
     service: Serving,
     body: bytes,
@@ -355,7 +383,11 @@ async def parse(
     work = partial(
         service.parse, body, request_id=request_id, headers=headers, path=path, payload=payload
     )
-    return await asyncio.get_running_loop().run_in_executor(service.threads, work)
+    held, event_loop = [work], asyncio.get_running_loop()
+    try:
+        return await event_loop.run_in_executor(service.threads, lambda: held.pop()())
+    finally:
+        held.clear()  # else a call that is cancelled keeps the body until its turn comes
 
 
 async def generate(service: Serving, parsed: ParsedRequest) -> Generation:

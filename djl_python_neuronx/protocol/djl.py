@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from fcntl import ioctl
 from functools import cache
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
+ADMIT_S = 0.01
+"""Most time that streams wait for new requests to be parsed."""
 
 
 class Record(NamedTuple):
@@ -192,17 +194,24 @@ class Replies:
         self._service = service
         self._inbox = BlockingQueue()
 
-    def admit(self, row: Input) -> None:
-        """Begin to parse a request, on a thread: a template or a tokenizer may take `option.text_timeout`."""
-        self.rows.append(Admission(self._service.threads.submit(self._parse, row)))
+    def admit(self, rows: Sequence[Input]) -> None:
+        """Begin to parse requests, on threads: a template or a tokenizer may take `option.text_timeout`."""
+        self.rows.extend(map(self._begin, rows))
+        self.settle(ADMIT_S, ALL_COMPLETED)  # those of a burst share a step
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Submit the requests that are parsed within the time. If one is invalid, the error is its answer."""
+    def settle(self, timeout_s: float, until: str = FIRST_COMPLETED) -> None:
+        """Submit the requests that are parsed; wait for the first one. If one is invalid, the error is its answer."""
         parsing = [row.parsing for row in self.rows if isinstance(row, Admission)]
-        wait(parsing, timeout_s)
+        wait(parsing, timeout_s, until)
         for i, row in enumerate(self.rows):
             if isinstance(row, Admission) and row.parsing.done():
                 self.rows[i] = self._submit(row.parsing)
+
+    def _begin(self, row: Input) -> Row:
+        try:
+            return Admission(self._service.threads.submit(self._parse, row))
+        except ServingError as error:
+            return Rejection(error)
 
     def _parse(self, row: Input) -> ParsedRequest:
         body, headers = read(row)
@@ -241,8 +250,11 @@ class Replies:
 
     def fail(self, error: ServingError) -> None:
         """End all unfinished answers."""
-        for row in self.rows:
-            if isinstance(row, Reply) and not row.finished:
+        for i, row in enumerate(self.rows):
+            if isinstance(row, Admission):
+                row.parsing.cancel()
+                self.rows[i] = Rejection(error)
+            elif isinstance(row, Reply) and not row.finished:
                 self._abort(row)
                 row.fail(error)
 

@@ -24,6 +24,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import Serving, generate, parse
 from djl_python_neuronx.protocol.djl import (
+    Admission,
     Record,
     Replies,
     Reply,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from djl_python import Input, Output
 
 logger = logging.getLogger(__name__)
-ADMIT_S = 0.01
-"""Most time that streams wait for new requests to be parsed."""
 
 
 class RollingBatchDoor:
@@ -90,8 +89,7 @@ class RollingBatchDoor:
                 self._abandon(f"{len(rows)} rows do not continue {known}")
                 msg = "the rows do not continue those of the last call; send all requests again"
                 return failure(ServingError(msg))
-            for row in rows[known:]:
-                self._replies.admit(row)
+            self._replies.admit(rows[known:])
             return self._answer_rows()
 
     def close(self) -> None:
@@ -102,9 +100,8 @@ class RollingBatchDoor:
 
     def _answer_rows(self) -> Output:
         replies = self._replies
-        # With running streams a slow template or tokenizer waits for them, not they for it.
-        runs = any(isinstance(row, Reply) and not row.finished for row in replies.rows)
-        replies.settle(ADMIT_S if runs else self._wait_s)
+        # With other answers a slow template or tokenizer waits for them, not they for it.
+        replies.settle(self._wait_s * all(isinstance(row, Admission) for row in replies.rows))
         replies.collect(0.0 if any(row.ready for row in replies.rows) else self._wait_s)
         output = new_output({})
         for i, row in enumerate(replies.rows):
@@ -142,13 +139,11 @@ class PlainDoor:
         replies = Replies(self._service)
         deadline_s = time.monotonic() + self._limit_s
         rows = batch_rows(inputs)
-        for row in [inputs] if rows is None else rows:
-            replies.admit(row)
-        replies.settle()
+        replies.admit([inputs] if rows is None else rows)
+        self._collect(replies, deadline_s, first=rows is None)
         if rows is not None:
-            return self._answer_batch(replies, deadline_s)
+            return self._answer_batch(replies)
         reply = replies.rows[0]
-        self._collect(replies, deadline_s, first=reply.stream)
         finished, record = reply.finished, reply.take()
         if record.error is not None:
             return failure(record.error, record.protocol)
@@ -160,8 +155,8 @@ class PlainDoor:
         """Do nothing: no request outlives its call."""
 
     def _collect(self, replies: Replies, deadline_s: float, *, first: bool = False) -> None:
-        """Wait until every reply is finished, or ready if `first`. Replies that are late are aborted."""
-        while not all(row.finished or (first and row.ready) for row in replies.rows):
+        """Wait until every reply is finished, or ready if `first` and a stream. Replies that are late are aborted."""
+        while not all(row.finished or (first and row.stream and row.ready) for row in replies.rows):
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 msg = (
@@ -170,11 +165,13 @@ class PlainDoor:
                 )
                 replies.fail(RequestTimeoutError(msg))
                 return
-            replies.collect(remaining_s)
+            if any(isinstance(row, Reply) and not row.finished for row in replies.rows):
+                replies.collect(remaining_s)
+                remaining_s = 0.0
+            replies.settle(remaining_s)
 
-    def _answer_batch(self, replies: Replies, deadline_s: float) -> Output:
+    def _answer_batch(self, replies: Replies) -> Output:
         """Java has one status and one set of headers for all rows, so an error is a body like the others."""
-        self._collect(replies, deadline_s)
         records = [row.take() for row in replies.rows]
         types = {record.headers["Content-Type"] for record in records}
         content_type = types.pop() if len(types) == 1 else "application/json"

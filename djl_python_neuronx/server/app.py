@@ -47,6 +47,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.protocol import PROTOCOLS, decode, tgi
 from djl_python_neuronx.protocol.base import (
     INLINE_BODY_BYTES,
+    Threads,
     check_model,
     generate,
     named_model,
@@ -75,6 +76,7 @@ from djl_python_neuronx.server.responses import (
     on_client_disconnect,
     on_http_error,
     on_serving_error,
+    while_connected,
 )
 from djl_python_neuronx.telemetry import Metrics, exposition
 
@@ -94,6 +96,8 @@ BODIES = 8
 SHORT_BODY_BYTES = 64 * 1024
 """Bodies up to this size are read in any case and not counted: neither can keep the other out."""
 
+SERVER_THREADS = 4
+"""Threads for what would hold the event loop for a millisecond or more."""
 LOG_METRICS_S = 60
 """Pause between two lines of the metrics: CloudWatch's usual resolution."""
 
@@ -258,10 +262,10 @@ class Application:
             if not named:
                 payload = await _decoded(body, headers)
                 name = named_model(payload, self.model_names)
-            model, generation = self.find(name), None
-            while generation is None:
-                service = await model.taking()
-                parsed = await parse(
+            model = self.find(name)
+            while True:
+                service, parsed = await model.taking(), None
+                work = parse(
                     service,
                     body,
                     request_id=request_id,
@@ -269,13 +273,17 @@ class Application:
                     path=request.url.path,
                     payload=payload,
                 )
-                if not parsed.requests:
-                    answer = parsed.formatter.feed(Delta("", "", ()))
-                    return Response(answer, media_type="application/json")
                 try:
+                    parsed = await while_connected(request, work)
+                    if not parsed.requests:
+                        answer = parsed.formatter.feed(Delta("", "", ()))
+                        return Response(answer, media_type="application/json")
                     generation = await generate(service, parsed)
+                    break
                 except ServingError as error:
                     if not model.has_left(service):
+                        if parsed is None:
+                            raise
                         return failure_response(error, parsed.request)
             del body, payload  # they may be large, and an answer takes long
         return await generation_response(request, parsed, generation)
@@ -381,7 +389,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also on `option.admin_port`. Ends the process if it cannot."""
         host, port = self.config.host, self.config.port
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        event_loop = asyncio.get_running_loop()
+        event_loop.set_exception_handler(self._on_loop_error)
+        event_loop.set_default_executor(Threads(SERVER_THREADS, "djl-neuronx-server"))
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn has logged why
@@ -402,9 +412,7 @@ class Server(uvicorn.Server):
         )
         host, port = options.admin_host or config.host, options.admin_port
         try:
-            server = await asyncio.get_running_loop().create_server(
-                protocol, host, port, backlog=BACKLOG
-            )
+            server = await event_loop.create_server(protocol, host, port, backlog=BACKLOG)
         except OSError as error:
             logger.error("option.admin_port=%d: %s; set another one", port, error)  # noqa: TRY400
             raise SystemExit(1) from error

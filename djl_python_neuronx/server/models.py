@@ -139,6 +139,7 @@ class Model:
                 f"{len(each)} on {'; '.join(filter(None, each)) or 'no cores of their own'}"
                 for each in (was, cores)
             )
+            new.close()
             msg = f"copies and their cores would change, from {before}, to {after}; restart the server"
             raise ConfigError(msg)
         self._both = (old, new)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import reprlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +26,7 @@ from djl_python_neuronx.protocol.base import ParsedRequest
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 async def generation_response(
@@ -73,12 +75,33 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
         generation.close()
 
 
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns or raises.
+
+    Raises:
+        ClientDisconnect: the client has left, and the work is cancelled.
+    """
+    tasks = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Wait until the client leaves; a response itself may notice that at its next bytes only."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _close_at_disconnect(
     request: Request, parsed: ParsedRequest, generation: Generation
 ) -> None:
-    """Close the generation when the client leaves; a response itself may notice that at its next bytes only."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    await _disconnect(request)
     logger.info("client_gone request_id=%s", parsed.request.label)
     generation.close()
 

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.protocol import djl
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
+from djl_python_neuronx.service import TEXT_THREADS
 from tests import djl_engine_double, hostile
 from tests.djl_engine_double import Input
 from tests.djl_peer import PATIENCE_S, decode_record
@@ -225,8 +227,10 @@ class _Waiting(ToyTokenizer):
     def __init__(self):
         super().__init__()
         self.go_on = threading.Event()
+        self.seen = []
 
     def encode(self, text, **how):
+        self.seen.append(text)
         if "<77>" in text:
             assert self.go_on.wait(PATIENCE_S)
         return super().encode(text, **how)
@@ -244,6 +248,61 @@ def test_a_row_that_is_being_tokenised_holds_up_no_other(door, service):
     waiting.go_on.set()
     caller.finish()
     assert json.loads(caller.data(1)) == {"generated_text": text([77], 2)}
+
+
+def test_a_text_that_is_ready_waits_for_no_other(door, service, monkeypatch):
+    monkeypatch.setattr(djl, "ADMIT_S", 0.0)
+    service.tokenizer = waiting = _Waiting()
+    door._wait_s = PATIENCE_S
+    caller = Caller(door)
+    caller.step([body([77], 2), body([6], 9)])
+    while len(caller.live) > 1:
+        caller.step()
+    assert json.loads(caller.data(1)) == {"generated_text": text([6], 9)}
+    waiting.go_on.set()
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([77], 2)}
+
+
+def test_a_row_that_is_given_up_is_not_tokenised(door, service):
+    service.tokenizer = waiting = _Waiting()
+    door._wait_s = 0.0
+    rows = [body([77], 2)] * TEXT_THREADS + [body([78])]
+    assert records(door.answer(call(0, rows))) == [{"data": "", "last": "false"}] * len(rows)
+    caller = Caller(door)
+    caller.live, caller.answers = [0], {0: []}
+    records(door.answer(call(0, [body([5], 3)], reset_rollingbatch="true")))
+    waiting.go_on.set()
+    caller.finish()
+    assert json.loads(caller.data(0)) == {"generated_text": text([5], 3)}
+    assert not [one for one in waiting.seen if "<78>" in one]
+
+
+def test_rows_beyond_the_texts_that_may_wait_get_503(backend):
+    service = toy_service(backend, max_waiting=1)
+    service.tokenizer = waiting = _Waiting()
+    door = RollingBatchDoor(service, 60.0)
+    most = TEXT_THREADS + 3
+    caller = Caller(door)
+    caller.step([body([77], 2)] * most + [body([78])])
+    assert [caller.answers[i][-1].get("code") for i in range(most + 1)] == [None] * most + ["503"]
+    waiting.go_on.set()
+    door.close()
+    service.close()
+
+
+def test_the_time_of_a_plain_call_counts_its_texts_too(service, monkeypatch):
+    monkeypatch.setattr(djl, "ADMIT_S", 0.0)
+    service.tokenizer = waiting = _Waiting()
+    output = PlainDoor(service, 0.1).answer(single(body([77])))
+    assert output.code == 408
+    inputs = call(0, [body([77]), body([6], 9)])
+    late = threading.Timer(0, lambda: (wait_until_delivered(service, 9), waiting.go_on.set()))
+    late.start()  # the slow one waits for no other, and no other for it
+    output = PlainDoor(service, PATIENCE_S).answer(inputs)
+    texts = [json.loads(one)["generated_text"] for one in output.content.get_values()]
+    assert texts == [text([77]), text([6], 9)]
+    late.join()
 
 
 def test_reset_gives_up_before_new_rows_are_read(backend, door, service):

@@ -33,6 +33,7 @@ from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.server import app, http
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
+from djl_python_neuronx.service import TEXT_THREADS
 from tests.server.test_app import (
     CROSSING_S,
     PATIENCE_S,
@@ -636,6 +637,84 @@ def test_a_tokenizer_that_panics_fails_its_request_in_json(prompt: str) -> None:
         reply = talk(server, post(json.dumps({"inputs": prompt}).encode(), CLOSE))
         assert (status(reply), content(reply)["type"]) == (500, "serving_error")
         assert_serves(server)
+
+
+class HoldingTokenizer(ToyTokenizer):
+    """Waits for the test with each text that has a <77>, and notes them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.go_on = threading.Event()
+
+    def encode(self, text: str, **how: Any) -> list[int]:
+        self.seen.append(text)
+        assert "<77>" not in text or self.go_on.wait(PATIENCE_S)
+        return super().encode(text, **how)
+
+
+def test_texts_that_wait_are_bounded_and_go_with_their_clients() -> None:
+    with serving(max_waiting=4) as server:
+        service: Any = server.application.models[0].service
+        service.tokenizer = tokenizer = HoldingTokenizer()
+        held = [connect(server) for _ in range(TEXT_THREADS)]
+        for client in held:
+            client.sendall(post(json.dumps(body([77], 1)).encode(), CLOSE))
+        wait_until(lambda: len(tokenizer.seen) == TEXT_THREADS)
+        waiting = [connect(server) for _ in range(6)]  # as many as the engine takes
+        for i, client in enumerate(waiting):
+            client.sendall(post(json.dumps(body([80 + i], 1)).encode(), CLOSE))
+        wait_until(lambda: len(service.threads._open) == TEXT_THREADS + 6)
+        reply = talk(server, post(REQUEST, CLOSE))
+        assert content(reply)["type"] == "queue_full"
+        assert "option.max_waiting" in content(reply)["error"]
+        assert b"retry-after: 1" in reply
+        for client in waiting[:5]:
+            client.close()
+        wait_until(lambda: len(service.threads._open) == TEXT_THREADS + 1)
+        last = connect(server)
+        last.sendall(post(REQUEST, CLOSE))
+        wait_until(lambda: len(service.threads._open) == TEXT_THREADS + 2)
+        tokenizer.go_on.set()
+        replies = [read_all(client) for client in (*held, waiting[5], last)]
+        assert [status(reply) for reply in replies] == [200] * len(replies)
+        assert sorted(tokenizer.seen) == ["<5><6>", *["<77>"] * TEXT_THREADS, "<85>"]
+
+
+def test_a_body_is_not_kept_when_its_client_has_left_the_queue() -> None:
+    with serving() as server:
+        service: Any = server.application.models[0].service
+        service.tokenizer = tokenizer = HoldingTokenizer()
+        held = [connect(server) for _ in range(TEXT_THREADS)]
+        for client in held:
+            client.sendall(post(REQUEST.replace(b"<5>", b"<77>"), CLOSE))
+        wait_until(lambda: len(tokenizer.seen) == TEXT_THREADS)
+        tracemalloc.start()
+        client = connect(server)
+        client.sendall(post(REQUEST.ljust(1_060_000)))
+        wait_until(lambda: len(service.threads._open) == TEXT_THREADS + 1)
+        assert tracemalloc.get_traced_memory()[0] > 1_000_000
+        client.close()
+        wait_until(lambda: tracemalloc.get_traced_memory()[0] < 500_000)
+        tracemalloc.stop()
+        tokenizer.go_on.set()
+        for client in held:
+            assert status(read_all(client)) == 200
+
+
+def test_work_beside_the_event_loop_needs_no_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server:
+
+        def refuse(_: threading.Thread) -> None:
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for path in ("/metrics", "/openapi.json"):
+            reply = talk(server, f"GET {path} HTTP/1.1\r\nHost: toy\r\n{CLOSE}\r\n\r\n".encode())
+            assert status(reply) == 200
+        assert status(talk(server, post(REQUEST.ljust(1_060_000), CLOSE))) == 200
+        monkeypatch.undo()
 
 
 class NotedIds(list[int]):

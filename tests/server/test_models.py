@@ -16,13 +16,15 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
-from djl_python_neuronx.errors import BackendError, StepError
+from djl_python_neuronx import service as service_module
+from djl_python_neuronx.errors import BackendError, BackendUnavailableError, StepError
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import Service
 from tests.server.test_app import PATIENCE_S, Running, answer, body, http, wait_until
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
+from tests.toy_tokenizer import ToyTokenizer
 
 NAMES = ("a", "b")
 
@@ -193,6 +195,30 @@ def test_a_model_with_the_name_that_a_client_sends_for_none_can_be_named() -> No
         assert pair.post(path, {**payload, "model": "tgi"}).status_code == 200
     assert (pair.backends["a"].num_steps, pair.backends["b"].num_steps > 0) == (0, True)
     pair.close()
+
+
+@pytest.mark.parametrize("failing", ["Threads", "CustomFormatters"])
+def test_a_service_that_cannot_be_made_frees_its_engine_and_its_tokenizer(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, made = ToyBackend(TOY_SPEC), threading.Event()
+    closed: list[ToyTokenizer] = []
+
+    def make() -> ToyBackend:
+        made.set()
+        return backend
+
+    def refuse(*_: Any) -> None:
+        assert made.wait(PATIENCE_S)
+        msg = "can't start new thread"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(service_module, failing, refuse)
+    monkeypatch.setattr(ToyTokenizer, "close", lambda self: closed.append(self))
+    with pytest.raises(RuntimeError, match="new thread"):
+        toy_service(make, functions={"input_formatter": print})
+    wait_until(lambda: backend.closed)
+    assert len(closed) == 1
 
 
 def test_each_model_has_its_own_limit_of_a_body() -> None:
@@ -505,6 +531,44 @@ def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
     reloading.close()
 
 
+class ClosingTokenizer(ToyTokenizer):
+    """Tokenises <77> until it is closed, and refuses it then, as one in processes does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.closed = threading.Event(), threading.Event()
+
+    def encode(self, text: str, **how: Any) -> list[int]:
+        if "<77>" in text:
+            self.begun.set()
+            assert self.closed.wait(PATIENCE_S)
+            msg = "the model is replaced; retry"
+            raise BackendUnavailableError(msg)
+        return super().encode(text, **how)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_text_that_a_reload_interrupts_is_tokenised_by_the_new_model() -> None:
+    reloading = Reloading()
+    service: Any = reloading.model.service
+    service.tokenizer = tokenizer = ClosingTokenizer()
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(reloading.post([77])))
+    asking.start()
+    assert tokenizer.begun.wait(PATIENCE_S)
+    reloading.reload()
+    asking.join(PATIENCE_S)
+    assert answers[0].json() == {"generated_text": answer([77])}
+    # A refusal that is no reload's is the answer.
+    service = reloading.model.service
+    service.tokenizer = closed = ClosingTokenizer()
+    closed.close()
+    assert reloading.post([77]).status_code == 503
+    reloading.close()
+
+
 def test_who_waits_too_long_at_the_door_gets_503() -> None:
     reloading = Reloading(restart_timeout=0.3)
     reloading.hold.clear()
@@ -583,11 +647,16 @@ def test_a_reload_that_loses_a_copy_serves_on_with_the_others(
     reloading.close()
 
 
-def test_a_reload_to_other_copies_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reload_to_other_copies_is_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reloading = Reloading(1)
     reloading.num_copies = 2
+    closed: list[ToyTokenizer] = []
+    monkeypatch.setattr(ToyTokenizer, "close", lambda self: closed.append(self))
     reloading.reload()
     wait_until(lambda: "restart the server" in caplog.text)
+    assert len(closed) == 1
     assert "from 1 on no cores of their own, to 2 on no cores of their own" in caplog.text
     assert reloading.post([5, 6]).json() == {"generated_text": answer([5, 6])}
     reloading.close()
