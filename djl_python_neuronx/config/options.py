@@ -815,6 +815,12 @@ class ServingOptions(
         return str((self.model_dir or Path()).absolute() / os.path.expanduser(value))  # noqa: PTH111
 
     @property
+    def in_blocks(self) -> bool:
+        """True if the KV cache is kept in blocks."""
+        implied = self.enable_prefix_caching or self.enable_chunked_prefill
+        return bool(self.is_block_kv_layout) or implied
+
+    @property
     def continuous_batching(self) -> bool:
         """True if a sequence joins a running batch without a second prefill of the others, if the library can do it.
 

@@ -133,11 +133,7 @@ class Load:
             stages=options.pipeline_parallel_degree or 1,
             expert_groups=options.ep_degree or 1,
             attention_groups=options.attention_dp_degree or 1,
-            in_blocks=bool(
-                options.is_block_kv_layout
-                or options.enable_prefix_caching
-                or options.enable_chunked_prefill
-            ),
+            in_blocks=options.in_blocks,
             # transformers-neuronx counts the block for padding among them.
             num_blocks=options.pa_num_blocks and options.pa_num_blocks - (case.backend == "tnx"),
             block_size=options.pa_block_size,

@@ -48,14 +48,6 @@ def broken_rules(rules: Iterable[Rule], options: ServingOptions) -> Iterator[Fin
             yield Finding(rule.names, rule.problem, rule.level)
 
 
-def _in_blocks(options: ServingOptions) -> bool:
-    return bool(
-        options.is_block_kv_layout
-        or options.enable_prefix_caching
-        or options.enable_chunked_prefill
-    )
-
-
 def _prompts_too_long(options: ServingOptions) -> bool:
     buckets, limit = options.context_length_estimate, options.max_model_len
     return bool(buckets and limit and buckets[-1] > limit)
@@ -168,7 +160,7 @@ _CACHE = (
         for name in _BLOCK_OPTIONS
     ),
     *(
-        when(lambda options: not _in_blocks(options), **{name: SET}, is_block_kv_layout=ANY).warn(
+        when(lambda options: not options.in_blocks, **{name: SET}, is_block_kv_layout=ANY).warn(
             "no effect: the KV cache is not in blocks; set is_block_kv_layout=true, or leave this out"
         )
         for name in ("pa_block_size", "pa_num_blocks")

@@ -22,10 +22,6 @@ _DISABLED = "transformers-neuronx disables it without a message unless"
 _TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 
 
-def _in_blocks(options: ServingOptions) -> bool:
-    return bool(options.is_block_kv_layout or options.enable_chunked_prefill)
-
-
 def _whole_heads(options: ServingOptions) -> bool:
     return options.attention_layout == "BSH" and options.group_query_attention == "replicated-heads"
 
@@ -40,7 +36,7 @@ def _half_fused(options: ServingOptions) -> bool:
 
 def _several_buckets(options: ServingOptions) -> bool:
     limit = options.max_model_len
-    if limit is None or _in_blocks(options):
+    if limit is None or options.in_blocks:
         return False
     one = {None, (limit,)}
     return options.context_length_estimate not in one or options.token_buckets not in one
@@ -211,7 +207,7 @@ _BSH_CACHE = (
         "the BSH cache needs continuous batching; leave one of them out"
     ),
     when(
-        lambda options: not _in_blocks(options) and options.rolling_batch_strategy is None,
+        lambda options: not options.in_blocks and options.rolling_batch_strategy is None,
         cache_layout="BSH",
         max_rolling_batch_size=1,
     ).refuse(
@@ -225,7 +221,7 @@ _BSH_CACHE = (
         "a cache divided by rows cannot have the BSH layout (decoder.py asserts it); leave one of them out"
     ),
     when(
-        lambda options: not _in_blocks(options), shard_over_sequence=True, cache_layout="BSH"
+        lambda options: not options.in_blocks, shard_over_sequence=True, cache_layout="BSH"
     ).refuse("a cache divided by tokens cannot have the BSH layout; leave cache_layout out"),
 )
 _DIVIDED_TOKENS = (
