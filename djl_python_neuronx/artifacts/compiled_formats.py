@@ -358,17 +358,13 @@ class OptimumNxd(Format):
     def read(self, folder: Folder) -> Artifact:
         """Whole weights, or the place that they came from."""
         config, recorded = read_config(folder), folder.json(_NEURON_CONFIG)
-        source: str | None
         unused = (
             f"what Optimum Neuron {shortened(recorded.get('optimum_neuron_version'))} compiled in {folder.path} is not "
             "used: its graphs are of modelling code of its own, which NxD Inference does not load"
         )
-        if "checkpoint" in folder.folders and "weights" in folder.sub("checkpoint").names:
+        if _is_cut(folder):
             unused += ", nor the weights in checkpoint/weights, which are cut for it"
-            weights = _read_beside(folder, config)
-            source = _checkpoint_id(folder, recorded) if not weights else None
-        else:
-            weights, source = _read_checkpoint(folder, config, recorded)
+        weights, source = _read_checkpoint(folder, config, recorded)
         return self.artifact(folder, config, weights, unused=unused, weights_source=source)
 
 
@@ -483,19 +479,10 @@ def _read_checkpoint(
         ArtifactNotFoundError: it has neither.
         ArtifactError: the weights are damaged.
     """
-    if "checkpoint" in folder.names:
+    if "checkpoint" in folder.names and not _is_cut(folder):
         return (read_whole(folder.sub("checkpoint"), config),), None
     if weights := _read_beside(folder, config):
         return weights, None
-    return (), _checkpoint_id(folder, recorded)
-
-
-def _checkpoint_id(folder: Folder, recorded: Mapping[str, Any]) -> str:
-    """The Hub id that Optimum took the weights from.
-
-    Raises:
-        ArtifactNotFoundError: none is recorded.
-    """
     source, revision = recorded.get("checkpoint_id"), recorded.get("checkpoint_revision")
     if not isinstance(source, str):
         msg = (
@@ -503,7 +490,12 @@ def _checkpoint_id(folder: Folder, recorded: Mapping[str, Any]) -> str:
             f"{some(sorted(folder.names))}. Copy the whole folder again."
         )
         raise ArtifactNotFoundError(msg)
-    return f"{source}@{revision}" if revision else source
+    return (), f"{source}@{revision}" if revision else source
+
+
+def _is_cut(folder: Folder) -> bool:
+    """True if the weights in `checkpoint` are cut for NxD, with a file for each rank."""
+    return "checkpoint" in folder.folders and "weights" in folder.sub("checkpoint").names
 
 
 def _read_beside(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights, ...]:

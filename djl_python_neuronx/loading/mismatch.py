@@ -14,6 +14,7 @@ from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.compiled_formats import LmiAot, OptimumTnx
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
+from djl_python_neuronx.config.keywords import OVERRIDE, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, names_where
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import make_buckets
@@ -64,6 +65,12 @@ def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resol
             "Copy or compile the model again."
         )
         raise ArtifactError(msg) from error
+    # Where settings are read these are refused; some of them name places.
+    for keyword in (
+        RESERVED.keys() & (filled.override_neuron_config or {}) if OVERRIDE in taken else ()
+    ):
+        msg = f"{_compiled_place(artifact)} records {keyword} in {OVERRIDE}: {RESERVED[keyword][1]}. Compile it again."
+        raise ArtifactError(msg)
     origin = f"what {_compiled_place(artifact)} was compiled for"
     origins = {**resolved.origins, **dict.fromkeys(taken, origin)}
     return replace(resolved, options=filled, origins=MappingProxyType(origins))

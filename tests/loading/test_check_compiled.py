@@ -338,6 +338,10 @@ def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
     path = output(tmp_path / "output", "cpu", {"n_positions": "many"})
     (error,) = run(path).findings.messages("error")
     assert "records for n_positions what it cannot be" in error
+    keywords = {"tensor_replacement_config": {"ref_dir": "/etc", "neuron_dir": "/etc"}}
+    path = output(tmp_path / "places", "cpu", {"override_neuron_config": keywords})
+    (error,) = run(path).findings.messages("error")
+    assert "records tensor_replacement_config in override_neuron_config" in error
 
 
 def test_graphs_are_for_the_machine_that_is_named(compiled, at_hand):
