@@ -328,6 +328,7 @@ def test_weights_that_are_divided_later_need_no_second_compile_and_no_checkpoint
         config = json.loads((target / nxdi_double.CONFIG).read_text())
         assert config["neuron_config"]["save_sharded_checkpoint"] is True
         assert len(list((target / "weights").iterdir())) == 2
+        assert (target / nxdi_double.GRAPHS).is_file()
     for path in (*folder.glob("*.safetensors"), folder / "config.json"):
         path.unlink()
     with loaded(replace(plan, kind="ranks"), compiled) as backend:

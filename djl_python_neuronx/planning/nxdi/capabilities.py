@@ -93,7 +93,13 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         },
     ),
     "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS), ignored_options=_OF_EXPERTS),
-    "mistral": replace(_DENSE, window_cache=True, defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS)),
+    "mistral": replace(
+        _DENSE,
+        window_cache=True,
+        # Source: modules/attention/attention_base.py: of a layer with a window the cache is transposed, not the keys.
+        ignored_options=_DENSE.ignored_options | {"k_cache_transposed"},
+        defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS),
+    ),
     "mixtral": _MOE,
     "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
     "qwen3": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
