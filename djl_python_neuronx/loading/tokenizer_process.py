@@ -106,7 +106,7 @@ class TokenizerProcess(TokenTable):
             BackendUnavailableError: the system refuses another process.
         """
         self._folder, self._how = folder, how
-        self._timeout_s, self._load_s = timeout_s, load_s
+        self._timeout_s, self._load_s = min(timeout_s, 1e6), load_s  # poll takes no more than weeks
         self._idle = deque[_Process](maxlen=IDLE_WORKERS)
         self._closed = False
         self._forking = threading.Lock()
@@ -195,8 +195,10 @@ class TokenizerProcess(TokenTable):
                 f"{what}"
             )
             raise TextLimitError(msg) from None
-        finally:
+        except ServingError:
             self._idle.append(worker)
+            raise
+        self._idle.append(worker)
         return made
 
     def _take(self) -> _Process:
@@ -231,8 +233,10 @@ class TokenizerProcess(TokenTable):
 class _Process:
     """A process beside the front: its connection, its id, and the process that has forked it."""
 
+    pid: int
+
     def __init__(self, connection: Connection, parent: _Process | None = None) -> None:
-        self._connection, self.parent, self.pid = connection, parent or self, 0
+        self._connection, self.parent = connection, parent or self
         self._events = select.poll()
         self._events.register(connection.fileno(), select.POLLIN)
 
@@ -307,8 +311,9 @@ def _new_loader() -> _Process:
                 return library.fork()
             except _LOST:
                 process.kill()
-                process.wait()
                 _library.clear()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
         connection, end = _pipe()
         with end:
             # A session of its own: Ctrl-C in a terminal is for the front.
@@ -460,8 +465,10 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
         front.send_bytes(b"[null]")
         made = tokenizer.encode_rendered(text, how)
     if len(made) > MOST_MADE:
-        unit = "characters of these ids" if kind == "decode" else "tokens of this text"
-        msg = f"the model's tokenizer makes {len(made)} {unit}; expected at most {MOST_MADE}. Shorten it."
+        msg = (
+            f"the model's tokenizer makes {len(made)} tokens or characters of this; expected at most {MOST_MADE}. "
+            "Shorten it."
+        )
         raise TextLimitError(msg)
     return made
 

@@ -95,6 +95,27 @@ def test_errors_arrive_as_they_are(tmp_path):
     found.close()
 
 
+def test_a_limit_may_be_as_large_as_a_number(tmp_path):
+    tokenizer = start(write(tmp_path), timeout_s=1e300)
+    assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
+    tokenizer.close()
+
+
+def test_a_call_that_is_interrupted_leaves_no_answer_for_the_next(tmp_path, monkeypatch):
+    tokenizer = start(write(tmp_path))
+    ids = tokenizer.encode("The fox")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer_process._Process, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode("Another text")
+    assert tokenizer.encode("The fox") == ids
+    tokenizer.close()
+
+
 def test_a_template_without_end_costs_its_calls(tmp_path, caplog):
     tokenizer = start(write(tmp_path), timeout_s=2.0, chat_template=ENDLESS)
     ids = tokenizer.encode("The fox")
