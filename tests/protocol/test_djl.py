@@ -37,6 +37,9 @@ END_OF_STREAM = bytes(5)
 @pytest.fixture(autouse=True)
 def djl_python(monkeypatch):
     monkeypatch.setitem(sys.modules, "djl_python", djl_engine_double.installed())
+    monkeypatch.setattr(
+        djl, "ADMIT_S", 1.0
+    )  # enough for texts that are not slow, also on a busy machine
 
 
 @pytest.fixture
