@@ -644,6 +644,21 @@ NXDI = [
         },
         {"override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 1}}},
     ),
+    *(
+        (
+            "on_device_generation",
+            "error",
+            {
+                "on_device_generation": {
+                    "do_sample": True,
+                    "dynamic": dynamic,
+                    "deterministic": True,
+                }
+            },
+            {"on_device_generation": {"do_sample": True, "dynamic": dynamic}},
+        )
+        for dynamic in (False, True)
+    ),
     ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
     (
         "async_execution",

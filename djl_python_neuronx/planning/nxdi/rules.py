@@ -58,10 +58,6 @@ def _static_batches(options: ServingOptions) -> bool:
     return _slots(options) == 1
 
 
-def _other_dtype(options: ServingOptions) -> bool:
-    return options.attention_dtype not in {None, options.dtype} and options.dtype != "auto"
-
-
 _DEGREES = (
     *(
         when(_uneven_degree(name), **{name: ANY}, tensor_parallel_degree=ANY).refuse(
@@ -118,16 +114,6 @@ _DEGREES = (
         "attn_block_tkg_nki_kernel_cascaded_attention=true, or leave one of them out"
     ),
 )
-_PRECISION = (
-    when(
-        lambda options: _other_dtype(options) and options.cast_type != "as-declared",
-        attention_dtype=ANY,
-        dtype=ANY,
-        cast_type=ANY,
-    ).refuse(
-        "an attention_dtype other than dtype needs cast_type=as-declared; set it, or leave attention_dtype out"
-    ),
-)
 _NEEDS = {
     # Source: modules/attention/gqa.py.
     "fused_rmsnorm_qkv fuse_qkv": "the kernel takes the fused projection only",
@@ -171,6 +157,14 @@ _PAIRS = (
     ),
 )
 _KERNELS = (
+    when(
+        lambda options: options.dtype not in {"auto", options.attention_dtype},
+        attention_dtype=SET,
+        dtype=ANY,
+        cast_type={None, "config"},
+    ).refuse(
+        "an attention_dtype other than dtype needs cast_type=as-declared; set it, or leave attention_dtype out"
+    ),
     when(
         lambda options: not (options.fused_rmsnorm_qkv and options.qkv_nki_kernel_enabled),
         qkv_cte_nki_kernel_fuse_rope=True,
@@ -237,6 +231,10 @@ _SPECULATION = (
         "the device would leave out the token with which the sum reaches top_p; leave top_p out, or set dynamic=true "
         "and output_logits=true: the host then samples with each request's top_p"
     ),
+    when(on_device_generation=lambda it: it.deterministic and (it.do_sample or it.dynamic)).refuse(
+        "each draw would be the token in which the sum of probabilities reaches a half; leave deterministic out, or "
+        "set do_sample=false for greedy answers"
+    ),
     when(async_execution=SET, async_mode=ANY).note(
         "the library gets the first under its own name async_mode; the option async_mode is DJL Serving's way to send "
         "requests, so set each for itself"
@@ -253,7 +251,6 @@ _LATER = tuple(
 NXDI_RULES: tuple[Rule, ...] = (
     *_LATER,
     *_DEGREES,
-    *_PRECISION,
     *_PAIRS,
     *_KERNELS,
     *_BATCHES,
