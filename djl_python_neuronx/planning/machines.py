@@ -93,11 +93,11 @@ class Family:
     name: str
     degrees: tuple[int, ...]
     """Tensor parallel degrees that the runtime documents, ascending."""
-    cores_per_device: int
-    """Logical cores of a chip in its default configuration."""
-    core_memory_bytes: int
+    cores_per_device: int = 2
+    """Logical cores of a chip in its default configuration. The defaults are those of Inferentia2 and Trainium."""
+    core_memory_bytes: int = 16 * GIB
     """Device memory of a chip divided by its logical cores."""
-    chip_bytes_per_s: float
+    chip_bytes_per_s: float = 820e9
     """Bandwidth of a chip's device memory."""
     used_degrees: tuple[int, ...] = ()
     """Undocumented degrees that guides use."""
@@ -106,21 +106,9 @@ class Family:
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
-        Family(
-            "inf2",
-            (1, 2, 4, 8, 24),
-            cores_per_device=2,
-            core_memory_bytes=16 * GIB,
-            chip_bytes_per_s=820e9,
-            used_degrees=(12,),  # all cores of an inf2.24xlarge
-        ),
-        Family(
-            "trn1",
-            (1, 2, 8, 16, 32),
-            cores_per_device=2,
-            core_memory_bytes=16 * GIB,
-            chip_bytes_per_s=820e9,
-        ),
+        # 12: all cores of an inf2.24xlarge
+        Family("inf2", (1, 2, 4, 8, 24), used_degrees=(12,)),
+        Family("trn1", (1, 2, 8, 16, 32)),
         Family(
             "trn2",
             (1, 2, 4, 8, 16, 32, 64),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from djl_python_neuronx.config.values import shortened
@@ -289,9 +290,9 @@ def _rms_normed(sizes: Dimensions, attention: int, network: int, norms: int = 2)
     return Tensors(sizes.table, sizes.layers * layer + sizes.hidden, sizes.head)
 
 
-def _llama(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
+def _llama(config: Mapping[str, Any], sizes: Dimensions, norms: int = 2) -> Tensors:
     network = _gated(sizes, sizes.intermediate, bias=_flag(config, "mlp_bias", default=False))
-    return _rms_normed(sizes, _attention_of(config, sizes), network)
+    return _rms_normed(sizes, _attention_of(config, sizes), network, norms)
 
 
 def _unbiased(_config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
@@ -323,8 +324,9 @@ def _qwen3_attention(config: Mapping[str, Any], sizes: Dimensions) -> int:
     return _attention_of(config, sizes) + 2 * sizes.head_dim
 
 
-def _qwen3(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
-    return _rms_normed(sizes, _qwen3_attention(config, sizes), _gated(sizes, sizes.intermediate))
+def _qwen3(config: Mapping[str, Any], sizes: Dimensions, norms: int = 2) -> Tensors:
+    attention = _qwen3_attention(config, sizes)
+    return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms)
 
 
 def _qwen3_moe(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
@@ -342,16 +344,6 @@ def _qwen3_moe(config: Mapping[str, Any], sizes: Dimensions) -> Tensors | None:
     networks = sparse * _experts(sizes) + (sizes.layers - sparse) * _gated(sizes, width)
     layers = sizes.layers * (_qwen3_attention(config, sizes) + 2 * sizes.hidden)
     return Tensors(sizes.table, layers + networks + sizes.hidden, sizes.head)
-
-
-def _gemma2(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
-    attention = _attention_of(config, sizes)
-    return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
-
-
-def _gemma3(config: Mapping[str, Any], sizes: Dimensions) -> Tensors:
-    attention = _qwen3_attention(config, sizes)
-    return _rms_normed(sizes, attention, _gated(sizes, sizes.intermediate), norms=4)
 
 
 def _layer_normed(sizes: Dimensions, layer: int, embedding: int, around: int = 0) -> Tensors:
@@ -409,8 +401,8 @@ _COUNTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Dimensions], Tensors 
     "bloom": _bloom,
     "dbrx": _mixtral,
     "gemma": _llama,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
+    "gemma2": partial(_llama, norms=4),
+    "gemma3_text": partial(_qwen3, norms=4),
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt2,
     "gpt_neox": _gpt_neox,
