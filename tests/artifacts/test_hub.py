@@ -256,6 +256,25 @@ def test_what_differs_twice_from_the_listing_ends_the_fetch(server, environ, twi
     assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
 
 
+@pytest.mark.parametrize(
+    ("name", "plain", "other"),
+    [
+        ("X-Repo-Commit", "a" * 40, "main"),
+        ("X-Linked-ETag", '"a"', '"../a"'),
+        ("ETag", 'W/"a"', '"/a"'),
+        ("X-Xet-Hash", "a" * 64, "a" * 63),
+        ("X-Xet-Cas-Url", "https://hub", "local:///a"),
+        ("Location", "/a", "file:///a"),
+    ],
+)
+def test_each_header_is_taken_in_its_plain_form_alone(name, plain, other):
+    headers = {"X-Repo-Commit": "a" * 40, name: plain}
+    hub._check_answer(SimpleNamespace(url="http://hub/a", headers=headers))
+    headers[name] = other
+    with pytest.raises(ArtifactAccessError, match=f"answers with {name} '"):
+        hub._check_answer(SimpleNamespace(url="http://hub/a", headers=headers))
+
+
 def test_what_differs_once_is_fetched_again(server, environ):
     def once(request, *answer):
         is_first = not [name for name, _ in server.loaded].count("model.safetensors") > 1
