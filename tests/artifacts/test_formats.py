@@ -176,6 +176,14 @@ def test_safetensors_are_preferred_to_pickle_and_pickle_is_accepted(folder):
     assert artifact.dtype == "float16", "a pickle is not opened: config.json tells"
 
 
+def test_the_type_of_no_weights_is_that_of_the_configuration(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_json(folder / "config.json", {"model_type": "own", "torch_dtype": "float16"})
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert detect(folder).dtype == "float16"
+
+
 def test_a_file_of_torch_itself_is_accepted_in_either_layout(folder):
     torch = pytest.importorskip("torch")
     (folder / "model.safetensors").unlink()

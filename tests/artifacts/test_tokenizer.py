@@ -406,3 +406,13 @@ def test_a_panic_during_the_load_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", panic)
     with pytest.raises(ServingError, match="tokenizer failed"):
         load_tokenizer(tmp_path)
+
+
+def test_torch_is_hidden_no_longer_than_an_import():
+    """In a process of its own: this one has imported it."""
+    code = (
+        "import sys; from djl_python_neuronx.artifacts import tokenizer\n"
+        "with tokenizer._without_torch():\n    assert sys.modules['torch'] is None\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
