@@ -465,10 +465,7 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
         front.send_bytes(b"[null]")
         made = tokenizer.encode_rendered(text, how)
     if len(made) > MOST_MADE:
-        msg = (
-            f"the model's tokenizer makes {len(made)} tokens or characters of this; expected at most {MOST_MADE}. "
-            "Shorten it."
-        )
+        msg = f"the model's tokenizer makes {len(made)} tokens or characters; expected at most {MOST_MADE}. Shorten it."
         raise TextLimitError(msg)
     return made
 

@@ -95,9 +95,11 @@ def test_errors_arrive_as_they_are(tmp_path):
     found.close()
 
 
-def test_a_limit_may_be_as_large_as_a_number(tmp_path):
+def test_a_limit_may_be_as_large_as_a_number_and_the_engine_goes_first(tmp_path):
     tokenizer = start(write(tmp_path), timeout_s=1e300)
     assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
+    mine, others = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, worker_of(tokenizer)))
+    assert others == min(mine + 10, 19)
     tokenizer.close()
 
 
@@ -295,6 +297,22 @@ def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, le
     tokenizer.close()
 
 
+def test_a_loader_that_is_stopped_during_its_load_is_ended(tmp_path, monkeypatch):
+    folder = write(tmp_path)
+    start(folder).close()  # which starts the library process
+    forked, fork = [], tokenizer_process._Process.fork
+
+    def stopped(process):
+        forked.append(fork(process))
+        os.kill(forked[-1].pid, signal.SIGSTOP)
+        return forked[-1]
+
+    monkeypatch.setattr(tokenizer_process._Process, "fork", stopped)
+    with pytest.raises(ArtifactError, match=r"cannot be loaded: it takes more than 0\.1 s"):
+        start(folder, load_s=0.1)
+    assert gone([forked[0].pid])
+
+
 def test_close_ends_a_loader_that_is_stopped(tmp_path):
     tokenizer = start(write(tmp_path))
     tokenizer.encode("The fox")
@@ -336,7 +354,7 @@ def test_the_time_of_a_load_begins_when_the_library_is_imported(tmp_path, monkey
 def test_close_waits_for_no_load_and_others_wait_as_long_as_for_a_text(tmp_path, monkeypatch):
     folder = write(tmp_path / "model")
     tokenizer = start(folder, timeout_s=0.5)
-    slow_import(tmp_path / "slow", monkeypatch, 600)
+    slow_import(tmp_path / "slow", monkeypatch, 8)
     with ThreadPoolExecutor(2) as pool:
         loads = pool.submit(tokenizer.encode, "The fox")
         deadline_s = time.monotonic() + PATIENCE_S
@@ -347,11 +365,9 @@ def test_close_waits_for_no_load_and_others_wait_as_long_as_for_a_text(tmp_path,
         assert not loads.done()
         tokenizer.close()
         assert not loads.done()
-        library = tokenizer_process._library[0][0]
-        library.kill()
-        library.wait()
-        with pytest.raises(BackendUnavailableError, match="cannot be started"):
+        with pytest.raises(BackendUnavailableError, match="cannot be started again"):
             loads.result(PATIENCE_S)
+    assert gone([tokenizer._loader.pid])
 
 
 @pytest.mark.parametrize(
