@@ -202,13 +202,15 @@ def test_linear_positions_are_those_of_transformers_by_another_name(
     assert frequencies[0] == frequencies[1]
 
 
-def test_prompts_go_on_behind_what_is_cached_one_at_a_time(folder: Path, made: list[Any]) -> None:
+def test_what_no_graph_takes_is_refused(folder: Path, made: list[Any]) -> None:
     with loaded(nxdi_plan(folder)) as backend:
         for slot in (0, 1):
             backend.acquire(slot, [5, 6, 7], 0)
         backend.run(Step(prefill=make_rows({0: [5, 6, 7]})))
         with pytest.raises(StepError, match=r"prompts from \[3, 0\] on; expected one at a time"):
             backend.run(Step(prefill=make_rows({0: [8, 9], 1: [5, 6, 7]}, {0: 3})))
+        with pytest.raises(StepError, match="a decode of 2 columns; expected one for each row"):
+            backend.run(Step(decode=make_rows({0: [8, 9]}, {0: 3})))
 
 
 def test_a_static_decode_is_one_call_until_a_prefill_fails(folder: Path, made: list[Any]) -> None:
