@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-INLINE_BODY_BYTES = 1024
-"""Bodies up to this size are decoded in the event loop."""
 INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
 UNNAMED = frozenset({"dummy", "tgi"})

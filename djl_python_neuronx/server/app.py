@@ -46,7 +46,6 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import PROTOCOLS, decode, tgi
 from djl_python_neuronx.protocol.base import (
-    INLINE_BODY_BYTES,
     Threads,
     check_model,
     generate,
@@ -260,7 +259,7 @@ class Application:
         with self._counting() as count:
             body = await _read(request, self.max_body_bytes, count)
             if not named:
-                payload = await _decoded(body, headers)
+                payload = await asyncio.to_thread(decode, body, headers)
                 name = named_model(payload, self.model_names)
             model = self.find(name)
             while True:
@@ -565,13 +564,6 @@ def _headers(request: Request) -> dict[str, str]:
     headers = dict(request.headers)
     pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
     return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
-
-
-async def _decoded(body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    """What `decode` makes of a body; of a long one on a thread."""
-    if len(body) <= INLINE_BODY_BYTES:
-        return decode(body, headers)
-    return await asyncio.to_thread(decode, body, headers)
 
 
 async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:

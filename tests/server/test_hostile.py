@@ -470,8 +470,9 @@ def test_a_connection_too_many_gets_503_and_a_probe_its_answer() -> None:
         assert content(reply)["type"] == "queue_full"
         assert "option.max_connections" in content(reply)["error"]
         assert b"retry-after: 1" in reply
-        for client in held:
-            client.close()
+        for client in held:  # the last one that may be, too
+            client.sendall(post(REQUEST, CLOSE))
+            assert status(read_all(client)) == 200
         wait_for_connections(server, 0)
         assert_serves(server)
 
@@ -501,6 +502,37 @@ def test_of_too_many_connections_the_oldest_without_a_request_is_closed(
         assert answer([5, 6]).encode() in read_all(held[0])
         for client in held:
             client.close()
+
+
+def test_a_connection_whose_bytes_are_not_read_yet_is_not_silent() -> None:
+    with serving() as server:
+        loop = server._server.servers[0].get_loop()
+        clients = [connect(server)]
+        (first,) = wait_for_connections(server, 1)
+        clients.append(connect(server))
+        (second,) = {*wait_for_connections(server, 2)} - {first}
+        assert not first.waits_unread()
+        loop.call_soon_threadsafe(first._raw.pause_reading)
+        clients[0].sendall(PROBE)
+        wait_until(first.waits_unread)
+        for dropped, kept in ((second, [first]), (None, [first])):
+            loop.call_soon_threadsafe(http.drop_oldest, server._server._silent)
+            wait_until(lambda kept=kept: list(server._server._silent) == kept)
+            assert dropped is None or dropped.ending
+        assert not first.ending
+        assert not second.waits_unread()
+        loop.call_soon_threadsafe(first._raw.resume_reading)
+        assert status(clients[0].recv(65536)) == 200
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize(("more", "code"), [(0, 200), (1, 431)])
+def test_a_head_may_have_so_many_bytes_and_no_more(server: Running, more: int, code: int) -> None:
+    """Each header's colon and line end count as three."""
+    length = 32 * 1024 + more - sum(map(len, ["/ping?", "host", "toy", "connection", "close"])) - 6
+    head = f"GET /ping?{'x' * length} HTTP/1.1\r\nHost: toy\r\n{CLOSE}\r\n\r\n"
+    assert status(talk(server, head.encode())) == code
 
 
 def test_the_limit_of_open_files_allows_for_the_connections(
@@ -924,6 +956,7 @@ def test_probes_and_streams_go_on_in_bursts_of_connections(spare_descriptors: in
     code, log, _ = program.end(signal.SIGTERM)
     assert code == 0
     assert "Traceback" not in log
+    assert "although a thread still runs" not in log
     assert log.count("connection_not_accepted") == (spare_descriptors is not None)
 
 

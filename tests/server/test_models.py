@@ -647,6 +647,24 @@ def test_a_reload_that_loses_a_copy_serves_on_with_the_others(
     reloading.close()
 
 
+def test_who_waits_for_the_only_copy_hears_that_it_is_lost() -> None:
+    reloading = Reloading()
+    broken = BackendError("the device is gone")
+    reloading.start_fails += [broken, broken]  # of the new copy, then of the old one in its place
+    reloading.hold.clear()
+    reloading.reload()
+    wait_until(lambda: "is being reloaded" in http.get(reloading.url + "/ping").text)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(reloading.post([5])))
+    thread.start()
+    model = reloading.model
+    wait_until(lambda: model._door is not None and model._door._done_callbacks)  # type: ignore[attr-defined]
+    reloading.hold.set()
+    thread.join(PATIENCE_S / 2)
+    assert (found[0].status_code, "no copy of the model" in found[0].text) == (503, True)
+    reloading.close()
+
+
 def test_a_reload_to_other_copies_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

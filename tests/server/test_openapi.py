@@ -74,6 +74,11 @@ def test_it_has_each_route(document: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(document).validate()
 
 
+def test_one_text_is_no_stream(document: dict[str, Any]) -> None:
+    (content,) = document["paths"]["/metrics"]["get"]["responses"]["200"]["content"].items()
+    assert content == ("text/plain", {"schema": {"type": "string"}})
+
+
 def test_each_body_has_a_schema(document: dict[str, Any]) -> None:
     for operations in document["paths"].values():
         for method, operation in operations.items():
