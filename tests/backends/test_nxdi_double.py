@@ -211,6 +211,8 @@ def test_what_no_graph_takes_is_refused(folder: Path, made: list[Any]) -> None:
             backend.run(Step(prefill=make_rows({0: [8, 9], 1: [5, 6, 7]}, {0: 3})))
         with pytest.raises(StepError, match="a decode of 2 columns; expected one for each row"):
             backend.run(Step(decode=make_rows({0: [8, 9]}, {0: 3})))
+    with pytest.raises(StepError, match="the nxdi backend is closed"):
+        backend.run(Step(decode=make_rows({0: [8]}, {0: 3})))
 
 
 def test_a_static_decode_is_one_call_until_a_prefill_fails(folder: Path, made: list[Any]) -> None:
