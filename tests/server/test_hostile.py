@@ -564,6 +564,10 @@ def test_a_declared_body_over_the_limit_is_refused_unread(
     assert_serves(server)
 
 
+def test_a_body_may_have_as_many_bytes_as_the_limit(server: Running) -> None:
+    assert status(talk(server, post(REQUEST.ljust(200_000), CLOSE))) == 200
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_who_sends_too_much_still_reads_the_answer(server: Running, chunked: bool) -> None:
     """Sent with one blocking call: bytes behind the limit are on the way when the answer is written."""
