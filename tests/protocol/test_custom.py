@@ -402,8 +402,11 @@ def test_a_slow_formatter_leaves_the_event_loop_alone(door, kind):
 def test_a_formatter_that_hangs_costs_its_request(door, kind, caplog):
     go_on = threading.Event()
 
+    hung = []
+
     def hanging(payload, **_):
         if payload.get("inputs", payload.get("generated_text")) in {"<7>", text_of("<7>")}:
+            hung.append(threading.current_thread())
             assert go_on.wait(PATIENCE_S)
         return payload
 
@@ -427,6 +430,9 @@ def test_a_formatter_that_hangs_costs_its_request(door, kind, caplog):
         (served,) = ask(door, service, request())
         assert served.lines == [{"generated_text": text_of()}]
         assert len(service.custom._hanging) == custom.MOST_HANGING - 2
+        for thread in hung:
+            thread.join(PATIENCE_S)
+        assert [thread.is_alive() for thread in hung] == [False, False]
 
 
 def test_a_formatter_has_a_tokenizer_of_its_own():
