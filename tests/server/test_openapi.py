@@ -140,7 +140,7 @@ def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPat
         first, second = (http.get(url + "/openapi.json").content for _ in range(2))
     assert first == second
     (thread,) = made
-    assert thread.startswith("asyncio_")
+    assert thread.startswith("djl-neuronx-server")
 
 
 def parts(text: str, media_type: str) -> list[Any]:
