@@ -454,15 +454,14 @@ def run_draw(options: argparse.Namespace) -> bool:
         bench = Bench(tree, known, options.bound)
         for place, mutant in draw(options):
             began_s = time.monotonic()
-            change = mutant.describe((tree / mutant.file).read_bytes())
+            source = (tree / mutant.file).read_bytes()
+            change, tests = mutant.describe(source), bench.choose(mutant, source.decode())
             noticed = bench.judge(mutant)
             drawn[place] += 1
             killed[place] += bool(noticed)
             survived += [] if noticed else [change]
-            print(
-                f"{time.monotonic() - began_s:5.1f} s  {noticed or 'SURVIVED'}  {change}",
-                flush=True,
-            )
+            outcome = noticed or ("SURVIVED" if tests else "NO TEST")
+            print(f"{time.monotonic() - began_s:5.1f} s  {outcome}  {change}", flush=True)
     print("\nsurvived:", *survived, sep="\n  ")
     print(f"\n{'drawn':>6} {'killed':>6} {'share':>6}  place (seed {options.seed})")
     for place in drawn:

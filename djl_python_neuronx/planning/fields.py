@@ -39,7 +39,10 @@ class Field:
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""
         if self.right is not None:
-            return self.right(value, model)
+            try:
+                return self.right(value, model)
+            except (AttributeError, TypeError, ValueError):  # of a type that the field never has
+                return False
         return not self.computes or value in self.computes
 
 

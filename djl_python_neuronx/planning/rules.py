@@ -214,9 +214,7 @@ _FILES = (
         "to save time and memory"
     ),
     *(
-        when(**{name: SET}, quantize=UNSET).warn(
-            "no effect: no weight is quantised; set quantize, or leave this out"
-        )
+        when(**{name: SET}, quantize=UNSET).warn("no effect: no weight is quantised; leave it out")
         for name in (
             "modules_to_not_convert",
             "quantization_block_axis",

@@ -1,6 +1,7 @@
 """What options, model and machine do not allow together: for each, what brings it up and the nearest that does not."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.model_rules import findings
 from djl_python_neuronx.planning.nxdi.capabilities import REFUSED
+from djl_python_neuronx.planning.nxdi.fields import NXDI_FIELDS
+from djl_python_neuronx.planning.tnx.fields import TNX_FIELDS
 
 CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
 LLAMA = ModelFacts(
@@ -1580,3 +1583,16 @@ def test_a_layout_that_follows_from_chunks_is_not_blamed(values, name):
     chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, name: "BSH", **values}
     assert any(name in found.names for found in say(**chunks))
     assert not any(name in found.names for found in say(**chunks, filled=(name,)))
+
+
+@pytest.mark.parametrize("value", [math.nan, "many", [8], {"a": 1}, True])
+def test_experts_of_a_token_that_are_no_number_are_told(value):
+    odd = {**GROUPS, "facts": replace(EXPERTS, config={"num_experts_per_tok": value})}
+    assert matching(odd, "model_loader", "error", "needs at least 2 experts")
+
+
+@pytest.mark.parametrize("value", ["many", [8], [{}], {"a": []}, 7, math.nan, True])
+def test_a_field_of_any_type_is_judged(value):
+    tables = [*NXDI_FIELDS.values(), *TNX_FIELDS.values()]
+    judged = [field.takes(value, LLAMA) for table in tables for field in table.values()]
+    assert {True, False} == set(judged)

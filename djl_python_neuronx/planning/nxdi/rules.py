@@ -12,6 +12,7 @@ from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, a
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi.arguments import graphs
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
@@ -295,7 +296,7 @@ def _experts(case: Case) -> Iterator[Finding]:
     """Source: modules/moe_v2.py, and neuronx-distributed 0.18, modules/moe/expert_mlps_v2.py."""
     options, experts = case.effective, case.model.num_experts
     rows = min((*(options.token_generation_batches or ()), case.slots))
-    chosen = rows * int(case.model.config.get("num_experts_per_tok") or 1)
+    chosen = rows * (first_size(case.model.config, "num_experts_per_tok") or 1)
     given = {name: getattr(options, name) for name in ("moe_tp_degree", "moe_ep_degree")}
     for name, value in (options.hybrid_sharding_config or {}).items():
         if type(value) is not int or value < 1:
