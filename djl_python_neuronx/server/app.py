@@ -60,6 +60,7 @@ from djl_python_neuronx.protocol.openai import (
 )
 from djl_python_neuronx.server.http import (
     BACKLOG,
+    KERNEL_BACKLOG,
     PROBES,
     SPARE_CONNECTIONS,
     LimitedProtocol,
@@ -397,9 +398,14 @@ class Server(uvicorn.Server):
             problem = f"cannot listen on {host}; end what uses the port, or set another one"
             logger.error("--port %d: %s", port, problem)  # noqa: TRY400
             raise
-        options = self._application.options
-        if options.admin_port is None:
-            return
+        if self._application.options.admin_port is not None:
+            await self._listen_for_admin(self._application.options)
+        # asyncio's `backlog` is also the number of connections that it accepts at once.
+        for bound in [one for server in self.servers for one in server.sockets]:
+            with bound.dup() as sock:
+                sock.listen(KERNEL_BACKLOG)
+
+    async def _listen_for_admin(self, options: ServingOptions) -> None:
         config = copy(self.config)
         config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
         protocol = partial(
@@ -410,6 +416,7 @@ class Server(uvicorn.Server):
             app_state={},
         )
         host, port = options.admin_host or config.host, options.admin_port
+        event_loop = asyncio.get_running_loop()
         try:
             server = await event_loop.create_server(protocol, host, port, backlog=BACKLOG)
         except OSError as error:

@@ -59,7 +59,10 @@ SPARE_CONNECTIONS = 64
 """Connections above the limit, with answers to probes and 503 for others. For each one more the oldest that has sent no
 request is closed without an answer, so that a probe gets through however many connect and stay silent."""
 BACKLOG = 128
-"""Connections that wait in the kernel, and most that asyncio accepts in one turn of the event loop."""
+"""Most connections that asyncio accepts in one turn of the event loop."""
+KERNEL_BACKLOG = 4096
+"""Connections that wait in the kernel, at most `net.core.somaxconn`. It drops one too many, whose client tries again
+after a second."""
 BUFFER_BYTES = 64 * 1024
 """Most unread bytes that wait for a client before its answer pauses; with TLS asyncio's own limit is 512 KiB."""
 PROBES = frozenset({"/ping", "/health"})

@@ -504,6 +504,39 @@ def test_of_too_many_connections_the_oldest_without_a_request_is_closed(
             client.close()
 
 
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+QUEUED = 400
+
+
+@pytest.mark.skipif(
+    not SOMAXCONN.exists() or int(SOMAXCONN.read_text()) < QUEUED,
+    reason="the system's own limit of the queue is below",
+)
+@pytest.mark.parametrize("port", [0, 1])
+def test_a_burst_of_connections_waits_in_the_kernel(port: int) -> None:
+    """Of one that the kernel drops the client tries again after a second, then after two …"""
+    with held_port() as admin_port, serving(admin_port=admin_port) as server:
+        wait_until(lambda: len(server._server.servers) == 2)
+        address = server._server.servers[port].sockets[0].getsockname()
+        blocked, go_on = threading.Event(), threading.Event()
+        server._server.servers[0].get_loop().call_soon_threadsafe(
+            lambda: (blocked.set(), go_on.wait(2 * PATIENCE_S))
+        )
+        assert blocked.wait(PATIENCE_S)
+        held, connected = [socket.socket() for _ in range(QUEUED)], select.poll()
+        for client in held:
+            client.setblocking(False)
+            client.connect_ex(address)
+            connected.register(client, select.POLLOUT)
+        try:
+            wait_until(lambda: len(connected.poll(0)) == QUEUED)
+        finally:
+            for client in held:
+                client.close()
+            go_on.set()
+        assert_serves(server)
+
+
 def test_a_connection_whose_bytes_are_not_read_yet_is_not_silent() -> None:
     with serving() as server:
         loop = server._server.servers[0].get_loop()
