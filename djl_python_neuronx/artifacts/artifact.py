@@ -55,7 +55,7 @@ class Artifact:
     """NxD Inference's own record of that: all keywords of its `NeuronConfig`. It decides where another program compiled
     the graphs."""
     unused: str = ""
-    """Why graphs in the folder are not used; empty if they are, or if there are none."""
+    """The reason not to use graphs in the folder; empty if they are used, or if the folder has none."""
     weights_source: str | None = None
     """Hub id (with @revision) or path of the weights that were compiled, if the folder has none."""
     eos_ids: frozenset[int] = frozenset()

@@ -51,7 +51,7 @@ _NUM_THREADS = 10
 _MANIFEST, _DURABLE = "manifest.json", "durable"
 _SCHEMA = 1
 _LOST = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
-"""What a sync says of written bytes that did not reach the disk: a network disk notices late that it is full."""
+"""Errors with which `fsync` reports lost writes (network disks report a full disk late)."""
 
 # Open descriptors with a shared flock on the manifest of each version that this process uses, until it ends: only a
 # process that gets the exclusive lock removes a version. Forked children share the descriptors, so they count too.

@@ -45,7 +45,7 @@ _GRAPH_FOLDERS = frozenset({_VLLM, "compiled"})
 _MAX_RANKS = 4096
 
 _TP = "tensor_parallel_degree"
-_OWN_CLASS = "it compiles this model_type with a class of its own"
+_OWN_CLASS = "it compiles this model_type with its own class"
 _NO_PREFILL = "it compiles no graphs for prompts of a gpt2"
 # A library's name of a setting -> ours.
 # Source: LMI before djl-serving 1132e3ab, model_loader.py, update_model_config_to_neuron; Optimum Neuron 0.0.16 to
@@ -360,7 +360,7 @@ class OptimumNxd(Format):
         config, recorded = read_config(folder), folder.json(_NEURON_CONFIG)
         unused = (
             f"what Optimum Neuron {shortened(recorded.get('optimum_neuron_version'))} compiled in {folder.path} is not "
-            "used: its graphs are of modelling code of its own, which NxD Inference does not load"
+            "used: its graphs come from its own modelling code, which NxD Inference does not load"
         )
         if _is_cut(folder):
             unused += ", nor the weights in checkpoint/weights, which are cut for it"

@@ -71,7 +71,7 @@ class Folder:
         """
         path = self.path / name
         if name not in self.folders:
-            msg = f"{path} is missing or no folder; expected one in a model like this. {AGAIN}"
+            msg = f"{path} is missing or not a folder; expected one in a model like this. {AGAIN}"
             raise ArtifactNotFoundError(msg)
         with reading(path):
             return Folder.open(path, self.root)

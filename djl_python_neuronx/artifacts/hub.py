@@ -154,7 +154,7 @@ def fetch(
         files = [listed[name] for name in sorted(selection.choose(listed.keys()))]
         if not files:
             msg = (
-                f"the model {model_id!r} on {settings.site} has {len(listed)} files, none of which is a model's. "
+                f"the model {model_id!r} on {settings.site} has {len(listed)} files, and none belongs to a model. "
                 f"Correct {origin}."
             )
             raise ArtifactNotFoundError(msg)

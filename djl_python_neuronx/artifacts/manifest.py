@@ -155,7 +155,7 @@ def _flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 def _inside(name: str) -> str:
     if name == FILE_NAME or not all(map(is_plain_name, name.split("/"))):
-        msg = f"{name!r} is no path of a file inside the folder"
+        msg = f"{name!r} is not the path of a file inside the folder"
         raise ValueError(msg)
     return name
 
@@ -324,7 +324,7 @@ def parse(value: Mapping[str, Any], where: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        msg = f"{where} is no manifest of this package: {reason}. Copy the folder again, or compile again."
+        msg = f"{where} is not a manifest of this package: {reason}. Copy the folder again, or compile again."
         raise ArtifactError(msg) from error
 
 

@@ -136,7 +136,11 @@ class S3Folder:
         }
         chosen = sorted(self._selection.choose(files.keys()))
         if not chosen:
-            what = f"none of its {len(files)} objects is a model's" if files else "nothing is there"
+            what = (
+                f"it has {len(files)} objects, and none belongs to a model"
+                if files
+                else "nothing is there"
+            )
             msg = f"{self.uri}: {what}; expected a model folder. Correct the URI; it names a folder, not an object."
             raise ArtifactNotFoundError(msg)
         return [files[name] for name in chosen]

@@ -129,11 +129,11 @@ def _parse_place(value: str, origin: str) -> str:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a store has no compile for the wanted facts."""
+    """The reason that a store has no compile for the wanted facts."""
 
     wanted: CompileFacts
     damage: ArtifactError | None = None
-    """The error of the compile that is there for these facts; None: there is none."""
+    """The error of the stored compile for these facts; None if nothing is stored."""
     nearest: tuple[str, CompileFacts] | None = None
     """See `CompileStore.nearest`."""
 
@@ -206,7 +206,7 @@ class CompileStore:
         return min(others, key=lambda one: len(differences(facts, one[1])), default=None)
 
     def look(self, facts: CompileFacts) -> Miss | None:
-        """Why `build` would compile; None if it would not. Compares sizes only, and writes nothing.
+        """The reason that `build` would compile; None if it would not. Compares sizes only, and writes nothing.
 
         Raises:
             ArtifactAccessError: a compile or the mirror cannot be read.

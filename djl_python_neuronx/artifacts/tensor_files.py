@@ -87,7 +87,7 @@ _PICKLES_OF_LEGACY_FILE = 5
 # read in seconds.
 _MAX_PICKLE_BYTES = 24 << 20
 _MIN_PICKLE_BYTES = 4096
-"""What a file counts at least: opening it takes time too."""
+"""The least size a file is counted with: opening it takes time too."""
 # Source: torch 2.13, serialization._is_zipfile. `zipfile.is_zipfile` looks at the end of the file instead.
 _ZIP_START = b"PK\3\4"
 # Source: PKWARE APPNOTE 4.3.14 to 4.3.16: the end record of 64 bits, its locator, and the end record without a comment.
@@ -166,7 +166,7 @@ def _parse_header(path: Path, raw: bytes, actual: int) -> dict[str, TensorEntry]
 
 
 def damage(path: Path) -> str:
-    """What the header of a safetensors file finds wrong with it; empty if nothing, and for other files."""
+    """The error in a safetensors file that its header shows; empty without one, and for other files."""
     try:
         if path.suffix == ".safetensors":
             read_header(path)

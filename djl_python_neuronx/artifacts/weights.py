@@ -154,7 +154,7 @@ def read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights,
     for name, header in zip(names, read_headers(map(folder.file, names)), strict=True):
         cores = [int(core) for key in header if _CORE.fullmatch(core := key.rpartition("*")[2])]
         if not cores or len(cores) < len(header):
-            msg = f"{folder.path / name} has tensors that are no shards; expected names such as 'weight*0'. {AGAIN}"
+            msg = f"{folder.path / name} has tensors that are not shards; expected names such as 'weight*0'. {AGAIN}"
             raise ArtifactError(msg)
         degrees[name] = max(cores) + 1
         entries += header.values()

@@ -436,7 +436,7 @@ def test_what_optimums_release_implies_is_known(tmp_path, release):
 @pytest.mark.parametrize(
     ("version", "kind", "reason"),
     [
-        ("4.48.1", "llama", "a class of its own (release 0.0.28, by transformers 4.48.1)"),
+        ("4.48.1", "llama", "its own class (release 0.0.28, by transformers 4.48.1)"),
         ("4.43.2", "gpt2", "no graphs for prompts of a gpt2 (release 0.0.25 to 0.0.27"),
         ("4.41.1", "mixtral", "different ways (release 0.0.23 and 0.0.24"),
         ("4.36.2", "llama", "transformers_version is '4.36.2' in config.json"),

@@ -476,7 +476,7 @@ def test_offline_an_index_that_is_none_is_left_to_who_reads_it(snapshot, environ
         ("ours/llama", "v3", ArtifactNotFoundError, "has no revision 'v3'"),
         ("ours/gated", None, ArtifactAccessError, "is gated: accept its terms"),
         ("not a model", None, ArtifactNotFoundError, "is not a model id"),
-        ("ours/readme", None, ArtifactNotFoundError, "none of which is a model's"),
+        ("ours/readme", None, ArtifactNotFoundError, "none belongs to a model"),
     ],
 )
 def test_what_the_hub_refuses_says_what_to_do(server, environ, model, revision, kind, said):

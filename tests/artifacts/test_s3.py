@@ -177,7 +177,7 @@ def test_a_missing_bucket_prefix_or_object(proxy, bucket, tmp_path):
     with pytest.raises(ArtifactNotFoundError, match="names no bucket"):
         s3.fetch("s3://", tmp_path, settings(proxy))
     put(bucket, {"notes.md": b"x"})
-    with pytest.raises(ArtifactNotFoundError, match="none of its 1 objects"):
+    with pytest.raises(ArtifactNotFoundError, match="1 objects, and none belongs to a model"):
         s3.fetch(URI, tmp_path, settings(proxy))
 
 

@@ -227,7 +227,7 @@ def absurd_core(path):
     folders.presharded(path)
     name = path / "decoder_layer_0.safetensors"
     folders.safetensors(name, {"a*" + "9" * 5000: ("F32", [1])})
-    return "tensors that are no shards"
+    return "tensors that are not shards"
 
 
 def many_lines(path):
