@@ -36,7 +36,7 @@ _COSTS = {
     "minWorkers": _ONE_WORKER,
     "maxWorkers": _ONE_WORKER,
 }
-"""What it costs to leave out one of `ARGUMENTS`."""
+"""Consequences of leaving out one of `ARGUMENTS`."""
 NO_HANDLERS = ("djl_python.", "djl_python_neuronx")
 """Prefixes of DJL Serving's own handlers and of modules of this package, of which only `ENTRY_POINT` is a handler."""
 _OVERRULED = names_where(lambda marker: marker.djl.overrules)
@@ -48,7 +48,7 @@ _READS: Final[Mapping[str, str]] = {
 _BARE = DJL_ARGUMENTS | {"batch_size"}
 """Names that DJL Serving reads without ``option.``."""
 _DIGITS = "[+-]?0*(?:[0-9]{1,9}|1[0-9]{9}|2[01][0-9]{8})"  # of 32 bits
-_NO_NUMBER = "takes {} for no number and does not start the model; write digits alone"
+_NO_NUMBER = "does not read {} as a number, and does not start the model; write only digits"
 _KINDS = {
     "whole": (_DIGITS, _NO_NUMBER),
     "rows": (f"{_DIGITS}|", _NO_NUMBER),
@@ -57,18 +57,18 @@ _KINDS = {
         f"{_DIGITS}|",
         "reads whole seconds only, and uses its own default otherwise; write a whole number",
     ),
-    "truth": (r"(?i:true)|(?!\s*(?i:true|1|yes|on)\s*$).*", "takes {} for false; write true"),
-    "word": (r"s3://.*|(?!\s).*(?<!\s)|", "reads the blanks of {} too; remove them"),
+    "truth": (r"(?i:true)|(?!\s*(?i:true|1|yes|on)\s*$).*", "reads {} as false; write true"),
+    "word": (r"s3://.*|(?!\s).*(?<!\s)|", "keeps the blanks of {}; remove them"),
     "mode": (
         r"auto|disable|(?!(?i:auto|disable)$)\S+",
-        "takes {} for the name of a rolling batch; write it in lower case, without blanks",
+        "reads {} as the name of a rolling batch; write it in lower case, without blanks",
     ),
 }
 """Kind of `Djl.reads` to the pattern of values that mean the same here, and what DJL Serving does with others."""
 _ONE = r"-.*|\+?0*[01]|"
 _EXPECTED = {
     "engine": ("Python", "Python", "does not run this handler in one process for all cores"),
-    "handler": ("handle", "handle", "is no function of this handler"),
+    "handler": ("handle", "handle", "is not a function of this handler"),
     "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
     "minWorkers": (_ONE, "1", "processes share the cores of one"),
     "maxWorkers": (_ONE, "1", "processes share the cores of one"),

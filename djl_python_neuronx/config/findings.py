@@ -23,7 +23,7 @@ class Finding:
     names: tuple[str, ...]
     """The options concerned: fields of `ServingOptions`, or names as written."""
     problem: str
-    """What is wrong, what is expected, how to fix it."""
+    """Names the mistake, the expected value and the fix."""
     level: Level = "error"
 
 

@@ -17,7 +17,7 @@ Mistake: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str], str]
 """The pattern of a mistake, what it should be, and what to say about it."""
 
 TEXT: Final[tuple[Mistake, ...]] = (
-    (r"\s+(#|//|;).*$", "", "a comment needs a line of its own"),
+    (r"\s+(#|//|;).*$", "", "a comment needs its own line"),
     (r"\s*[,;]+$", "", "nothing follows a value"),
     (r"^([\"'])(.*)\1$", r"\2", "values have no quotes"),
     (r"^[=:>]+\s*", "", "one = or : ends a key"),
@@ -41,7 +41,7 @@ NAME: Final[tuple[Mistake, ...]] = (
 _OTHER = "the word is another"
 _VALUE: Final[tuple[Mistake, ...]] = (
     *TEXT,
-    (r"[,\s]+option\..*$", "", "each setting needs a line of its own"),
+    (r"[,\s]+option\..*$", "", "each setting needs its own line"),
     (r"^\d{1,3}(,\d{3})+$", lambda m: m[0].replace(",", ""), "a comma separates lengths"),
     (r"(\d+)\s*[kK]\b", lambda m: str(int(m[1]) * 1024), "numbers have no unit"),
     (
@@ -66,7 +66,7 @@ _VALUE: Final[tuple[Mistake, ...]] = (
 
 
 def repair(value: object, allowed: Callable[[str], bool], *, is_name: bool = False) -> str:
-    """What to write in place of a value that is not allowed, and why: ``; values have no quotes: write bf16``.
+    """Suggest a replacement for a value that is not allowed, with the reason: ``; values have no quotes: write bf16``.
 
     Empty if no repair leaves a value that is `allowed`. `is_name`: it names a model.
     """

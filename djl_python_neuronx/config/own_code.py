@@ -35,7 +35,7 @@ def formatters(folder: Path) -> list[str]:
 
 
 def findings(options: ServingOptions) -> Iterator[Finding]:
-    """What the folder of the settings would have run or installed. Warnings where a start runs it, else notes."""
+    """Findings about code that the model folder brings: warnings where a start runs or installs it, else notes."""
     folder = options.model_dir
     if folder is None:
         return

@@ -180,7 +180,7 @@ def read_settings(
         runs = setting.name in _RUNS and not ours and truth(setting.value) is not False
         stranger = properties is None and not setting.by_operator
         if stranger and runs:
-            problem = "a start may run code of whoever wrote it; remove it unless you trust them"
+            problem = "a start may run its author's code; remove it unless you trust the author"
             problems.add("warning", f"option.{_written(setting)}: {problem}", (setting.name,))
         if stranger and setting.name in _WRITTEN and PLACE.search(str(setting.value)):
             problem = "compiled graphs are read and written there; remove it unless you trust who wrote the file"
@@ -402,7 +402,7 @@ def _allows(name: str, value: object) -> bool:
 
 
 def _advice(name: str, value: object, allowed: Callable[[str], bool], words: str) -> str:
-    """What to write in place of a value that is not `allowed`; `words`: what is."""
+    """Suggest a value that is `allowed`, in place of one that is not. `words`: the allowed values, as a text."""
     for other in _NEIGHBOURS.get(name, ()):
         if _allows(other, value):
             return f"; this is a value of {other}: write option.{other}={shortened(value)}"

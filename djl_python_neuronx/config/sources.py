@@ -107,7 +107,7 @@ class Setting:
     remarks: Sequence[tuple[Level, str]] = ()
     """Warnings and notes about the way it is written."""
     unused: str = ""
-    """Why it has no effect; empty if it has one."""
+    """The reason that it has no effect; empty if it has one."""
 
     @property
     def by_operator(self) -> bool:
@@ -122,7 +122,7 @@ class Inputs:
     environ: Mapping[str, str]
     model_dir: Path | None = None
     properties: Mapping[str, object] | None = None
-    """What DJL Serving passes to the handler; None outside DJL Serving."""
+    """Properties that DJL Serving passes to the handler; None outside DJL Serving."""
     file: Sequence[Setting] = ()
     """Settings of the `serving.properties`."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def from_hub(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
     if "HF_MODEL_ID" not in given:
         reason = "it belongs to HF_MODEL_ID, which is not set; otherwise use OPTION_REVISION or OPTION_TASK"
     elif inputs.properties is not None:
-        reason = "DJL Serving creates a model folder of its own for it"
+        reason = "DJL Serving creates a separate model folder for it"
     elif inputs.model_dir and try_path((inputs.model_dir / "config.json").exists, failed=False):
         reason = f"{inputs.model_dir} holds a model"
     elif named is not None:
@@ -487,7 +487,7 @@ def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesEl
 
 
 def _doubts(source: str, value: str) -> Iterator[tuple[Level, str]]:
-    """What Java makes of a value and its writer hardly means."""
+    """Findings where Java reads a value differently than its writer probably meant."""
     if lost := _LOST.search(source):
         yield "error", f"Java drops the backslash of {lost[1]}; write / or \\\\ in a path"
     with suppress(UnicodeError):
@@ -542,7 +542,10 @@ def content(
         raise ConfigError(message)
     is_link = try_path(path.is_symlink, failed=False)
     if not (by_operator or is_link or path.resolve().is_relative_to(folder.resolve())):
-        message = f"{str(path)!r} is outside the model's folder: only command line and environment may name such a file"
+        message = (
+            f"{str(path)!r} is outside the model's folder: only the command line and the environment may name such "
+            "a file"
+        )
         raise ConfigError(message)
     text = _read_file(path, None if by_operator else folder)
     try:

@@ -93,9 +93,9 @@ def serving_environ(
 
 
 def doubt(name: str, value: str) -> str | None:
-    """What of a variable's value a folder's own file may not set, whoever wrote it; None if it may set all.
+    """The part of a variable's value that a folder's own file may not set; None if it may set any value.
 
-    Of a value only a compiler's flag is quoted; empty if it is all, whatever the value.
+    Only a compiler's flag is quoted from the value. Empty if the file may not set the variable at all.
     """
     if name in _ANY_VALUE:
         return None

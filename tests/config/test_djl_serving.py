@@ -244,7 +244,7 @@ def test_a_truth_is_refused_where_java_reads_another(tmp_path, key):
             assert outside.options.async_mode == started.asynchronous, text
         misread = text.strip().lower() in {"true", "1", "yes", "on"} and not started.asynchronous
         assert bool(errors) == misread, text
-        assert all("for false; write true" in str(error) for error in errors)
+        assert all("as false; write true" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("name", ["parallel_loading", "enable_venv", "mpi_mode"])

@@ -72,7 +72,7 @@ REFUSED = {
     'option.compiled_graph_path="s3://b/k"': ("compiled_graph_path", "write s3://b/k"),
     'option.speculative_draft_model="a/b"': ("speculative_draft_model", "write a/b"),
     'option.override_neuron_config="{}"': ("override_neuron_config", "write {}"),
-    "option.dtype=bf16 # comment": ("dtype", "a comment needs a line of its own: write bf16"),
+    "option.dtype=bf16 # comment": ("dtype", "a comment needs its own line: write bf16"),
     "option.n_positions=2048 // tokens": ("n_positions", "write 2048"),
     "option.model_id=org/m # mine": ("model_id", "write org/m"),
     "option.model_id=org/m ; mine": ("model_id", "write org/m"),
@@ -84,8 +84,8 @@ REFUSED = {
     "option.n_positions==2048": ("n_positions", "write 2048"),
     "option.n_positions=>2048": ("n_positions", "write 2048"),
     "option.model_id:=org/m": ("model_id", "write org/m"),
-    "option.dtype=bf16 option.n_positions=64": ("dtype", "a line of its own: write bf16"),
-    "option.dtype=bf16, option.n_positions=64": ("dtype", "a line of its own: write bf16"),
+    "option.dtype=bf16 option.n_positions=64": ("dtype", "its own line: write bf16"),
+    "option.dtype=bf16, option.n_positions=64": ("dtype", "its own line: write bf16"),
     "option.dtype=bf16\u00a0": ("dtype", "invisible", "write bf16"),
     # names
     "option.option.dtype=bf16": ("option.dtype", "did you mean 'dtype'"),
@@ -222,8 +222,8 @@ REFUSED = {
     '{\n  "model_id": "a/b"\n}': ("JSON", "option.NAME=VALUE"),
     "<properties/>": ("XML", "option.NAME=VALUE"),
     # what Java reads in another way
-    "option.async_mode=yes": ("async_mode", "for false; write true"),
-    "option.async_mode=1": ("async_mode", "for false; write true"),
+    "option.async_mode=yes": ("async_mode", "as false; write true"),
+    "option.async_mode=1": ("async_mode", "as false; write true"),
     "option.tensor_parallel_degree=MAX": ("does not start", "or max"),
     "option.rolling_batch=DISABLE": ("rolling_batch", "write it in lower case"),
     # two settings

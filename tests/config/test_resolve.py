@@ -1155,7 +1155,7 @@ class TestEnvOption:
         (error,) = problems
         assert "is outside the model's folder" in str(error)
         said = {level: resolved.problems.messages(level) for level in ("warning", "note")}
-        assert any("may run code of whoever wrote it" in text for text in said["warning"])
+        assert any("may run its author's code" in text for text in said["warning"])
         assert any("read and written there" in text for text in said["note"])
         environ = {"NEURON_ON_DEV_GENERATION": str(other)}
         assert resolve(None, folder(), environ).options.on_device_generation.do_sample
