@@ -1,4 +1,4 @@
-"""What transformers-neuronx supports of each architecture, and what it computes wrong.
+"""Support of each architecture by transformers-neuronx, and its known wrong results.
 
 Source: transformers-neuronx 0.13 (`<architecture>/model.py`, `config.py`, `hlo.py`, `decoder.py`, `layers/`), read and
 run on a CPU. "Verified" means compared with Hugging Face's logits: tiny models with random weights on an emulated
@@ -27,7 +27,7 @@ class Defect:
 
     problem: str
     applies: Callable[[ServingOptions, ModelFacts], object] = lambda _options, _model: True
-    """Whether it matters with these options, which are filled in, and this model."""
+    """True if the defect affects this model with these options (filled in)."""
     names: tuple[str, ...] = _LOADER
     """Options that decide whether it matters; `model_loader`: the model alone decides."""
     fix: str = ""
@@ -39,7 +39,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Capability:
-    """What a library supports of one architecture."""
+    """Support of one architecture by a library."""
 
     continuous_batching: bool = True
     """Sequences join and leave at any step. False: static batches, with a second prefill of all when one joins."""
@@ -66,7 +66,7 @@ class Capability:
     unsupported_options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Option to the reason why the library stops at it."""
     bsh_collectives: str = ""
-    """Why `collectives_layout=BSH` needs `attention_layout=BSH`; empty: it does not."""
+    """The reason that `collectives_layout=BSH` needs `attention_layout=BSH`; empty if it does not."""
     defects: tuple[Defect, ...] = ()
     fields: Mapping[str, Field] = field(default_factory=lambda: _NO_FIELDS)
     """Every field of `config.json` that changes a number; empty: not listed yet."""

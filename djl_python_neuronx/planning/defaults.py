@@ -127,7 +127,7 @@ class _Room:
 def _dtype(case: Case) -> tuple[str, str]:
     asked, stored = case.options.dtype, case.model.dtype
     if case.on_cpu and asked == "float16":
-        return "float32", "what the cpu backend computes float16 in"
+        return "float32", "in which the cpu backend computes float16"
     if asked != "auto":
         return asked, ""
     dtype = dtype_of(case.model, case.backend)
@@ -162,8 +162,8 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     if not degrees:
         return 1, "no other cores are known"
     why = f"the largest documented for {family or 'any family'} within {cores} cores"
-    if size := memory.indivisible(case.model, legal[-1], case.backend):
-        why += f" and that the library takes: {legal[-1]} does not divide {size}"
+    if wanted := memory.indivisible(case.model, legal[-1], case.backend):
+        why += f" and that the library takes: {legal[-1]} is not {wanted}"
     chosen = degrees[-1]
     slots = {degree: room.slots_per_core(degree, positions) for degree in degrees if room.known}
     if case.shares_cores and not largest and any(slots.values()):
@@ -246,8 +246,8 @@ def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
     if slots < MAX_ROLLING_BATCH_SIZE:
         return slots, f"the largest power of two whose KV caches fit ({positions} tokens per slot)"
     if not room.known:
-        return slots, "what DJL Serving sends at most; whether it fits in memory is not known"
-    return slots, "what DJL Serving sends at most"
+        return slots, "the most that DJL Serving sends; whether it fits in memory is not known"
+    return slots, "the most that DJL Serving sends"
 
 
 def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], str] | None:

@@ -19,22 +19,22 @@ _NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """What a library makes of one field of `config.json`, and of transformers' default where it is absent."""
+    """A library's treatment of one field of `config.json`, and transformers' default where the field is absent."""
 
     does: str
-    """``read``, ``translated``, or what the library does whatever the value is, for messages."""
+    """``read``, ``translated``, or the library's behaviour for every value, for messages."""
     computes: tuple[object, ...] = ()
     """Values that the library computes; empty: see `right`, or all."""
     default: object = None
     """Transformers' value where the field is absent or null."""
     near: tuple[object, ...] = ()
-    """Values that what the library does comes so close to that a warning is enough."""
+    """Values the library approximates closely enough for a warning."""
     right: Callable[[Any, ModelFacts], bool] | None = None
-    """Whether the library computes a value, where that is no matter of a list."""
+    """True for a value that the library computes, where `computes` cannot list them."""
     stops: bool = False
     """At other values the library fails. Otherwise its answers are wrong."""
     backends: tuple[str, ...] = ("cpu",)
-    """Backends that compute all values, beside the libraries whose own table has this one."""
+    """Other backends that support every value."""
 
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""

@@ -358,7 +358,7 @@ def _corrected(
         assumed.append("neuron-ls does not list the cores")
     elif cores != expected and family.name == "trn2":
         # Which of the two neuron-ls lists is not documented.
-        assumed.append(f"{cores} cores are listed, taken for physical ones")
+        assumed.append(f"{cores} cores are listed, assumed to be physical ones")
         cores = 0
     if not memory:
         assumed.append("neuron-ls does not list the memory")

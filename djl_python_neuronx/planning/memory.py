@@ -38,7 +38,7 @@ class CoreMemory:
     kv_cache: int
     """An even share of the cache of all slots."""
     padding: int
-    """What the degree adds to both: heads and vocabulary rounded up to it, KV heads copied until every core has one."""
+    """Bytes that the degree adds to both: heads and vocabulary rounded up to it, KV heads copied to all cores."""
     headroom: int
     capacity: int
     """Memory of a core; 0: not known."""
@@ -52,7 +52,7 @@ class CoreMemory:
 
     @property
     def read(self) -> int:
-        """What a decode step of full slots reads: all weights and the whole cache, with padding.
+        """Bytes that a decode step of full slots reads: all weights and the whole cache, with padding.
 
         Divided by `DeviceInfo.core_bytes_per_s` it is a lower bound of the step's time: AWS measured two to seven times
         as much, because each layer takes another 0.15 to 0.35 ms (Llama and Mistral, 7B to 70B, SDK 2.18).
@@ -342,7 +342,7 @@ def can_split(model: ModelFacts, degree: int, backend: str) -> bool:
 
 
 def indivisible(model: ModelFacts, degree: int, backend: str) -> str | None:
-    """Name a size of the model that the degree must divide and does not; None if there is none.
+    """Name the condition on the degree that it breaks, such as ``a divisor of the 32 heads``; None if it breaks none.
 
     Source: transformers-neuronx 0.13, mixtral/model.py; neuronx-distributed-inference 0.9, models/*/modeling_*.py.
     """
@@ -351,19 +351,19 @@ def indivisible(model: ModelFacts, degree: int, backend: str) -> str | None:
         return None
     heads, kv_heads = model.num_heads or degree, model.num_kv_heads or degree
     if not capability.pads_heads and heads % degree:
-        return f"the {heads} heads"
+        return f"a divisor of the {heads} heads"
     if backend == "nxdi" and heads != kv_heads and _uneven(kv_heads, degree):
         # modules/attention/gqa.py makes copies for all heads then, and pads them with the number that there was before.
-        return f"the {kv_heads} KV heads, or they the degree"
+        return f"a divisor or a multiple of the {kv_heads} KV heads"
     for name in capability.degree_divides:
         size = getattr(model, name)
         if size and size % degree:
-            return f"the {name.replace('_', ' ')} of {size}"
+            return f"a divisor of the {name.replace('_', ' ')} of {size}"
     experts, width = model.num_experts, model.intermediate_size or 0
     if capability.whole_experts and _uneven(experts, degree):
-        return f"the {experts} experts, or they the degree"
+        return f"a divisor or a multiple of the {experts} experts"
     if capability.whole_experts and width % -(-degree // experts):
-        return f"the width of all {experts} experts, {experts} x {width}"
+        return f"a divisor of the width of all {experts} experts, {experts} x {width}"
     return None
 
 

@@ -45,7 +45,7 @@ class ModelFacts:
     num_experts: int = 1
     """1: a dense model."""
     tied_embeddings: bool = False
-    """Whether the output projection is the token embedding."""
+    """True if the output projection is the token embedding."""
     dtype: str | None = None
     """Type of the stored weights: float32, float16 or bfloat16."""
     num_parameters: int | None = None

@@ -229,7 +229,7 @@ def _device_sampling(case: Case) -> Iterator[Finding]:
         # Source: layers/generation.py. The shares: half the summed differences, of normal logits in bfloat16.
         problem = (
             "probabilities are added up in the 16 bits of the dtype: with bfloat16 3 % of the draws among 50 tokens "
-            "are others than they should be, 19 % among 256; send a small top_k, or sample on the host"
+            "are wrong, and 19 % among 256; send a small top_k, or sample on the host"
         )
         yield Finding(("on_device_generation",), problem, "warning")
     # NxD Inference leaves out the token with which the sum of probabilities reaches top_p.
@@ -242,7 +242,9 @@ def _device_sampling(case: Case) -> Iterator[Finding]:
         return
     if not sampled.dynamic:
         served = "the compiled-in parameters" if sampled.do_sample else "the most probable token"
-        effect = f"every request gets {served}, and one that asks for another answers 400"
+        effect = (
+            f"every request gets {served}, and a request for anything else is answered with 400"
+        )
     else:
         most = min(sampled.global_top_k or 256, case.model.vocab_size or 256)
         hosts += f", top_k above {most}"
@@ -372,7 +374,7 @@ def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
         problem = f"{case.library} pads {model_type} on the left; leave it out"
         yield Finding(("padding_side",), problem)
     if options.cache_layout == "BSH" and "cache_layout" not in capability.ignored_options:
-        problem = f"the BSH cache needs continuous batching, which {case.library} has not for {model_type}"
+        problem = f"the BSH cache needs continuous batching, which {case.library} does not have for {model_type}"
         yield Finding(("cache_layout",), f"{problem}; leave it out")
 
 

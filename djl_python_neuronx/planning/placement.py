@@ -117,9 +117,9 @@ def _indivisible(case: Case) -> Finding:
     cores = case.device.visible_cores or max(case.degree, 1)
     degrees = legal_degrees(case.device.family, cores)
     dividing = [degree for degree in degrees if can_split(case.model, degree, case.backend)]
-    size = indivisible(case.model, case.degree, case.backend)
+    wanted = indivisible(case.model, case.degree, case.backend)
     problem = (
-        f"for {case.library} to split a {case.model.model_type} model the degree has to divide {size}; set "
+        f"the degree must be {wanted}, for {case.library} to split a {case.model.model_type} model; set "
         f"{join_words(dividing, 'or')}"
     )
     return Finding((_DEGREE,), problem)
@@ -166,7 +166,7 @@ def _padding(case: Case) -> Iterator[Finding]:
 
 
 def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
-    """What a core reads in a decode step, and the least time that this takes."""
+    """The text for the bytes that a core reads in a decode step, and the least time for them."""
     speed = device.core_bytes_per_s
     least = f" in at least {1000 * memory.read / speed:.1f} ms" if speed else ""
     return f"reads {memory.read / GIB:.2f} GiB on each{least}"

@@ -33,7 +33,9 @@ from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
-COMPILE_BASIS = "3 s per layer and graph, one by one, nothing cached; real times: 0.5 to 2 times it"
+COMPILE_BASIS = (
+    "3 s per layer and graph, one by one, nothing cached; real times are 0.5 to 2 times that"
+)
 """Basis of the estimated compile time, for messages.
 
 Chosen so that 70B models (80 layers, ten to seventeen graphs) take the 40 to 70 minutes that their users tell of; the
@@ -47,7 +49,7 @@ _DEFAULT = "default"
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What a load would compile and allocate: pure data."""
+    """The graphs that a load would compile and the memory it would allocate: pure data."""
 
     backend: str
     format: str
@@ -122,9 +124,9 @@ class _Filled(NamedTuple):
 
     case: Case
     filled: defaults.Filled
-    """What was filled in."""
+    """Options whose values were filled in."""
     chosen: defaults.Filled
-    """Of that the values that are not the usual ones, each with the options that it suits in words."""
+    """Values among them that differ from the usual default, each with the options that caused it, as a text."""
     wrong: dict[tuple[str, ...], None]
     """The options of each error that is left."""
 
@@ -276,7 +278,7 @@ def flag_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         words = iter(shlex.split(text))
     except ValueError as error:
-        expected = "flags as a shell has them, each quote closed"
+        expected = "flags in shell syntax, with every quote closed"
         raise InvalidOptionError(_FLAGS, text, "environment", expected) from error
     flags = []
     for word in words:

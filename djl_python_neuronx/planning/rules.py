@@ -104,7 +104,7 @@ _REQUESTS = (
         "one copy would take all cores; leave tensor_parallel_degree out or set a number, or leave replicas out"
     ),
     when(replicas=SET, engine_process=False).refuse(
-        "each copy needs a process of its own; leave one of them out"
+        "each copy needs its own process; leave one of them out"
     ),
     when(pipeline_parallel_degree=above(1)).warn(
         "DJL Serving cannot start a Neuron worker with more than 1 (Connection.java raises); set 1, or use the "

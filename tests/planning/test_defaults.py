@@ -631,9 +631,9 @@ class TestWhatTheReasonsSay:
 
     def test_what_the_library_cannot_divide(self):
         for name, loader, what in (
-            ("mixtral-8x7b", "nxdi", "24 does not divide the hidden size of 4096"),
-            ("mixtral-8x7b", "tnx", "24 does not divide the width of all 8 experts"),
-            ("gpt-neox-20b", "tnx", "24 does not divide the 64 heads"),
+            ("mixtral-8x7b", "nxdi", "24 is not a divisor of the hidden size of 4096"),
+            ("mixtral-8x7b", "tnx", "24 is not a divisor of the width of all 8 experts"),
+            ("gpt-neox-20b", "tnx", "24 is not a divisor of the 64 heads"),
         ):
             found = self.reasons(
                 facts_of(name), "inf2.48xlarge", loader, tensor_parallel_degree="max"

@@ -724,7 +724,7 @@ CORES = [
     (
         DEGREE,
         "error",
-        "has to divide the 32 heads",
+        "must be a divisor of the 32 heads",
         {DEGREE: 24, "facts": of("gptj")},
         {"facts": LLAMA},
     ),
@@ -771,7 +771,7 @@ CORES = [
     (
         DEGREE,
         "error",
-        "the 8 experts, or they the degree",
+        "a divisor or a multiple of the 8 experts",
         {DEGREE: 12, "facts": of("mixtral", num_experts=8)},
         {DEGREE: 8},
     ),

@@ -1,4 +1,4 @@
-"""What NxD Inference supports of each architecture, and what it computes wrong.
+"""Support of each architecture by NxD Inference, and its known wrong results.
 
 Source: neuronx-distributed-inference 0.9.0, `utils/constants.py` (MODEL_TYPES) and `models/*/modeling_*.py`.
 """

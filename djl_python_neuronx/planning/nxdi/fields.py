@@ -70,7 +70,7 @@ def _untruncated(value: Any, _model: ModelFacts) -> bool:  # noqa: ANN401
 
 def _has_method(name: str) -> Field:
     return Field(
-        f"takes weights in {name} alone",
+        f"takes weights in {name} only",
         right=lambda value, _model: (
             isinstance(value, Mapping) and value.get("quant_method") == name
         ),

@@ -76,7 +76,7 @@ _ALWAYS = ("batch_size", "seq_len", "tp_degree", "torch_dtype")
 _FLAGS = ("is_continuous_batching", "output_logits", "async_mode")
 """With `_ALWAYS`: keywords that become options even at the library's default, as this package's own may differ."""
 _HOSTS = ("async_mode",)
-"""Keywords that change no graph: unset options take them, and a difference is none of the graphs."""
+"""Keywords that change no graph: unset options adopt them; a difference needs no recompile."""
 
 
 def as_options(recorded: Config) -> dict[str, object]:
@@ -86,7 +86,7 @@ def as_options(recorded: Config) -> dict[str, object]:
     places and code, and none that is refused there. `differences` then has the others.
 
     Raises:
-        TypeError, ValueError: a number is none, or none that the library takes.
+        TypeError, ValueError: a field is not a valid number.
     """
     given = {**dict.fromkeys(_FLAGS, False), **_normal(recorded)}
     if given["batch_size"] == 1 and not given["is_continuous_batching"]:
@@ -158,7 +158,7 @@ def _by_size(given: Config) -> dict[str, Any]:
 
 
 def _follows(given: Config) -> dict[str, Any]:
-    """What the library sets where nobody does, or where it does not matter."""
+    """Keywords as the library sets them by default, or where their value does not matter."""
     rows = given["tkg_batch_size"]
     follows = {
         **_by_size(given),

@@ -310,7 +310,7 @@ def _shared_heads(case: Case) -> Iterator[Finding]:
     if strategy is None or strategy == "replicated-heads" or not heads or not kv_heads:
         return
     if heads == kv_heads:
-        problem = f"each of the {heads} heads has keys and values of its own: nothing is shared; leave it out"
+        problem = f"each of the {heads} heads has its own keys and values, so nothing is shared; leave it out"
         yield Finding(("group_query_attention",), problem, "warning")
         return
     needs = {
