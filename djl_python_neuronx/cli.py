@@ -104,9 +104,13 @@ def _add_serve(commands: Commands) -> None:
     tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
     for flag, metavar, text in (
         ("certfile", "FILE", "certificate; with it the server speaks TLS"),
-        ("keyfile", "FILE", "key of the certificate, if in a file of its own"),
+        ("keyfile", "FILE", "key of the certificate, if in a separate file"),
         ("keyfile-password", "TEXT", "password of the key"),
-        ("ca-certs", "FILE", "authorities; clients must show a certificate of theirs"),
+        (
+            "ca-certs",
+            "FILE",
+            "authorities; a client must present a certificate that one of them has signed",
+        ),
     ):
         tls.add_argument(f"--ssl-{flag}", metavar=metavar, help=text)
     _add_options(command)
@@ -158,7 +162,7 @@ def _add_compile(commands: Commands) -> None:
         "on_device_embedding on)",
     )
     command.add_argument(
-        "--overwrite", action="store_true", help="replace the output folder whatever its content"
+        "--overwrite", action="store_true", help="replace the output folder, whatever it contains"
     )
     _add_instance(command)
     _add_options(command)

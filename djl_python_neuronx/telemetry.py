@@ -76,7 +76,7 @@ METRICS: dict[str, Metric] = {
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
         "counter",
-        "Unwanted ends of an engine, by signal or error.",
+        "Engine crashes, by signal or error.",
         ("cause", "copy"),
     ),
     "load_seconds": Metric("gauge", "Time to load the model."),
@@ -87,7 +87,7 @@ _GAUGES = {f"{NAMESPACE}_{name}" for name, row in METRICS.items() if row.kind ==
 
 
 class Metrics:
-    """The metrics of `METRICS`, in a registry of their own: two services in one process do not share them."""
+    """The metrics of `METRICS`, in their own registry: two services in one process do not share them."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -103,7 +103,7 @@ class Metrics:
             for name, row in METRICS.items()
         }
         self._last: dict[str, float] = {}
-        """What `embedded` saw last."""
+        """Values that `embedded` read last."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]

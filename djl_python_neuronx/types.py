@@ -17,7 +17,7 @@ from djl_python_neuronx.sampling import SamplingParams
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. The values are LMI's words; other protocols map them."""
+    """The reason that a sequence ended. The values are LMI's words; other protocols map them."""
 
     LENGTH = "length"
     EOS = "eos_token"
@@ -44,10 +44,10 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     """The text of a special token stops at that token, which has no text in which it could be found."""
     include_stop: bool = False
-    """Whether the text ends with what stopped it, if that is a stop string or one of `stop_token_ids`."""
+    """True if the text keeps the stop string, or the token of `stop_token_ids`, that ended it."""
     ignore_eos: bool = False
     logprobs: bool = False
-    """Whether to return the log-probability of each generated token under the model's own (unwarped) distribution."""
+    """True to return the log-probability of each generated token under the model's own (unwarped) distribution."""
     top_logprobs: int = 0
     """Most likely tokens to return in place of each generated one, with their log-probabilities."""
     adapter: int = 0

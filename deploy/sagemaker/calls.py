@@ -26,7 +26,7 @@ TRANSITIONS = frozenset(
     ["Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting", "InProgress", "Stopping"]
 )
 MISSING = ("Could not find ", "No scalable target found ")
-"""How messages about what does not exist begin: SageMaker has no code of its own for it."""
+"""Start of messages about a missing resource: SageMaker has no separate error code for it."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ def _judge(arguments: argparse.Namespace) -> None:
     if arguments.command in {"deploy", "update", "compile"}:
         region = registry(arguments.image)["region"]
         if region != arguments.region:
-            msg = f"--image is in {region}; --region {arguments.region} needs an image of its own"
+            msg = (
+                f"--image is in {region}; --region {arguments.region} needs an image in that region"
+            )
             raise ConfigError(msg)
     if arguments.command == "update" and arguments.version == FIRST_VERSION:
         msg = f"--version {FIRST_VERSION} is what `deploy` creates without --version; name another one for the update"

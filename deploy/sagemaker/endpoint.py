@@ -93,7 +93,7 @@ def endpoint_config_call(arguments: argparse.Namespace, planned: Plan) -> Call:
         if size_gib > most:
             msg = (
                 f"the model needs a volume of {size_gib} GiB, and SageMaker allows {most}; choose an instance with "
-                "disks of its own, such as ml.trn1.32xlarge, or correct --model-gib"
+                "its own disks, such as ml.trn1.32xlarge, or correct --model-gib"
             )
             raise ConfigError(msg)
         variant["VolumeSizeInGB"] = size_gib

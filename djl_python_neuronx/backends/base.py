@@ -1,7 +1,6 @@
 """The border between engine and device: the steps that a backend runs, and its outputs. Numpy only.
 
-A backend module (`backends/<name>.py`) exposes ``supports(artifact)`` and ``load(plan) -> Backend``; the folder is the
-registry. ``compile`` comes with the backends that compile.
+See `backends.BackendModule` for the functions of a backend package.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def lacking(num_cores: int, limit: CoreLimit | None, started: CoreLimit | None) 
         return (
             f"{num_cores} NeuronCores are needed, and the runtime of this process was started with {started}, which it "
             "keeps. Load the model with the largest tensor_parallel_degree first, start the process with "
-            f"{_NUM_CORES}={num_cores}, or serve this model from a process of its own"
+            f"{_NUM_CORES}={num_cores}, or serve this model from its own process"
         )
     return (
         f"{num_cores} NeuronCores are needed, and {limit} gives this process {bound.num_cores}. Give it "
@@ -90,8 +90,8 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
     """Set the variables in this process, where alone the libraries read them, and restore the old values.
 
     Those that the library sets by itself are restored too. The compiler runs inside a load and the runtime reads its
-    variables when it starts, so a second model of the process has nothing of the first. Models of one process share its
-    first cores: `num_cores` is the largest degree among them.
+    variables when it starts, so no setting leaks from one model to the next. Models of one process share its first
+    cores: `num_cores` is the largest degree among them.
 
     Raises:
         IncompatibleOptionsError: the variables spread the model over several machines.

@@ -103,7 +103,7 @@ _FAULTS = (
     _fault(
         r"NRT_EXEC_NC_BUSY",
         "busy",
-        "Another model or thread of this process runs on the core: serve each model from a process of its own",
+        "Another model or thread of this process runs on the core: serve each model from its own process",
         codes={1005},
     ),
     _HOST_MEMORY,

@@ -1,4 +1,4 @@
-"""What the backends of the Neuron libraries have in common. Imports neither torch nor a library."""
+"""Code that the backends of the Neuron libraries share. Imports neither torch nor a library."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Batcher:
         return Step(decode=rows), min(max(starts) + self._width, self._max_model_len)
 
     def _wants(self, sequences: list[Sequence]) -> Want:
-        """What rows want of which these get a token."""
+        """The output that a call must return if these sequences of its rows get a token."""
         if not sequences:
             return Want.NOTHING
         if Want.TOKENS in self._outputs and not any(sequence.on_host for sequence in sequences):

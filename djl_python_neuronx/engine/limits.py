@@ -119,7 +119,7 @@ def with_defaults(
 
 
 def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
-    """Why a device that samples cannot choose the tokens of a request, and the fix; None if it can."""
+    """The reason that a sampling device cannot choose the tokens of a request, with the fix; None if it can."""
     sampling = request.sampling
     refused = sampling.unsupported_on_device()
     if request.logprobs or request.top_logprobs:

@@ -146,7 +146,7 @@ class Replicas:
 
     @property
     def stage(self) -> str:
-        """What the copies without an engine are doing, for people."""
+        """The stage of each copy without an engine, for people."""
         stages = [
             f"copy {i}: {one.loop.stage}" for i, one in enumerate(self.copies) if not one.alive
         ]

@@ -30,7 +30,7 @@ class Graph(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What a step ran, for metrics."""
+    """The graph that a step ran and its tokens, for metrics."""
 
     kind: GraphKind
     bucket: int
@@ -44,7 +44,7 @@ class StepInfo(NamedTuple):
     draft_s: float = 0.0
     """Time that its proposal took, the draft model's calls included."""
     draft_error: ServingError | None = None
-    """Why the proposer failed; None if it did not."""
+    """The error of the proposer; None if it has not failed."""
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: int = 0

@@ -69,7 +69,7 @@ class Proposal(NamedTuple):
     """One list for each sequence; empty if there are no drafts at all."""
     seconds: float = 0.0
     error: BackendError | None = None
-    """Why the proposer failed; None if it did not."""
+    """The error of the proposer; None if it has not failed."""
 
 
 _NOTHING = Proposal([])

@@ -73,7 +73,7 @@ class Compiled:
     packages: Mapping[str, str]
     """Versions of the installed libraries."""
     cache_hit: bool | None = None
-    """Whether the compile store had the graphs; None: they were not looked up there."""
+    """True if the compile store had the graphs; None if they were not looked up there."""
 
 
 def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:

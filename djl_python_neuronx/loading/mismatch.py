@@ -27,7 +27,7 @@ from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options, li
 FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
-"""What graphs depend on beside options and flags; unknown of a machine that is not this one."""
+"""Facts that graphs depend on beside options and flags; unknown for a machine other than this one."""
 _NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
 
 

@@ -258,7 +258,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What the preparation of a model and of its draft model have in common."""
+    """State shared by the preparation of a model and of its draft model."""
 
     machine: DeviceInfo
     """The machine that will serve."""

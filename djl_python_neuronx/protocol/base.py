@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
 UNNAMED = frozenset({"dummy", "tgi"})
-"""What huggingface_hub's client sends as the model when its user gave a URL: it has no other way to leave it out."""
+"""Model names that huggingface_hub's client sends when its user gave a URL: it has no other way to leave it out."""
 ESCAPE_BYTES = 6
 """Most bytes of JSON for a byte of text: an escape such as \\u0041."""
 BESIDE_PROMPT_BYTES = 2**20
@@ -76,7 +76,7 @@ class ParsedRequest:
     requests: Sequence[GenerationRequest]
     formatter: Formatter
     stream: bool
-    """Whether the client reads the response as a stream."""
+    """True if the client reads the response as a stream."""
     thread: Executor | None = None
     """The thread of a formatter that takes its time: never to be fed in an event loop."""
 
@@ -117,7 +117,7 @@ class ParseContext:
     default_max_tokens: int | None = None
     """Most tokens of a request that sets none, by the model's author."""
     has_logprobs: bool = True
-    """Whether log-probabilities are available. With on-device sampling they are null in streams, and `details` are
+    """True if log-probabilities are available. With on-device sampling they are null in streams, and `details` are
     rejected."""
 
     def check_size(self, body: bytes) -> None:
@@ -288,7 +288,7 @@ class WireProtocol(Protocol):
     paths: tuple[str, ...] = ()
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload."""
     anywhere: bool = True
-    """Whether it can parse payloads on routes that no protocol has, and under DJL Serving."""
+    """True if it can parse payloads on routes that no protocol has, and under DJL Serving."""
 
     requests: Mapping[str, Any]
     """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""

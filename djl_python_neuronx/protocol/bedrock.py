@@ -69,7 +69,7 @@ class BedrockProtocol(WireProtocol):
         body = validated(BedrockRequest, payload)
         given = Parameters.of(
             body,
-            # A device that samples might refuse these, although nobody has sent them.
+            # With device-only sampling, defaults must not cause a 400.
             **({"temperature": 0.5, "top_p": 0.9} if context.has_logprobs else {}),
             return_full_text=True,
             max_new_tokens=body.max_gen_len,

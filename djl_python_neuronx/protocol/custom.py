@@ -141,7 +141,7 @@ class CustomFormatters:
         raise FormatterError(msg)
 
     def _called(self, kind: str, call: Callable[[], _T]) -> Future[_T]:
-        """What a call has made or raised, once it has ended.
+        """The finished future of a call, with its result or error.
 
         Raises:
             FormatterError: it takes more than the limit, or too many hang.
@@ -313,7 +313,7 @@ def _payload(made: Any) -> tuple[dict[str, Any], Any]:  # noqa: ANN401
 
 
 def _encoded(made: Any) -> bytes:  # noqa: ANN401
-    """What an output formatter has returned, in UTF-8."""
+    """The result of an output formatter, in UTF-8."""
     _check_type(WRITES, made, (dict, str, bytes))
     if isinstance(made, dict):
         return orjson.dumps(made)

@@ -91,9 +91,9 @@ class Reply:
         """Sequences of the answer that have not ended."""
         self.stream = parsed.stream
         self.finished = False
-        """Whether the answer is complete."""
+        """True once the answer is complete."""
         self.taken = False
-        """Whether its last record has been taken."""
+        """True once its last record has been taken."""
         self.error: ServingError | None = None
         self._formatter: Formatter = parsed.formatter
         self._started = False

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints share: parameters, answers whole and as a stream of chunks, and error objects.
+"""Code that OpenAI's endpoints share: parameters, whole and streamed answers, and error objects.
 
 Source: OpenAI's API reference, 2026-11; vLLM's names of the parameters that the reference lacks.
 """
@@ -137,7 +137,7 @@ def finite(logprob: float | None) -> float:
 
 
 def num_chars(token: Token, tokenizer: Tokenizer) -> int:
-    """The characters of the text that begin with a token: those of `Token.text` may be held back, or be others'."""
+    """Number of characters that start in this token. `Token.text` may lag behind."""
     if token.special:
         return 0
     return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token.id))
@@ -186,7 +186,7 @@ class OpenAiProtocol(WireProtocol):
         context: ParseContext,
         **more: Any,  # noqa: ANN401
     ) -> GenerationRequest:
-        """What the sequences of a request have in common; `more`: further fields of it.
+        """The request that its sequences share. `more`: further fields of `GenerationRequest`.
 
         Raises:
             RequestError: a value is not allowed.

@@ -191,7 +191,7 @@ class ChatCompletion(TypedDict):
 
 
 class ChunkDelta(TypedDict, total=False):
-    """What a chunk adds to a message."""
+    """A chunk's addition to a message."""
 
     role: Literal["assistant"]
     content: str

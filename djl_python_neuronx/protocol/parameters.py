@@ -173,7 +173,7 @@ class GenerationParameters(RequestModel):
         sampling: SamplingParams,
         **more: Any,  # noqa: ANN401
     ) -> GenerationRequest:
-        """What the sequences of a request have in common; `more`: further fields of it.
+        """The request that its sequences share. `more`: further fields of `GenerationRequest`.
 
         Raises:
             UnsupportedParameterError: the stop strings are too many.

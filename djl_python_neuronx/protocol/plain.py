@@ -77,7 +77,7 @@ class PlainProtocol(WireProtocol):
             n=body.n,
             max_new_tokens=body.max_tokens,
             return_full_text=True,
-            # A device that samples might refuse it, although nobody has sent it.
+            # With device-only sampling, a default must not cause a 400.
             **({"temperature": 1.0} if context.has_logprobs else {}),
         )
         stream = "jsonlines" if body.stream else None

@@ -1,4 +1,4 @@
-"""What the protocols around LMI share: TGI's and LMI's parameters, the sequences of an answer, and its formatters.
+"""Code that the protocols around LMI share: TGI's and LMI's parameters, an answer's sequences and its formatters.
 
 A protocol adds a request model and a `Shape`.
 """
@@ -228,7 +228,7 @@ class Shape(ABC):
     """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
 
     ranks = True
-    """Whether the log-probabilities of several sequences decide which come first."""
+    """True if several sequences are ordered by their log-probabilities."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
@@ -248,7 +248,7 @@ class Shape(ABC):
 
 
 class DetailedShape(Shape):
-    """What LMI and TGI share: a text with details, which list the tokens, and the best of several sequences."""
+    """LMI's and TGI's common shape: a text, details with a list of its tokens, and the best of several sequences."""
 
     logprob_name: str
 
@@ -264,7 +264,7 @@ class DetailedShape(Shape):
         return answer.log_probability
 
     def facts(self, answer: Answer) -> dict[str, Any]:
-        """What the details say of any sequence."""
+        """Details common to every sequence."""
         facts: dict[str, Any] = {
             "finish_reason": answer.end.finish_reason,
             "generated_tokens": answer.end.num_generated_tokens,

@@ -13,8 +13,8 @@ class StepAhead:
     """The decode that the library has started before its turn (`async_mode`; source: modules/async_execution.py, 0.9).
 
     A decode starts the next one before it waits for its own tokens: from those, on the device, each position one
-    higher, with the same parameters. The next call gets that step's tokens, whatever its own inputs are, if its
-    `seq_ids` are the same. A prefill drops the step; near the end of a bucket or of the cache the library starts none.
+    higher, with the same parameters. The next call with the same `seq_ids` returns that step's tokens and
+    ignores its own inputs. A prefill drops the step; near the end of a bucket or of the cache the library starts none.
 
     Here it is dropped unless its inputs are those of the call. What a dropped step has written is harmless: the device
     runs steps in order, and its rows write there next, or are free.

@@ -134,8 +134,8 @@ class ContinuousBackend(DeviceBackend):
     def _mend(self, slot: int, doubtful: range) -> None:
         """Write the doubtful positions of a free slot anew if one of them is NaN.
 
-        No call clears a slot. A prompt reads none of it; a decode reads its graph's columns and writes anywhere. If it
-        reads what it writes, each round makes numbers of one layer more.
+        No call clears a slot, and a prefill does not read the old values. Each decode that reads and rewrites the
+        position cleans one more layer, so this repeats once per layer.
         """
         longest = self._prompt_buckets[-1]
         for turn in range(int(self._model.config.num_hidden_layers) + 1):

@@ -49,5 +49,5 @@ class Doubts:
         return range(max(int(self._first[slot]), bucket), int(self._end[slot]))
 
     def forget(self, slot: int) -> None:
-        """Take a slot for clean."""
+        """Mark a slot as clean."""
         self._first[slot] = self._end[slot] = 0
