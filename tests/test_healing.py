@@ -337,7 +337,17 @@ def test_a_request_waits_for_a_slot_no_longer_than_the_queue_allows(serve):
     server.begin("a", 300)
     reply = server.ask("b")
     assert reply.status == 408
-    assert "1 s (option.queue_timeout)" in error(reply)["error"]
+    assert "1 s (option.queue_timeout; default: option.predict_timeout)" in error(reply)["error"]
+
+
+def test_the_wait_for_a_slot_begins_anew_with_an_engine(serve):
+    server = serve(queue_timeout=1)
+    server.hold()
+    server.kill_engine()
+    reply = server.begin("a")
+    time.sleep(1.5)
+    server.go_on()
+    assert ids(reply.result()) == right("a")
 
 
 def test_a_request_waits_for_an_engine_no_longer_than_a_restart_may_take(serve):
@@ -346,7 +356,7 @@ def test_a_request_waits_for_an_engine_no_longer_than_a_restart_may_take(serve):
     server.kill_engine()
     reply = server.ask("a")
     assert reply.status == 503
-    assert "1 s (option.restart_timeout)" in error(reply)["error"]
+    assert "1 s (option.restart_timeout; default: option.predict_timeout)" in error(reply)["error"]
     assert server.prefilled == []
     server.go_on()
     server.until(lambda: server.get("/ping").status == 200)

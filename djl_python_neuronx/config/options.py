@@ -254,10 +254,11 @@ class GeneralOptions(OptionGroup):
     """Longest time of a step on the device; ten times as long for the first one of a graph. After it the device counts
     as hanging, and the engine is started again. Default: `predict_timeout`."""
     queue_timeout: Annotated[Seconds | None, Option()] = None
-    """Longest time that a request waits for a slot; then it gets 408. Default: `predict_timeout`."""
+    """Longest time that a request waits for a slot; then it gets 408. If the engine is started again meanwhile, the
+    time begins anew when it is ready. Default: `predict_timeout`."""
     restart_timeout: Annotated[Seconds | None, Option()] = None
     """Longest time that a request waits for an engine that is started again, or for the only copy of a model that is
-    reloaded; then it gets 503. Default: `predict_timeout`."""
+    reloaded; then it gets 503. What it has waited for a slot before does not count. Default: `predict_timeout`."""
     model_loading_timeout: Annotated[
         Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(reads="seconds", sign=True))
     ] = 240.0

@@ -156,7 +156,10 @@ class Engine:
         if self._scheduler.slots.num_free:
             what = "earlier prompts filled every step"
             fix = "raise option.context_length_estimate"
-        message = f"{what} within {waited_s:g} s (option.queue_timeout); retry later, or {fix}"
+        message = (
+            f"{what} in the last {waited_s:g} s (option.queue_timeout; default: option.predict_timeout); retry later, "
+            f"or {fix}"
+        )
         return [self._fail(sequence, RequestTimeoutError(message)) for sequence in late]
 
     def step(self, *, min_drafts: int = 0) -> StepResult:

@@ -72,7 +72,7 @@ class LoopSettings:
     step_timeout_s: float = 120.0
     """Longest time of a device call; of the first call of a graph, `FIRST_CALL_FACTOR` times as long."""
     restart_timeout_s: float = 120.0
-    """Longest time that a request waits for an engine that is started again."""
+    """Longest time that a request waits for an engine that is started again, from the end of the one before."""
     restarts: int = 0
     """Starts after a death within `RESTART_WINDOW_S`."""
     max_request_s: float = math.inf
@@ -150,6 +150,8 @@ class EngineLoop:
         are given to another copy or to the next engine."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
+        self._died_s = -math.inf
+        """The time at which an engine last ended that was ready."""
         self._link: Link | None = None
         """To the engine; None while none is ready. It changes under the registry's lock."""
         self.speculation: dict[str, object] | None = None
@@ -414,6 +416,7 @@ class EngineLoop:
         """Start the engine again, with pauses, until it is ready. False: the loop is closing, or gives it up."""
         self.stage = f"the engine has ended ({death.cause})"
         self.state, self._busy = EngineState(), False
+        self._died_s = time.monotonic()
         if self._engine.restartable:
             self._settle(death.error)
         with self.streams.lock:
@@ -465,7 +468,6 @@ class EngineLoop:
         for stream in self.streams.open_streams():
             if stream.request.request_id in stream.begun:
                 stream.begun.discard(stream.request.request_id)
-                stream.waiting_since_s = time.monotonic()
                 stream.deaths += 1
             if stream.first_token_s is not None:
                 sent.append(stream)
@@ -517,7 +519,7 @@ class EngineLoop:
             if self._silent_s > self._patience_s:
                 self._hang = BackendUnavailableError(
                     f"the engine has not answered for {self._patience_s:g} s, so a device call hangs. If calls may "
-                    "take so long, raise option.step_timeout"
+                    "take so long, raise option.step_timeout (default: option.predict_timeout)"
                 )
                 self._silent_s = 0.0
                 self._engine.kill()
@@ -546,7 +548,10 @@ class EngineLoop:
         late = [
             stream
             for stream in self.streams.open_streams()
-            if now_s - stream.waiting_since_s > limit_s
+            if now_s - max(stream.submitted_s, self._died_s) > limit_s
         ]
-        message = f"the engine is being started again and was not ready within {limit_s:g} s (option.restart_timeout)"
+        message = (
+            f"the engine is being started again and was not ready within {limit_s:g} s (option.restart_timeout; "
+            "default: option.predict_timeout)"
+        )
         self._end(self._removed(late), BackendUnavailableError(message))

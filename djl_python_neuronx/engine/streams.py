@@ -146,7 +146,6 @@ class Stream:
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
-        self.waiting_since_s = self.submitted_s
         self.begun: set[str] = set()
         """The requests answered together that a step of this engine has begun. One set for all of them, not their
         streams: these would be freed only by the garbage collector, long after their end."""

@@ -49,7 +49,7 @@ class WorkerSettings:
     """Settings of a worker."""
 
     queue_timeout_s: float = 120.0
-    """Longest time that a request waits for a slot."""
+    """Longest time that a request waits for a slot of this engine."""
     warm_up: bool = False
     """Run every graph once before the first request."""
 

@@ -98,7 +98,10 @@ class Model:
         if (door := self._door) is not None:
             opened, _ = await asyncio.wait({asyncio.wrap_future(door)}, timeout=limit_s)
             if not opened:
-                msg = f"the model was not reloaded within {limit_s:g} s (option.restart_timeout); retry later"
+                msg = (
+                    f"the model was not reloaded within {limit_s:g} s (option.restart_timeout; default: "
+                    "option.predict_timeout); retry later"
+                )
                 raise BackendUnavailableError(msg)
         return self.ready()
 

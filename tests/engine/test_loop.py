@@ -843,6 +843,23 @@ def test_a_stop_string_that_is_a_special_token_also_stops_at_the_token() -> None
         assert sorted(hosts[0].receive("add")["stop_token_ids"]) == [2, 7]
 
 
+def test_the_wait_for_an_engine_begins_with_its_end() -> None:
+    with in_parts(restart_timeout_s=PATIENCE_S) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        for name in ("running", "waiting"):
+            loop.submit(request(name, [5, 6]), inbox)
+            only(loop).streams.get(name).submitted_s -= 2 * PATIENCE_S  # type: ignore[union-attr]
+            hosts[0].receive("add")
+        hosts[0].engine.send("entering", ["running"])
+        wait_until(lambda: only(loop).streams.get("running").begun)  # type: ignore[union-attr]
+        hosts[0].ended.set()
+        hosts[0].engine.close()
+        wait_until(lambda: len(hosts) == 2)
+        only(loop)._expire()
+        assert len(loop.streams) == 2
+        assert [hosts[1].receive("add")["request_id"] for _ in "12"] == ["running", "waiting"]
+
+
 def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
     with in_parts(restart_timeout_s=0.0) as (loop, hosts, _):
         loop.submit(request("a", [5, 6]), BlockingQueue())

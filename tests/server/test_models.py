@@ -576,7 +576,9 @@ def test_who_waits_too_long_at_the_door_gets_503() -> None:
     wait_until(lambda: "is being reloaded" in http.get(reloading.url + "/ping").text)
     found = reloading.post([5])
     assert (found.status_code, int(found.headers["retry-after"]) > 0) == (503, True)
-    assert "0.3 s (option.restart_timeout)" in found.json()["error"]
+    assert (
+        "0.3 s (option.restart_timeout; default: option.predict_timeout)" in found.json()["error"]
+    )
     reloading.close()
 
 
